@@ -45,7 +45,7 @@ from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
-LENGTHS = (2, 3, 4, 6, 8)  # of chains that wait for their verification
+LENGTHS = (2, 4, 8)  # of chains that wait for their verification
 CONTEXT = 64  # tokens of a prompt for --shape
 
 

@@ -284,7 +284,6 @@ def make_contenders(
     assistant: PreTrainedModel | None = None,
     misfits: Mapping[str, str] | None = None,
     is_each_once: bool = False,
-    link: Link | None = None,
 ) -> list[Contender]:
     """The baselines, then every drafter with every tree; at temperature > 0 with every acceptance rule, the exact one
     with and without coupled drafting.
@@ -299,7 +298,6 @@ def make_contenders(
         misfits: heads that do not fit the target, with the reason: each becomes a contender with that `problem`.
         is_each_once: one contender for each drafter of `heads`, and for no other drafter. It runs in the last of the
             modes, with exact acceptance, coupled drafting, and trees cut to the depth that it can draft.
-        link: servers of the target, for every drafter once more.
 
     Raises:
         ValueError: for an unknown tree, and for two trees of the same name.
@@ -330,20 +328,25 @@ def make_contenders(
             except ValueError as error:
                 contender.problem = str(error)
             contenders.append(contender)
-    if link is not None:
-        servers = f"{len(link.ranks)} server{'s' * (len(link.ranks) > 1)}"
-        several = f"texts are decoded one at a time, and the batch has {settings.batch_size}"
-        contenders += [
-            Contender(
-                f"{name}, distributed",
-                servers,
-                DistributedDecoding(target, drafter, link),
-                problem=several if settings.batch_size > 1 else "",
-                is_overlapping=True,
-            )
-            for name, drafter, _ in drafters
-        ]
     return contenders + [Contender(name, problem=problem) for name, problem in (misfits or {}).items()]
+
+
+def make_distributed_contenders(
+    target: Target, drafters: Mapping[str, Drafter], settings: Settings, link: Link
+) -> list[Contender]:
+    """Every drafter with the servers of a link."""
+    servers = f"{len(link.ranks)} server{'s' * (len(link.ranks) > 1)}"
+    several = f"texts are decoded one at a time, and the batch has {settings.batch_size}"
+    return [
+        Contender(
+            f"{name}, distributed",
+            servers,
+            DistributedDecoding(target, drafter, link),
+            problem=several if settings.batch_size > 1 else "",
+            is_overlapping=True,
+        )
+        for name, drafter in drafters.items()
+    ]
 
 
 def _name_trees(trees: Sequence[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from inference.distributed.timeline import Draft, Timeline, Verification
 from scripts.measuring.plot import load_pyplot, save_figure
 
 USED, DROPPED, PARTLY, WAITING = "#4878a8", "#d9d9d9", "#9dbbd6", "#d98c3f"
+CHARACTERS = 200  # of the labels' font that fit into the timeline's width
 
 
 def read_timeline(values: dict[str, Any]) -> Timeline:
@@ -31,6 +32,7 @@ def draw(path: Path, timeline: Timeline, rows: list[dict[str, Any]], *, title: s
 
 
 def _draw_timeline(axis: Any, timeline: Timeline, first: float, seconds: float) -> None:
+    axis.set_xlim(0, 1e3 * seconds)
     ranks = sorted({one.rank for one in timeline.verifications})
     for draft in timeline.drafts:
         colour = DROPPED if timeline.is_dropped(draft.version, draft.position) else WAITING
@@ -50,7 +52,6 @@ def _draw_timeline(axis: Any, timeline: Timeline, first: float, seconds: float) 
             begun = min((one.sent for one in timeline.verifications if one.version == version + 1), default=None)
             if begun is not None:
                 axis.axvline(1e3 * (begun - first), color="black", linewidth=0.6, linestyle=":")
-    axis.set_xlim(0, 1e3 * seconds)
     axis.set_ylim(len(ranks) + 0.5, -0.5)
     axis.set_yticks(range(len(ranks) + 1), ["rank 0 drafts", *(f"rank {rank} verifies" for rank in ranks)])
     axis.set_xlabel("milliseconds")
@@ -63,11 +64,12 @@ def _draw_timeline(axis: Any, timeline: Timeline, first: float, seconds: float) 
 
 def _bar(axis: Any, place: int, begin: float, end: float, colour: str, text: str) -> None:
     axis.barh(place, 1e3 * (end - begin), left=1e3 * begin, color=colour, edgecolor="white", height=0.8)
-    axis.text(500 * (begin + end), place, text, ha="center", va="center", fontsize=6, clip_on=True)
+    if 1e3 * (end - begin) > axis.get_xlim()[1] * len(text) / CHARACTERS:
+        axis.text(500 * (begin + end), place, text, ha="center", va="center", fontsize=6, clip_on=True)
 
 
 def _draw_speeds(axis: Any, rows: list[dict[str, Any]]) -> None:
-    rows = [row for row in rows if row["ratio"] == 0.1]
+    rows = [row for row in rows if row["ratio"] == 0.1 and row["acceptance"] >= 0.5]
     gpus = sorted({row["gpus"] for row in rows})
     waiting = {row["acceptance"]: row["synchronous_over_plain"] for row in rows}
     axis.plot(list(waiting), list(waiting.values()), color="black", linestyle="--", label="1 GPU, drafts wait")

@@ -6,6 +6,7 @@ time.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -123,13 +124,13 @@ def run_models(
     acceptances: Sequence[float] = (),
 ) -> list[dict[str, Any]]:
     """Real models: plain decoding and chains that wait, on rank 0, taking turns with the servers. The texts are
-    compared. Rivals also run with as many threads as there are processes, since these have the cores to themselves.
+    compared. Rivals also run with as many threads as there are processes and cores.
 
     Args:
         acceptances: of a `ScriptedChances` drafter, one result for each; () = the drafter's own.
     """
     with DistributedDecoder(target, drafter) as decoder:
-        num_threads = 1 + len(decoder.link.ranks)
+        num_threads = min(1 + len(decoder.link.ranks), os.cpu_count() or 1)
         silent = DistributedDecoder(target, SilentDrafter(), link=decoder.link)
         contenders: dict[str, Callable[..., Any]] = {"plain": Decoder(target).generate}
         contenders |= {f"chain:{n}": Decoder(target, drafter, tree=f"chain:{n}").generate for n in lengths}
