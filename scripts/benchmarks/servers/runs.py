@@ -31,11 +31,13 @@ from scripts.benchmarks.servers.simulation import (
     best_synchronous,
     decode,
     make_draft,
+    replay,
     simulate,
 )
 
 EMULATED = Greeting("emulated", 0, 2, "none")
 SIMULATED_TOKENS = 4000
+NUM_REPLAYS = 20  # of each real text, with costs that vary
 
 
 class EmulatedServer:
@@ -82,9 +84,9 @@ def measure_message(timeline: Timeline, seconds: float, num_tokens: int) -> floa
     return max(0.0, seconds / num_tokens - statistics.fmean(passes)) / 2
 
 
-def compare(outcome: Outcome, costs: Costs, setting: Setting) -> dict[str, Any]:
-    """A run beside what the simulation predicts from its costs."""
-    predicted = simulate(costs, setting, SIMULATED_TOKENS)
+def compare(outcome: Outcome, costs: Costs, setting: Setting, predicted: Outcome | None = None) -> dict[str, Any]:
+    """A run beside what the simulation predicts from its costs and the share of its drafts that were right."""
+    predicted = predicted or simulate(costs, setting, SIMULATED_TOKENS)
     ratio = predicted.tokens_per_second / outcome.tokens_per_second
     return {
         "setting": asdict(setting),
@@ -183,12 +185,17 @@ def _run_in_turns(
     costs = read_costs(timelines, statistics.median(messages))
     setting = Setting(len(decoder.link.ranks), statistics.fmean(one.acceptance for one in timelines))
     speeds = {name: 1 / statistics.fmean(values) for name, values in seconds.items()}
+    replays = [
+        replay(costs, setting, timeline, outcome.tokens, seed=seed)
+        for timeline, outcome in zip(timelines, outcomes, strict=True)
+        for seed in range(NUM_REPLAYS)
+    ]
     plain = max(speed for name, speed in speeds.items() if name.partition(",")[0] == "plain")
     return {
         "tokens_per_second": speeds,
         "same_texts": num_same,
         "texts": len(prompts),
-        **compare(add_up(outcomes), costs, setting),
+        **compare(add_up(outcomes), costs, setting, add_up(replays)),
         "over_plain": speeds["distributed"] / plain,
         "timeline": asdict(timelines[0]),
     }

@@ -72,9 +72,9 @@ class Outcome:
 class VirtualLink:
     """Servers that answer after their costs, on a clock that only costs move."""
 
-    def __init__(self, costs: Costs, num_servers: int) -> None:
+    def __init__(self, costs: Costs, num_servers: int, seed: int) -> None:
         self.costs, self.ranks = costs, tuple(range(1, num_servers + 1))
-        self._generator = random.Random(num_servers)
+        self._generator = random.Random(1000 * seed + num_servers)
         self.clock = 0.0
         self._answers: dict[int, tuple[float, Answer]] = {}
 
@@ -137,12 +137,25 @@ def decode(link: Link, setting: Setting, draft: Draft, num_tokens: int) -> tuple
 
 def simulate(costs: Costs, setting: Setting, num_tokens: int, *, seed: int = 0) -> Outcome:
     """Decodes one text on a virtual clock."""
-    link = VirtualLink(costs, setting.servers)
+    link = VirtualLink(costs, setting.servers, seed)
 
     def pay() -> None:
         link.clock += link.vary(costs.draft)
 
     return decode(link, setting, make_draft(setting.acceptance, seed, pay), num_tokens)[0]
+
+
+def replay(costs: Costs, setting: Setting, timeline: Timeline, num_tokens: int, *, seed: int = 0) -> Outcome:
+    """Simulates a real run: drafts are wrong where a round of that run ended, so that no luck is left in the
+    comparison."""
+    link = VirtualLink(costs, setting.servers, seed)
+    wrong = {position - timeline.verifications[0].start for position in timeline.rounds.values()}
+
+    def draft(chain: DraftChain) -> int:
+        link.clock += link.vary(costs.draft)
+        return WRONG if chain.end in wrong else RIGHT
+
+    return decode(link, setting, draft, num_tokens)[0]
 
 
 def synchronous_seconds(costs: Costs, acceptance: float, num_drafts: int) -> float:
