@@ -20,11 +20,10 @@ def read_timeline(values: dict[str, Any]) -> Timeline:
 
 
 def draw(path: Path, timeline: Timeline, rows: list[dict[str, Any]], *, title: str, seconds: float) -> None:
-    """Draws `seconds` of the timeline from the middle of the run on, and speed over acceptance for a draft that takes
-    a tenth of a pass."""
+    """Draws the first `seconds` of the timeline, and speed over acceptance for a draft that takes a tenth of a pass."""
     plt = load_pyplot()
     figure, (above, below) = plt.subplots(2, 1, figsize=(11, 6.4), height_ratios=(1.0, 1.5), layout="constrained")
-    first = timeline.verifications[len(timeline.verifications) // 3].sent
+    first = timeline.verifications[0].sent
     _draw_timeline(above, timeline, first, seconds)
     above.set_title(title, fontsize=9)
     _draw_speeds(below, rows)
@@ -45,9 +44,8 @@ def _draw_timeline(axis: Any, timeline: Timeline, first: float, seconds: float) 
         colour = DROPPED if is_lost else PARTLY if timeline.is_dropped(one.version, last) else USED
         text = f"{one.start}" if last == one.start else f"{one.start}-{last}"
         _bar(axis, ranks.index(one.rank) + 1, one.sent - first, one.received - first, colour, text)
-    for version, position in timeline.rounds.items():
+    for version in timeline.rounds:
         ended = [one.received for one in timeline.verifications if one.version == version and one.received is not None]
-        del position
         if ended:
             begun = min((one.sent for one in timeline.verifications if one.version == version + 1), default=None)
             if begun is not None:

@@ -1,7 +1,6 @@
 """Real processes beside the simulation: emulated costs, and real models.
 
-`message` in a run's costs is half of what a token of plain decoding through a server takes beyond the server's own
-time.
+`message` in a run's costs is half of the time from a task to the arrival of its answer beyond the server's own time.
 """
 
 from __future__ import annotations
@@ -70,18 +69,18 @@ class SilentDrafter(Drafter):
         raise AssertionError("nothing was drafted")
 
 
-def read_costs(timelines: Sequence[Timeline], message: float) -> Costs:
+def read_costs(timelines: Sequence[Timeline]) -> Costs:
     """The typical costs of runs."""
     drafts = [one.ended - one.began for timeline in timelines for one in timeline.drafts]
     passes = [one.seconds for timeline in timelines for one in timeline.verifications if one.received is not None]
+    messages = [
+        (one.arrived - one.sent - one.seconds) / 2
+        for timeline in timelines
+        for one in timeline.verifications
+        if one.arrived is not None
+    ]
     spread = statistics.fmean(statistics.pstdev(times) / statistics.fmean(times) for times in (drafts, passes))
-    return Costs(statistics.fmean(drafts), statistics.fmean(passes), message, spread)
-
-
-def measure_message(timeline: Timeline, seconds: float, num_tokens: int) -> float:
-    """From a text that was decoded without drafts."""
-    passes = [one.seconds for one in timeline.verifications if one.received is not None]
-    return max(0.0, seconds / num_tokens - statistics.fmean(passes)) / 2
+    return Costs(statistics.fmean(drafts), statistics.fmean(passes), max(0.0, statistics.fmean(messages)), spread)
 
 
 def compare(outcome: Outcome, costs: Costs, setting: Setting, predicted: Outcome | None = None) -> dict[str, Any]:
@@ -103,8 +102,6 @@ def emulate(
     link: Link, costs: Costs, acceptances: Sequence[float], lookaheads: Sequence[int | None], num_tokens: int
 ) -> list[dict[str, Any]]:
     """Rank 0 with drafts that sleep; the other ranks serve an `EmulatedServer` of the same costs."""
-    silent, timeline = decode(link, Setting(len(link.ranks), 0.0), lambda chain: None, min(40, num_tokens))
-    message = measure_message(timeline, silent.seconds, silent.tokens)
     rows = []
     for acceptance in acceptances:
         for lookahead in lookaheads:
@@ -113,7 +110,7 @@ def emulate(
             outcome, timeline = decode(link, setting, draft, num_tokens)
             # The drafts that a run really accepted: a short run has luck.
             setting = replace(setting, acceptance=timeline.acceptance)
-            rows.append({"asked_acceptance": acceptance, **compare(outcome, read_costs([timeline], message), setting)})
+            rows.append({"asked_acceptance": acceptance, **compare(outcome, read_costs([timeline]), setting)})
     return rows
 
 
@@ -148,7 +145,7 @@ def run_models(
             if acceptance is not None:
                 assert isinstance(drafter, ScriptedChances)
                 drafter.acceptance = acceptance
-            results.append(_run_in_turns(decoder, silent, contenders, prompts, num_tokens))
+            results.append(_run_in_turns(decoder, contenders, prompts, num_tokens))
     return results
 
 
@@ -163,13 +160,12 @@ def _with_threads(number: int, generate: Callable[..., Any], *args: Any, **kwarg
 
 def _run_in_turns(
     decoder: DistributedDecoder,
-    silent: DistributedDecoder,
     contenders: dict[str, Callable[..., Any]],
     prompts: Sequence[Tensor],
     num_tokens: int,
 ) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    timelines, outcomes, messages, num_same = [], [], [], 0
+    timelines, outcomes, num_same = [], [], 0
     for prompt in prompts:
         texts = {}
         for name, generate in contenders.items():
@@ -177,12 +173,10 @@ def _run_in_turns(
             texts[name] = output.sequences
             decoding = output.stats.seconds["total"] - output.stats.seconds["prefill"]
             seconds[name].append(decoding / (output.stats.num_new_tokens - 1))
-            if name == "plain through a server":
-                messages.append(measure_message(silent.timeline, decoding, output.stats.num_new_tokens - 1))
         num_same += torch.equal(texts["distributed"], texts["plain"])
         timelines.append(decoder.timeline)
         outcomes.append(Outcome.of_timeline(decoder.timeline, output.stats.num_new_tokens - 1, decoding))
-    costs = read_costs(timelines, statistics.median(messages))
+    costs = read_costs(timelines)
     setting = Setting(len(decoder.link.ranks), statistics.fmean(one.acceptance for one in timelines))
     speeds = {name: 1 / statistics.fmean(values) for name, values in seconds.items()}
     replays = [
