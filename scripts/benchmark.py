@@ -8,6 +8,11 @@ decoding, eager and compiled; and an untrained drafter of n-grams, whose speed-u
 
 Several targets, prompt files, temperatures and batch sizes make a matrix, with one report for each combination. Several
 batch sizes add one table that compares them.
+
+With --distributed, every drafter is measured once more while other processes verify:
+
+    torchrun --nproc_per_node 2 -m scripts.cli bench --target examples/chat-13m --heads examples/heads/eagle3 \\
+        --prompts examples/prompts.jsonl --distributed
 """
 
 from __future__ import annotations
@@ -34,13 +39,14 @@ from scripts.measuring.render import Grid, make_grids
 from scripts.measuring.report import headline, make_report, write_json
 from scripts.shared.model_loading import DTYPES, TREE_HELP
 from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.ranks import choose_device, connect_servers, read_rank, serve_rank
 from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 GROUPS = {
     "target and drafters": "target heads drafter_model ngrams assistant tree acceptance",
     "prompts and sampling": "prompts num_prompts max_new_tokens temperature repetition_penalty batch_size seed",
-    "execution": "dtype compile pack_weights device threads repeats",
+    "execution": "dtype compile pack_weights distributed device threads repeats",
     "output": "json markdown plot",
 }
 
@@ -110,6 +116,10 @@ class BenchmarkArguments:
         default=False,
         metadata={"help": "On a CPU: pack the weights, for all contenders. It takes their memory once more."},
     )
+    distributed: bool = field(
+        default=False,
+        metadata={"help": "Under torchrun: measure every drafter also with the other ranks as servers of the target."},
+    )
     seed: int = field(default=0, metadata={"help": "Prompt i is sampled with the seed SEED + i."})
     repeats: int = field(default=3, metadata={"help": "Rounds over all prompts."})
     threads: int | None = field(default=None, metadata={"help": "CPU threads; none = torch's choice."})
@@ -135,6 +145,8 @@ class BenchmarkArguments:
             raise ValueError(f"got --repetition_penalty {self.repetition_penalty}: give a positive number; 1 = none")
         for rule in self.acceptance:
             resolve_rule(rule)
+        if self.distributed and (len(self.target) > 1 or self.pack_weights):
+            raise ValueError("got --distributed with several targets or --pack_weights: servers load one target, as is")
         if self.acceptance != ["exact"] and not any(self.temperature):
             raise ValueError(
                 f"got --acceptance {' '.join(self.acceptance)} for greedy decoding, where all rules are the same: give "
@@ -208,11 +220,12 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
             num_prompts=args.num_prompts,
             max_new_tokens=args.max_new_tokens,
             dtype=args.dtype,
-            device=args.device,
+            device=choose_device(args.device) if args.distributed else args.device,
             has_packed_weights=args.pack_weights,
             is_only_target=len(args.target) == 1,
         )
         is_compiled = is_faster_compiled(subject.target) if args.compile is None else args.compile
+        link = connect_servers(subject.target) if args.distributed else None
         for path, temperature in itertools.product(args.prompts, args.temperature):
             group: list[Measured] = []
             for batch_size in args.batch_size:
@@ -224,11 +237,14 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
                     acceptance=args.acceptance,
                     is_compiled=is_compiled,
                     single_texts=group[0].single_texts if group else None,
+                    link=link,
                 )
                 publication.add(measured)
                 group.append(replace(measured, contenders=[]))  # frees their buffers
             if len(group) > 1:
                 publication.add_batches(group)
+        if link is not None:
+            link.close()
         del subject, measured  # before the next target needs the memory
     if files := [name for name in (args.json, args.markdown, args.plot) if name is not None]:
         console.print(f"Wrote {', '.join(files)}.", markup=False, highlight=False)
@@ -248,6 +264,11 @@ def name_plot(args: BenchmarkArguments, number: int, *, is_group: bool = False) 
 def main() -> None:
     with one_line_errors("benchmark.py"):
         (args,) = ProgramParser([BenchmarkArguments], doc=__doc__, groups=GROUPS).read()
+        if args.distributed and read_rank("bench") > 0:
+            if args.threads is not None:
+                torch.set_num_threads(args.threads)
+            serve_rank(args.target[0], dtype=args.dtype, device=args.device)
+            return
         run(args, Console(width=None if sys.stdout.isatty() else 150))
 
 

@@ -9,11 +9,16 @@ tree has the candidates of all of them.
 In a terminal, the program is a chat: /help lists its commands, Ctrl-C ends a reply, Ctrl-D ends the program. With
 --prompt it answers one prompt. In a pipe it answers each line of the standard input. The text goes to the standard
 output, the counts to the standard error.
+
+With --distributed, several processes decode (there, Ctrl-C ends them all):
+
+    torchrun --nproc_per_node 3 -m scripts.cli chat --target examples/chat-13m --heads examples/heads/mtp --distributed
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from pathlib import Path
 
 # First on the path: another distribution also ships a package named `inference`.
@@ -22,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 
 from scripts.shared.one_line_errors import one_line_errors
+from scripts.shared.ranks import read_rank, serve_rank
 from scripts.terminal.arguments import GenerateArguments
 from scripts.terminal.commands import chat
 from scripts.terminal.session import ChatSession
@@ -31,7 +37,7 @@ GROUPS = {
     "target and drafter": "target heads drafter_model ngrams dtype device compile pack_weights batch_invariant",
     "prompt": "prompt system raw",
     "sampling": "max_new_tokens temperature top_k top_p seed",
-    "drafting": "tree acceptance staged",
+    "drafting": "tree acceptance staged distributed",
     "output": "compare color",
 }
 
@@ -39,18 +45,21 @@ GROUPS = {
 def run(args: GenerateArguments) -> None:
     console = Console(no_color=not args.color or None, highlight=False)
     is_chat = args.prompt is None and sys.stdin.isatty()
-    session = ChatSession(args, console, is_chat=is_chat)
-    if is_chat:
-        chat(session)
-        return
-    for line in [args.prompt] if args.prompt is not None else sys.stdin:
-        if line.strip():
-            session.reply(line.strip())
+    with closing(ChatSession(args, console, is_chat=is_chat)) as session:
+        if is_chat:
+            chat(session)
+            return
+        for line in [args.prompt] if args.prompt is not None else sys.stdin:
+            if line.strip():
+                session.reply(line.strip())
 
 
 def main() -> None:
     with one_line_errors("generate.py"):
         (args,) = ProgramParser([GenerateArguments], doc=__doc__, groups=GROUPS).read()
+        if args.distributed and read_rank("chat") > 0:
+            serve_rank(args.target, dtype=args.dtype, device=args.device)
+            return
         run(args)
 
 

@@ -128,6 +128,9 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
             launch_command_parser().parse_args(rest[: start + 1])
             check_paths([word for word in rest[start:] if word.startswith("configs/")])
             parse_arguments([*rest[start + 1 :], "--use_cpu", "true", "--bf16", "false"])
+        case ["torchrun", "--nproc_per_node", _, "-m", "scripts.cli", program, *rest]:
+            check_options(PROGRAMS[program][0].replace(".", "/") + ".py", rest)
+            check_paths(rest)
         case ["torchrun", "--nproc_per_node", _, "examples/distributed.py"]:  # tests/inference/distributed runs it
             pass
         case ["python", program, *rest] | ["torchrun", "--nproc_per_node", _, program, *rest]:

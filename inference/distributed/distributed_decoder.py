@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -17,12 +21,13 @@ from inference.distributed.messages import Prompt
 from inference.distributed.timeline import Timeline
 from inference.drafters.base import Drafter
 from inference.execution.step import DecodeStep
-from inference.loop import GenerationOutput
+from inference.loop import GenerationOutput, StepTokens
 from inference.noise import row_seeds
 from inference.prompts import PromptReader
 from inference.request.generate_arguments import make_request
 from inference.request.request import Request
 from inference.stats import GenerationStats, PhaseClock
+from inference.streaming.token_stream import TokenStream
 from inference.targets.target import Target
 from inference.trees.static import chain as chain_policy
 from inference.trees.token_tree import TokenTree
@@ -86,11 +91,9 @@ class DistributedDecoder:
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        seed: int | None = None,
+        seed: int | Sequence[int] | None = None,
         streamer: Any = None,
-        tokenizer: Any = None,
-        stop_strings: str | list[str] | None = None,
-        **generate_kwargs: Any,
+        **options: Any,
     ) -> GenerationOutput:
         """Decodes one text. Arguments and errors are those of `Decoder.generate`.
 
@@ -102,49 +105,91 @@ class DistributedDecoder:
             RuntimeError, TimeoutError: a server has died or does not answer.
         """
         with ending(streamer):
-            request = make_request(
-                self.target,
-                input_ids,
-                attention_mask,
-                streamer=streamer,
-                tokenizer=tokenizer,
-                stop_strings=stop_strings,
-                generate_kwargs=generate_kwargs,
-            )
-            request.refuse_media("distributed decoding")
-            if request.batch_size > 1:
-                raise ValueError(f"texts are decoded one at a time, and this call has {request.batch_size} rows")
-            if request.keeps_scores or request.keeps_logits:
-                raise ValueError("servers send tokens, not scores: leave output_scores and output_logits out")
-            seeds = row_seeds(seed, 1, self.target.device).tolist() if request.do_sample else [None]
-            prompt = Prompt.of_request(request, seeds[0], self.drafter.feature_layers)
+            request, prompt = self._read_call(input_ids, attention_mask, seed, {"streamer": streamer, **options})
+            clock = self._new_clock()
+            if streamer is not None:
+                streamer.put(request.given_ids.cpu())
             with self.target.without_autograd():
-                return self._decode(request, prompt)
+                for _ in self._steps(request, prompt, clock):
+                    pass
+            clock.pause()
+            return _gather(request, clock.stats)
 
-    def _decode(self, request: Request, prompt: Prompt) -> GenerationOutput:
-        stats = GenerationStats()
-        clock = PhaseClock(stats, self.target.device)
+    def stream(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        seed: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> TokenStream:
+        """`generate`, read while it is decoded, as `Decoder.stream`. Each list has the tokens that one answer commits;
+        a depth is a draft's place among them, and drafters' probabilities are not known (NaN).
+
+        Read the stream to its end, or close it, before the next call.
+        """
+        request, prompt = self._read_call(input_ids, attention_mask, seed, options)
+        clock = self._new_clock()
+        clock.pause()
+        steps = self._stream_steps(self._steps(request, prompt, clock), clock)
+        return TokenStream(steps, partial(_gather, request, clock.stats), lambda: None)
+
+    def _read_call(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        seed: int | Sequence[int] | None,
+        options: dict[str, Any],
+    ) -> tuple[Request, Prompt]:
+        own = {name: options.pop(name, None) for name in ("streamer", "tokenizer", "stop_strings")}
+        request = make_request(self.target, input_ids, attention_mask, **own, generate_kwargs=options)
+        request.refuse_media("distributed decoding")
+        if request.batch_size > 1:
+            raise ValueError(f"texts are decoded one at a time, and this call has {request.batch_size} rows")
+        if request.keeps_scores or request.keeps_logits:
+            raise ValueError("servers send tokens, not scores: leave output_scores and output_logits out")
+        seeds = row_seeds(seed, 1, self.target.device).tolist() if request.do_sample else [None]
+        return request, Prompt.of_request(request, seeds[0], self.drafter.feature_layers)
+
+    def _new_clock(self) -> PhaseClock:
+        return PhaseClock(GenerationStats(), self.target.device)
+
+    def _stream_steps(self, steps: Iterator[StepTokens], clock: PhaseClock) -> Iterator[StepTokens]:
+        with closing(steps):  # type: ignore[type-var]  # a generator
+            while True:
+                clock.start()
+                with self.target.without_autograd():
+                    kept = next(steps, None)
+                clock.pause()
+                if kept is None:
+                    return
+                yield kept
+
+    def _steps(self, request: Request, prompt: Prompt, clock: PhaseClock) -> Iterator[StepTokens]:
+        """Yields what the prompt and each answer commit."""
         cache = self._step.new_cache(1, request.max_length + self._step.num_slots_after)
         sampler = prompt.make_sampler(self.target, cache.capacity)
         self._coordinator.begin(prompt)
-        if request.streamer is not None:
-            request.streamer.put(request.given_ids.cpu())
-        read = PromptReader(self._step, cache, request.prompts, None, stats).read()
+        read = PromptReader(self._step, cache, request.prompts, None, clock.stats).read()
         root = TokenTree.from_root(torch.tensor(prompt.token_ids[-1:], device=self.target.device))
         first = accept_exact(sampler, root, read.logits, cache.lengths - 1).next_tokens
         clock.stop("prefill")
-        request.emit([0], first.tolist())
+        kept = request.emit([0], first.tolist())[0]
         chain = DraftChain(request.text(0))
         drafting = ChainDrafting(self._step, sampler, cache, read, len(prompt.token_ids))
         del read
-        if not request.is_finished:
+        try:
+            yield StepTokens(kept)
+            if request.is_finished:
+                return
             for committed in self._coordinator.run(chain, drafting.draft, request.max_length):
-                request.emit([0], [committed])
+                has_own = chain.num_accepted == 0  # the round has ended
+                step = StepTokens(committed, [math.nan] * (len(committed) - has_own))
+                yield step.cut(len(request.emit([0], [committed])[0]))
                 if request.is_finished:
-                    break
-        clock.pause()
-        self._count(stats, request, chain)
-        return GenerationOutput(request.sequences(), stats)
+                    return
+        finally:
+            self._count(clock.stats, request, chain)
 
     def _count(self, stats: GenerationStats, request: Request, chain: DraftChain) -> None:
         for accepted in chain.round_lengths:
@@ -169,3 +214,7 @@ class DistributedDecoder:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _gather(request: Request, stats: GenerationStats) -> GenerationOutput:
+    return GenerationOutput(request.sequences(), stats)

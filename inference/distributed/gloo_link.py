@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -155,6 +155,8 @@ class GlooLink:
     def _listen(self, rank: int) -> None:
         try:
             while (message := self._channel.receive(rank)) is not None:
+                if isinstance(message, Answer):
+                    message = replace(message, arrived=self.now())
                 self._received.put((rank, message))
         except RuntimeError as error:
             self._received.put((rank, error))

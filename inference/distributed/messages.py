@@ -105,6 +105,7 @@ class Answer:
     Attributes:
         features: [n, F] the target's features of these positions, on the host, or None.
         seconds: the server's time for the task.
+        arrived: when rank 0 had it, by the link's clock; None = when it was read.
     """
 
     version: int
@@ -112,3 +113,4 @@ class Answer:
     token_ids: list[int]
     features: Tensor | None = None
     seconds: float = 0.0
+    arrived: float | None = None

@@ -20,7 +20,8 @@ class Verification:
     """A task: `num_asked` positions from `start` on.
 
     Attributes:
-        sent, received: seconds, on rank 0; received is None until the answer is there.
+        sent, received: seconds, on rank 0; received is None until the answer is read.
+        arrived: when the answer was there, perhaps in the middle of a draft.
         seconds: the server's own time.
     """
 
@@ -31,6 +32,7 @@ class Verification:
     sent: float
     received: float | None = None
     seconds: float = 0.0
+    arrived: float | None = None
 
 
 @dataclass

@@ -4,14 +4,18 @@
     torchrun --nproc_per_node 3 scripts/benchmarks/dsi.py --emulate --json outputs/dsi-emulated.json
     torchrun --nproc_per_node 3 scripts/benchmarks/dsi.py --target examples/chat-13m --heads examples/heads/eagle3 \\
         --prompts examples/prompts.jsonl --json outputs/dsi-chat.json
+    torchrun --nproc_per_node 2 scripts/benchmarks/dsi.py --shape 0.4B --acceptances 0.6 0.8 0.9 --num_tokens 48 \\
+        --json outputs/dsi-0.4B.json
     python scripts/benchmarks/dsi.py --draw outputs/dsi-chat.json outputs/dsi-sweep.json --picture docs/images/dsi.png
 
 The simulation runs the real protocol (`inference.distributed`) with a clock of its own: drafts, verifications and
 messages take given times, which vary as measured, and a draft is right with a given chance. `--emulate` runs the same
-with real processes and real messages, where drafts and verifications sleep. With `--target` everything is real.
+with real processes and real messages, where drafts and verifications sleep. With `--target` everything is real. With
+`--shape` target and EAGLE-3 heads have random weights in a published shape and do all their work; then drafts are right
+with a given chance.
 
 Baselines: plain decoding, and speculation that waits for each verification (in one process), with its best number of
-drafts.
+drafts; of real models also with as many threads as there are processes.
 """
 
 from __future__ import annotations
@@ -30,17 +34,19 @@ import torch
 
 from inference import serve_target
 from inference.distributed.gloo_link import GlooLink, serve
+from scripts.benchmarks.scripted.counting import SHAPES, ScriptedChances, make_counting_target, make_random_heads
 from scripts.benchmarks.servers.picture import draw, read_timeline
 from scripts.benchmarks.servers.runs import EMULATED, EmulatedServer, emulate, run_models
 from scripts.benchmarks.servers.simulation import Costs, sweep
 from scripts.measuring.environment import describe_machine, describe_program
 from scripts.measuring.measure import load_prompts
-from scripts.shared.model_loading import load_drafter, load_target
+from scripts.shared.model_loading import DTYPES, load_drafter, load_target
 from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
-LENGTHS = (2, 3, 4, 6, 8)  # of chains that wait for their verification
+LENGTHS = (2, 4, 8)  # of chains that wait for their verification
+CONTEXT = 64  # tokens of a prompt for --shape
 
 
 @dataclass
@@ -48,9 +54,13 @@ class DsiArguments:
     sweep: bool = field(default=False, metadata={"help": "Simulate over costs, acceptances and numbers of GPUs."})
     emulate: bool = field(default=False, metadata={"help": "Under torchrun: real messages, and passes that sleep."})
     target: str | None = field(default=None, metadata={"help": "Under torchrun: a real target, a folder or hub id."})
+    shape: str | None = field(
+        default=None, metadata={"help": f"Under torchrun: random weights in a shape: {', '.join(SHAPES)}."}
+    )
+    dtype: str = field(default="bfloat16", metadata={"help": "Dtype of --shape.", "choices": list(DTYPES[1:])})
     heads: str | None = field(default=None, metadata={"help": "Heads that draft for --target; none = n-grams."})
     prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Prompts for --target."})
-    num_prompts: int = field(default=4, metadata={"help": "Use the first N prompts."})
+    num_prompts: int = field(default=4, metadata={"help": "Use the first N prompts; of --shape, so many texts."})
     num_tokens: int = field(default=100, metadata={"help": "Tokens of each text (of the sweep: ten times as many)."})
     verify_ms: float = field(default=100.0, metadata={"help": "Of --emulate: milliseconds of a pass of the target."})
     draft_ms: list[float] = field(
@@ -72,9 +82,11 @@ class DsiArguments:
     json: str = field(default="outputs/dsi.json", metadata={"help": "The file that the other modes write."})
 
     def __post_init__(self) -> None:
-        modes = [self.sweep, self.emulate, self.target is not None, bool(self.draw)]
+        modes = [self.sweep, self.emulate, self.target is not None, self.shape is not None, bool(self.draw)]
         if sum(modes) != 1:
-            raise ValueError("give one of --sweep, --emulate, --target and --draw")
+            raise ValueError("give one of --sweep, --emulate, --target, --shape and --draw")
+        if self.shape is not None and self.shape not in SHAPES:
+            raise ValueError(f"got --shape {self.shape}; allowed are {', '.join(SHAPES)}")
         if self.draw and len(self.draw) != 2:
             raise ValueError(f"got --draw with {len(self.draw)} files: give the JSON of a run and of a sweep")
 
@@ -94,13 +106,13 @@ def run_emulation(args: DsiArguments, rank: int) -> list[dict[str, Any]]:
     return rows
 
 
-def run_target(args: DsiArguments, rank: int) -> dict[str, Any]:
-    """Rank 0 gives the results."""
+def run_target(args: DsiArguments, rank: int) -> list[dict[str, Any]]:
+    """Rank 0 gives the result."""
     assert args.target is not None
     target, tokenizer = load_target(args.target, dtype="float32")
     if rank:
         serve_target(target)
-        return {}
+        return []
     prompts, _ = load_prompts(
         Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.num_tokens
     )
@@ -109,9 +121,22 @@ def run_target(args: DsiArguments, rank: int) -> dict[str, Any]:
     return run_models(target, drafter, [one.input_ids for one in prompts], args.num_tokens, LENGTHS)
 
 
+def run_shape(args: DsiArguments, rank: int) -> list[dict[str, Any]]:
+    """Rank 0 gives a result for each acceptance."""
+    assert args.shape is not None
+    target = make_counting_target(args.shape, getattr(torch, args.dtype), torch.device("cpu"))
+    if rank:
+        serve_target(target)
+        return []
+    heads = make_random_heads("eagle3", target).for_target(target)
+    drafter = ScriptedChances(heads, target.vocab_size)
+    prompts = [torch.arange(place, place + CONTEXT)[None] for place in range(args.num_prompts)]
+    return run_models(target, drafter, prompts, args.num_tokens, LENGTHS, args.acceptances)
+
+
 def run(args: DsiArguments) -> None:
     if args.draw:
-        results, rows = (json.loads(Path(file).read_text())["results"] for file in args.draw)
+        (results, *_), rows = (json.loads(Path(file).read_text())["results"] for file in args.draw)
         real = results["tokens_per_second"]
         title = f"A real run: {real['distributed']:.0f} tokens/s. The numbers are positions in the text."
         timeline = read_timeline(results["timeline"])
@@ -120,7 +145,7 @@ def run(args: DsiArguments) -> None:
         return
     rank = int(os.environ.get("RANK", 0))
     torch.set_num_threads(1)
-    results: Any
+    results: list[dict[str, Any]]
     if args.sweep:
         results = sweep(
             args.ratios, args.acceptances, (1, 3, 7), message=0.005, spread=0.05, num_tokens=10 * args.num_tokens
@@ -128,7 +153,7 @@ def run(args: DsiArguments) -> None:
     elif args.emulate:
         results = run_emulation(args, rank)
     else:
-        results = run_target(args, rank)
+        results = run_target(args, rank) if args.shape is None else run_shape(args, rank)
     if rank == 0:
         about = {**describe_machine(torch.device("cpu")), **describe_program()}
         write_text(Path(args.json), json.dumps({"environment": about, "results": results}, indent=1) + "\n")

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
-from inference import Decoder, Drafter, DraftLogits, Target
+from inference import Decoder, DistributedDecoder, Drafter, DraftLogits, Target
+from inference.distributed.coordinator import Link
 from inference.drafters.ngram import NgramDrafter
 from inference.noise import row_seeds
 from inference.trees.auto import AutoTree
@@ -205,6 +206,34 @@ class OurDecoding:
         )
 
 
+class DistributedDecoding:
+    """Drafts on this rank, and verifies on the servers of a link."""
+
+    def __init__(self, target: Target, drafter: Drafter, link: Link) -> None:
+        self.decoder = DistributedDecoder(target, drafter, link=link)
+
+    def __call__(
+        self,
+        batch: Batch,
+        settings: Settings,
+        *,
+        max_new_tokens: int | None = None,
+        is_synchronised: bool = False,
+    ) -> Run:
+        device = self.decoder.target.device
+        seed = int(row_seeds(settings.seed + batch.prompts[0].index, 1, "cpu")) if settings.is_sampled else None
+        start = read_clock(device)
+        output = self.decoder.generate(
+            batch.input_ids,
+            batch.attention_mask,
+            seed=None if seed is None else [seed],
+            **settings.generate_kwargs(max_new_tokens),
+        )
+        seconds = read_clock(device) - start
+        texts = _read_texts(output.sequences, batch, self.decoder.target)
+        return Run(texts, seconds, output.stats.num_target_forwards, output.stats)
+
+
 class AssistedDecoding(TransformersDecoding):
     """The target's own `generate` with a small model that drafts (arXiv 2211.17192).
 
@@ -300,6 +329,24 @@ def make_contenders(
                 contender.problem = str(error)
             contenders.append(contender)
     return contenders + [Contender(name, problem=problem) for name, problem in (misfits or {}).items()]
+
+
+def make_distributed_contenders(
+    target: Target, drafters: Mapping[str, Drafter], settings: Settings, link: Link
+) -> list[Contender]:
+    """Every drafter with the servers of a link."""
+    servers = f"{len(link.ranks)} server{'s' * (len(link.ranks) > 1)}"
+    several = f"texts are decoded one at a time, and the batch has {settings.batch_size}"
+    return [
+        Contender(
+            f"{name}, distributed",
+            servers,
+            DistributedDecoding(target, drafter, link),
+            problem=several if settings.batch_size > 1 else "",
+            is_overlapping=True,
+        )
+        for name, drafter in drafters.items()
+    ]
 
 
 def _name_trees(trees: Sequence[str]) -> dict[str, str]:

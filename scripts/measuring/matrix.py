@@ -14,9 +14,17 @@ from transformers import PreTrainedModel
 
 from heads import DraftHeads
 from inference import Drafter, Target
+from inference.distributed.coordinator import Link
 from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
-from scripts.measuring.contenders import OurDecoding, TransformersDecoding, count_work, make_contenders
+from scripts.measuring.contenders import (
+    NGRAMS,
+    OurDecoding,
+    TransformersDecoding,
+    count_work,
+    make_contenders,
+    make_distributed_contenders,
+)
 from scripts.measuring.environment import describe_environment
 from scripts.measuring.measure import Batch, Contender, Prompt, Settings, load_prompts, make_batches, measure
 from scripts.measuring.report import make_rows, texts_of_one_row
@@ -181,6 +189,7 @@ def measure_combination(
     is_each_once: bool = False,
     earlier: Sequence[Contender] | None = None,
     single_texts: list[list[int]] | None = None,
+    link: Link | None = None,
 ) -> Measured:
     """Measures all contenders, interleaved, on one file's prompts at one temperature and batch size.
 
@@ -189,6 +198,7 @@ def measure_combination(
         is_each_once: every drafter of the subject once, compiled or not (see `make_contenders`).
         earlier: the contenders of an earlier combination of the same subject, which keep their compiled graphs. Only
             with `is_each_once`, where all temperatures have the same contenders.
+        link: servers of the target, for distributed decoding.
         single_texts: the reference's text of each prompt decoded by itself; rows of batches are compared with these.
             None = this combination's texts if its batch size is 1, otherwise they are decoded.
     """
@@ -196,19 +206,12 @@ def measure_combination(
     if earlier is not None:
         contenders = [replace(one, runs=[], profiled=[], work=None, warm_up_seconds=0.0) for one in earlier]
     else:
-        if is_compiled:
-            torch._dynamo.reset()  # graphs of earlier combinations would count towards torch's limit
-        contenders = make_contenders(
-            target,
-            subject.drafters,
-            trees,
-            settings,
-            modes=(is_compiled,),
-            acceptance=acceptance,
-            assistant=subject.assistant,
-            misfits=subject.misfits,
-            is_each_once=is_each_once,
+        contenders = _make_contenders(
+            subject, settings, trees, is_compiled=is_compiled, acceptance=acceptance, is_each_once=is_each_once
         )
+        if link is not None:
+            drafters = {NGRAMS: NgramDrafter(), **subject.drafters}
+            contenders += make_distributed_contenders(target, drafters, settings, link)
     prompts, num_too_long = subject.prompts[path]
     _measure_with_progress(contenders, prompts, settings)
     count_work(contenders, prompts)
@@ -229,6 +232,23 @@ def measure_combination(
     )
     rows = make_rows(contenders, prompts, settings, target, hardware=subject.hardware, single_texts=single_texts)
     return Measured(environment, rows, contenders, single_texts)
+
+
+def _make_contenders(
+    subject: Subject, settings: Settings, trees: Sequence[str], *, is_compiled: bool, **options: Any
+) -> list[Contender]:
+    if is_compiled:
+        torch._dynamo.reset()  # graphs of earlier combinations would count towards torch's limit
+    return make_contenders(
+        subject.target,
+        subject.drafters,
+        trees,
+        settings,
+        modes=(is_compiled,),
+        assistant=subject.assistant,
+        misfits=subject.misfits,
+        **options,
+    )
 
 
 def _decode_one_by_one(target: Target, prompts: Sequence[Prompt], settings: Settings) -> list[list[int]]:

@@ -129,6 +129,7 @@ class Contender:
     Attributes:
         problem: why it does not run; "" if it runs.
         is_exact: its text equals plain decoding's text with the same seed.
+        is_overlapping: its phases run at the same time, so steps have no parts.
         is_compiled: it warms up on the shortest and the longest batch before it is measured.
         warm_up_seconds: duration of the warm-up, compiling included.
         work: the weights that one round must read and multiply (see `roofline`); None if unknown.
@@ -140,6 +141,7 @@ class Contender:
     problem: str = ""
     is_compiled: bool = False
     is_exact: bool = True
+    is_overlapping: bool = False
     warm_up_seconds: float = 0.0
     work: Work | None = None
     runs: list[list[Run]] = field(default_factory=list)  # [repeat][batch]

@@ -147,7 +147,7 @@ def _count_steps(row: Row, contender: Contender) -> None:
     row.acceptance_length = total.acceptance_length
     row.acceptance_by_depth = total.acceptance_by_depth
     row.accepted_histogram = total.accepted_histogram
-    if not total.num_verify_steps:
+    if not total.num_verify_steps or contender.is_overlapping:
         return
     row.nodes_per_step = 1 + total.num_drafted / total.num_verify_steps
     row.rows_per_step = total.num_verify_steps / total.num_verify_passes

@@ -65,6 +65,10 @@ class GenerateArguments:
         default=False,
         metadata={"help": "Decode each reply a second time without drafts, and compare texts and speeds."},
     )
+    distributed: bool = field(
+        default=False,
+        metadata={"help": "Under torchrun: this process drafts, in chains, while all other ranks verify."},
+    )
     raw: bool = field(default=False, metadata={"help": "Continue the prompt without the chat template."})
     color: bool = field(default=True, metadata={"help": "Show accepted drafts in colour, by depth (in a terminal)."})
 
@@ -91,6 +95,11 @@ class GenerateArguments:
                 f"got --acceptance {self.acceptance} for greedy decoding, where all rules are the same: give a "
                 "--temperature above 0 too"
             )
+        own = {"tree": None, "acceptance": "exact", "compile": False, "pack_weights": False, "batch_invariant": False}
+        if self.distributed and (given := [name for name, value in own.items() if getattr(self, name) != value]):
+            raise ValueError(f"got --distributed with --{given[0]}: servers verify chains, exactly and eagerly")
+        if self.distributed and not has_drafter:
+            raise ValueError(f"got --distributed without {DRAFTERS}: there is nothing to verify")
         if self.raw and self.system is not None:
             raise ValueError("--system needs the chat template, and --raw leaves the template out: drop one of the two")
         if not has_drafter and self.tree is not None:

@@ -10,12 +10,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from inference import Decoder, Drafter, GenerationStats
+from inference import Decoder, DistributedDecoder, Drafter, GenerationStats
+from inference.distributed.coordinator import Link
 from scripts.shared.model_loading import encode_messages, load_drafter, load_target
+from scripts.shared.ranks import choose_device
 from scripts.terminal.arguments import GenerateArguments
 from scripts.terminal.comparison import Reply, compare_with_plain
 from scripts.terminal.printer import ReplyPrinter, describe, speed_of, without_escapes
@@ -59,8 +62,10 @@ class ChatSession:
     def __init__(self, args: GenerateArguments, console: Console, *, is_chat: bool) -> None:
         self.args, self.console, self.is_chat = args, console, is_chat
         self.notes = Console(stderr=True, no_color=console.no_color, highlight=False)
-        self.target, self.tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
+        device = choose_device(args.device) if args.distributed else args.device
+        self.target, self.tokenizer = load_target(args.target, dtype=args.dtype, device=device)
         self.drafter = self._load_drafter(args)
+        self._link: Link | None = None
         self.decoder = self._new_decoder(args, self.drafter)
         self.conversation = Conversation(self.tokenizer, system=args.system, is_raw=args.raw)
         self._plain: Decoder | None = None
@@ -77,7 +82,15 @@ class ChatSession:
             ngrams=args.ngrams,
         )
 
-    def _new_decoder(self, args: GenerateArguments, drafter: Drafter | None) -> Decoder:
+    def _new_decoder(self, args: GenerateArguments, drafter: Drafter | None) -> Decoder | DistributedDecoder:
+        if args.distributed:
+            assert drafter is not None
+            decoder = DistributedDecoder(self.target, drafter, link=self._link)
+            self._link = decoder.link
+            return decoder
+        return self._new_local_decoder(args, drafter)
+
+    def _new_local_decoder(self, args: GenerateArguments, drafter: Drafter | None) -> Decoder:
         execution = {name: getattr(args, name) for name in ("compile", "pack_weights", "batch_invariant")}
         drafting = {} if drafter is None else {"tree": args.tree, "acceptance": args.acceptance}
         return Decoder(self.target, drafter, **drafting, **execution)
@@ -93,6 +106,11 @@ class ChatSession:
         if {"heads", "tree"} & options.keys():
             self.decoder = self._new_decoder(args, drafter)
         self.args, self.drafter = args, drafter
+
+    def close(self) -> None:
+        """Ends the servers of --distributed."""
+        if self._link is not None:
+            self._link.close()
 
     def reset(self) -> None:
         """Begins a new conversation."""
@@ -121,8 +139,10 @@ class ChatSession:
         if options["do_sample"] and options["seed"] is None:
             options["seed"] = secrets.randbits(31)  # for a comparison
         printer, is_whole = ReplyPrinter(self.tokenizer, self.console), True
-        reuses = self.is_chat and self.decoder.holds_text
-        stream = self.decoder.stream(input_ids, input_ids.new_ones(input_ids.shape), reuse_cache=reuses, **options)
+        own: dict[str, Any] = {}
+        if isinstance(self.decoder, Decoder):
+            own["reuse_cache"] = self.is_chat and self.decoder.holds_text
+        stream = self.decoder.stream(input_ids, torch.ones_like(input_ids), **own, **options)
         with stream, _noting_interrupts(self.is_chat) as is_interrupted:
             for tokens in stream:
                 printer.add(tokens)
@@ -151,7 +171,7 @@ class ChatSession:
             missing = "a drafter: choose one with /heads" if self.drafter is None else "a reply: ask something first"
             raise ValueError(f"/compare needs {missing}")
         if self._plain is None:
-            self._plain = self._new_decoder(self.args, None)
+            self._plain = self._new_local_decoder(self.args, None)
         found = compare_with_plain(self._last, self._plain, self.tokenizer)
         self._plain_speed = speed_of(found.stats)
         self.notes.print(Text(found.text), soft_wrap=True)

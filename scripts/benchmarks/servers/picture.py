@@ -9,6 +9,7 @@ from inference.distributed.timeline import Draft, Timeline, Verification
 from scripts.measuring.plot import load_pyplot, save_figure
 
 USED, DROPPED, PARTLY, WAITING = "#4878a8", "#d9d9d9", "#9dbbd6", "#d98c3f"
+CHARACTERS = 200  # of the labels' font that fit into the timeline's width
 
 
 def read_timeline(values: dict[str, Any]) -> Timeline:
@@ -19,11 +20,10 @@ def read_timeline(values: dict[str, Any]) -> Timeline:
 
 
 def draw(path: Path, timeline: Timeline, rows: list[dict[str, Any]], *, title: str, seconds: float) -> None:
-    """Draws `seconds` of the timeline from the middle of the run on, and speed over acceptance for a draft that takes
-    a tenth of a pass."""
+    """Draws the first `seconds` of the timeline, and speed over acceptance for a draft that takes a tenth of a pass."""
     plt = load_pyplot()
     figure, (above, below) = plt.subplots(2, 1, figsize=(11, 6.4), height_ratios=(1.0, 1.5), layout="constrained")
-    first = timeline.verifications[len(timeline.verifications) // 3].sent
+    first = timeline.verifications[0].sent
     _draw_timeline(above, timeline, first, seconds)
     above.set_title(title, fontsize=9)
     _draw_speeds(below, rows)
@@ -31,6 +31,7 @@ def draw(path: Path, timeline: Timeline, rows: list[dict[str, Any]], *, title: s
 
 
 def _draw_timeline(axis: Any, timeline: Timeline, first: float, seconds: float) -> None:
+    axis.set_xlim(0, 1e3 * seconds)
     ranks = sorted({one.rank for one in timeline.verifications})
     for draft in timeline.drafts:
         colour = DROPPED if timeline.is_dropped(draft.version, draft.position) else WAITING
@@ -43,14 +44,12 @@ def _draw_timeline(axis: Any, timeline: Timeline, first: float, seconds: float) 
         colour = DROPPED if is_lost else PARTLY if timeline.is_dropped(one.version, last) else USED
         text = f"{one.start}" if last == one.start else f"{one.start}-{last}"
         _bar(axis, ranks.index(one.rank) + 1, one.sent - first, one.received - first, colour, text)
-    for version, position in timeline.rounds.items():
+    for version in timeline.rounds:
         ended = [one.received for one in timeline.verifications if one.version == version and one.received is not None]
-        del position
         if ended:
             begun = min((one.sent for one in timeline.verifications if one.version == version + 1), default=None)
             if begun is not None:
                 axis.axvline(1e3 * (begun - first), color="black", linewidth=0.6, linestyle=":")
-    axis.set_xlim(0, 1e3 * seconds)
     axis.set_ylim(len(ranks) + 0.5, -0.5)
     axis.set_yticks(range(len(ranks) + 1), ["rank 0 drafts", *(f"rank {rank} verifies" for rank in ranks)])
     axis.set_xlabel("milliseconds")
@@ -63,11 +62,12 @@ def _draw_timeline(axis: Any, timeline: Timeline, first: float, seconds: float) 
 
 def _bar(axis: Any, place: int, begin: float, end: float, colour: str, text: str) -> None:
     axis.barh(place, 1e3 * (end - begin), left=1e3 * begin, color=colour, edgecolor="white", height=0.8)
-    axis.text(500 * (begin + end), place, text, ha="center", va="center", fontsize=6, clip_on=True)
+    if 1e3 * (end - begin) > axis.get_xlim()[1] * len(text) / CHARACTERS:
+        axis.text(500 * (begin + end), place, text, ha="center", va="center", fontsize=6, clip_on=True)
 
 
 def _draw_speeds(axis: Any, rows: list[dict[str, Any]]) -> None:
-    rows = [row for row in rows if row["ratio"] == 0.1]
+    rows = [row for row in rows if row["ratio"] == 0.1 and row["acceptance"] >= 0.5]
     gpus = sorted({row["gpus"] for row in rows})
     waiting = {row["acceptance"]: row["synchronous_over_plain"] for row in rows}
     axis.plot(list(waiting), list(waiting.values()), color="black", linestyle="--", label="1 GPU, drafts wait")

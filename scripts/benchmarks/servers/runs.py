@@ -1,15 +1,16 @@
 """Real processes beside the simulation: emulated costs, and real models.
 
-`message` in a run's costs is half of what a token of plain decoding through a server takes beyond the server's own
-time.
+`message` in a run's costs is half of the time from a task to the arrival of its answer beyond the server's own time.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from inference.distributed.coordinator import Link
 from inference.distributed.gloo_link import Greeting
 from inference.distributed.messages import Answer, Prompt, Task
 from inference.distributed.timeline import Timeline
+from scripts.benchmarks.scripted.counting import ScriptedChances
 from scripts.benchmarks.servers.simulation import (
     Costs,
     Outcome,
@@ -28,11 +30,13 @@ from scripts.benchmarks.servers.simulation import (
     best_synchronous,
     decode,
     make_draft,
+    replay,
     simulate,
 )
 
 EMULATED = Greeting("emulated", 0, 2, "none")
 SIMULATED_TOKENS = 4000
+NUM_REPLAYS = 20  # of each real text, with costs that vary
 
 
 class EmulatedServer:
@@ -65,23 +69,23 @@ class SilentDrafter(Drafter):
         raise AssertionError("nothing was drafted")
 
 
-def read_costs(timelines: Sequence[Timeline], message: float) -> Costs:
+def read_costs(timelines: Sequence[Timeline]) -> Costs:
     """The typical costs of runs."""
     drafts = [one.ended - one.began for timeline in timelines for one in timeline.drafts]
     passes = [one.seconds for timeline in timelines for one in timeline.verifications if one.received is not None]
+    messages = [
+        (one.arrived - one.sent - one.seconds) / 2
+        for timeline in timelines
+        for one in timeline.verifications
+        if one.arrived is not None
+    ]
     spread = statistics.fmean(statistics.pstdev(times) / statistics.fmean(times) for times in (drafts, passes))
-    return Costs(statistics.fmean(drafts), statistics.fmean(passes), message, spread)
+    return Costs(statistics.fmean(drafts), statistics.fmean(passes), max(0.0, statistics.fmean(messages)), spread)
 
 
-def measure_message(timeline: Timeline, seconds: float, num_tokens: int) -> float:
-    """From a text that was decoded without drafts."""
-    passes = [one.seconds for one in timeline.verifications if one.received is not None]
-    return max(0.0, seconds / num_tokens - statistics.fmean(passes)) / 2
-
-
-def compare(outcome: Outcome, costs: Costs, setting: Setting) -> dict[str, Any]:
-    """A run beside what the simulation predicts from its costs."""
-    predicted = simulate(costs, setting, SIMULATED_TOKENS)
+def compare(outcome: Outcome, costs: Costs, setting: Setting, predicted: Outcome | None = None) -> dict[str, Any]:
+    """A run beside what the simulation predicts from its costs and the share of its drafts that were right."""
+    predicted = predicted or simulate(costs, setting, SIMULATED_TOKENS)
     ratio = predicted.tokens_per_second / outcome.tokens_per_second
     return {
         "setting": asdict(setting),
@@ -98,8 +102,6 @@ def emulate(
     link: Link, costs: Costs, acceptances: Sequence[float], lookaheads: Sequence[int | None], num_tokens: int
 ) -> list[dict[str, Any]]:
     """Rank 0 with drafts that sleep; the other ranks serve an `EmulatedServer` of the same costs."""
-    silent, timeline = decode(link, Setting(len(link.ranks), 0.0), lambda chain: None, min(40, num_tokens))
-    message = measure_message(timeline, silent.seconds, silent.tokens)
     rows = []
     for acceptance in acceptances:
         for lookahead in lookaheads:
@@ -108,49 +110,87 @@ def emulate(
             outcome, timeline = decode(link, setting, draft, num_tokens)
             # The drafts that a run really accepted: a short run has luck.
             setting = replace(setting, acceptance=timeline.acceptance)
-            rows.append({"asked_acceptance": acceptance, **compare(outcome, read_costs([timeline], message), setting)})
+            rows.append({"asked_acceptance": acceptance, **compare(outcome, read_costs([timeline]), setting)})
     return rows
 
 
 def run_models(
-    target: Target, drafter: Drafter, prompts: Sequence[Tensor], num_tokens: int, lengths: Sequence[int]
-) -> dict[str, Any]:
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Tensor],
+    num_tokens: int,
+    lengths: Sequence[int],
+    acceptances: Sequence[float] = (),
+) -> list[dict[str, Any]]:
     """Real models: plain decoding and chains that wait, on rank 0, taking turns with the servers. The texts are
-    compared."""
+    compared. Rivals also run with as many threads as there are processes and cores.
+
+    Args:
+        acceptances: of a `ScriptedChances` drafter, one result for each; () = the drafter's own.
+    """
     with DistributedDecoder(target, drafter) as decoder:
+        num_threads = min(1 + len(decoder.link.ranks), os.cpu_count() or 1)
         silent = DistributedDecoder(target, SilentDrafter(), link=decoder.link)
-        contenders: dict[str, Callable[..., Any]] = {
-            "plain": Decoder(target).generate,
-            **{f"chain:{n}": Decoder(target, drafter, tree=f"chain:{n}").generate for n in lengths},
-            "plain through a server": silent.generate,
-            "distributed": decoder.generate,
+        contenders: dict[str, Callable[..., Any]] = {"plain": Decoder(target).generate}
+        contenders |= {f"chain:{n}": Decoder(target, drafter, tree=f"chain:{n}").generate for n in lengths}
+        contenders |= {
+            f"{name}, {num_threads} threads": partial(_with_threads, num_threads, generate)
+            for name, generate in contenders.items()
         }
-        options: dict[str, Any] = {"max_new_tokens": num_tokens, "do_sample": False}
+        contenders |= {"plain through a server": silent.generate, "distributed": decoder.generate}
         for generate in contenders.values():
             generate(prompts[0], max_new_tokens=8, do_sample=False)
-        seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        timelines, outcomes, messages, num_same = [], [], [], 0
-        for prompt in prompts:
-            texts = {}
-            for name, generate in contenders.items():
-                output = generate(prompt, **options)
-                texts[name] = output.sequences
-                decoding = output.stats.seconds["total"] - output.stats.seconds["prefill"]
-                seconds[name].append(decoding / (output.stats.num_new_tokens - 1))
-                if name == "plain through a server":
-                    messages.append(measure_message(silent.timeline, decoding, output.stats.num_new_tokens - 1))
-            num_same += torch.equal(texts["distributed"], texts["plain"])
-            timelines.append(decoder.timeline)
-            outcomes.append(Outcome.of_timeline(decoder.timeline, output.stats.num_new_tokens - 1, decoding))
-        ranks = len(decoder.link.ranks)
-    costs = read_costs(timelines, statistics.median(messages))
-    setting = Setting(ranks, statistics.fmean(one.acceptance for one in timelines))
-    total = add_up(outcomes)
+        results = []
+        for acceptance in acceptances or (None,):
+            if acceptance is not None:
+                assert isinstance(drafter, ScriptedChances)
+                drafter.acceptance = acceptance
+            results.append(_run_in_turns(decoder, contenders, prompts, num_tokens))
+    return results
+
+
+def _with_threads(number: int, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        return generate(*args, **kwargs)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run_in_turns(
+    decoder: DistributedDecoder,
+    contenders: dict[str, Callable[..., Any]],
+    prompts: Sequence[Tensor],
+    num_tokens: int,
+) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    timelines, outcomes, num_same = [], [], 0
+    for prompt in prompts:
+        texts = {}
+        for name, generate in contenders.items():
+            output = generate(prompt, max_new_tokens=num_tokens, do_sample=False)
+            texts[name] = output.sequences
+            decoding = output.stats.seconds["total"] - output.stats.seconds["prefill"]
+            seconds[name].append(decoding / (output.stats.num_new_tokens - 1))
+        num_same += torch.equal(texts["distributed"], texts["plain"])
+        timelines.append(decoder.timeline)
+        outcomes.append(Outcome.of_timeline(decoder.timeline, output.stats.num_new_tokens - 1, decoding))
+    costs = read_costs(timelines)
+    setting = Setting(len(decoder.link.ranks), statistics.fmean(one.acceptance for one in timelines))
+    speeds = {name: 1 / statistics.fmean(values) for name, values in seconds.items()}
+    replays = [
+        replay(costs, setting, timeline, outcome.tokens, seed=seed)
+        for timeline, outcome in zip(timelines, outcomes, strict=True)
+        for seed in range(NUM_REPLAYS)
+    ]
+    plain = max(speed for name, speed in speeds.items() if name.partition(",")[0] == "plain")
     return {
-        "tokens_per_second": {name: 1 / statistics.fmean(values) for name, values in seconds.items()},
+        "tokens_per_second": speeds,
         "same_texts": num_same,
         "texts": len(prompts),
-        **compare(total, costs, setting),
+        **compare(add_up(outcomes), costs, setting, add_up(replays)),
+        "over_plain": speeds["distributed"] / plain,
         "timeline": asdict(timelines[0]),
     }
 

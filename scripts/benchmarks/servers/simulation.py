@@ -70,11 +70,21 @@ class Outcome:
 
 
 class VirtualLink:
-    """Servers that answer after their costs, on a clock that only costs move."""
+    """Servers that answer after their costs, on a clock that only costs move.
 
-    def __init__(self, costs: Costs, num_servers: int) -> None:
+    Args:
+        recorded: a run, from which the times of drafts and verifications are drawn instead. Under load a few drafts
+            take long, and an answer more often comes during a long one.
+    """
+
+    def __init__(self, costs: Costs, num_servers: int, seed: int, recorded: Timeline | None = None) -> None:
+        self._drafts = self._verifications = [0.0]
+        if recorded is not None:
+            self._drafts = [one.ended - one.began for one in recorded.drafts]
+            self._verifications = [one.seconds for one in recorded.verifications if one.received is not None]
+        self._is_recorded = recorded is not None
         self.costs, self.ranks = costs, tuple(range(1, num_servers + 1))
-        self._generator = random.Random(num_servers)
+        self._generator = random.Random(1000 * seed + num_servers)
         self.clock = 0.0
         self._answers: dict[int, tuple[float, Answer]] = {}
 
@@ -84,7 +94,7 @@ class VirtualLink:
 
     def send(self, rank: int, message: Prompt | Task | None) -> None:
         if isinstance(message, Task):
-            seconds = self.vary(self.costs.verify)
+            seconds = self._draw(self.costs.verify, self._verifications)
             self._answers[rank] = self.clock + seconds + 2 * self.costs.message, answer_rightly(message, seconds)
 
     def receive(self, seconds: float) -> tuple[int, Answer] | None:
@@ -97,8 +107,13 @@ class VirtualLink:
         self.clock = max(self.clock, due)
         return rank, self._answers.pop(rank)[1]
 
-    def vary(self, seconds: float) -> float:
-        return max(0.0, self._generator.gauss(seconds, self.costs.spread * seconds))
+    def pay_for_draft(self) -> None:
+        self.clock += self._draw(self.costs.draft, self._drafts)
+
+    def _draw(self, mean: float, recorded: list[float]) -> float:
+        if self._is_recorded:
+            return self._generator.choice(recorded)
+        return max(0.0, self._generator.gauss(mean, self.costs.spread * mean))
 
     def now(self) -> float:
         return self.clock
@@ -137,12 +152,21 @@ def decode(link: Link, setting: Setting, draft: Draft, num_tokens: int) -> tuple
 
 def simulate(costs: Costs, setting: Setting, num_tokens: int, *, seed: int = 0) -> Outcome:
     """Decodes one text on a virtual clock."""
-    link = VirtualLink(costs, setting.servers)
+    link = VirtualLink(costs, setting.servers, seed)
+    return decode(link, setting, make_draft(setting.acceptance, seed, link.pay_for_draft), num_tokens)[0]
 
-    def pay() -> None:
-        link.clock += link.vary(costs.draft)
 
-    return decode(link, setting, make_draft(setting.acceptance, seed, pay), num_tokens)[0]
+def replay(costs: Costs, setting: Setting, timeline: Timeline, num_tokens: int, *, seed: int = 0) -> Outcome:
+    """Simulates a real run: drafts are wrong where a round of that run ended, so that no luck is left in the
+    comparison, and times are drawn from that run's."""
+    link = VirtualLink(costs, setting.servers, seed, timeline)
+    wrong = {position - timeline.verifications[0].start for position in timeline.rounds.values()}
+
+    def draft(chain: DraftChain) -> int:
+        link.pay_for_draft()
+        return WRONG if chain.end in wrong else RIGHT
+
+    return decode(link, setting, draft, num_tokens)[0]
 
 
 def synchronous_seconds(costs: Costs, acceptance: float, num_drafts: int) -> float:

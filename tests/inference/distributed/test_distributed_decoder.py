@@ -170,6 +170,26 @@ def test_ends_of_texts() -> None:
     assert decoder.link.is_closed
 
 
+def test_streams() -> None:
+    """A stream hands out the text of `generate`, tells drafts apart, and may be left before the end."""
+    target, prompt = target_of("llama"), random_prompt(8, 2)
+    text = plain("llama", prompt)
+    decoder = DistributedDecoder(target, scripted(target, text), link=fake(target))
+    for call in (CALLS["greedy"], {**CALLS["sampled"], "seed": 5}):
+        with decoder.stream(prompt, max_new_tokens=NUM_NEW, **call) as stream:
+            assert len(next(stream)) == 1, "the target's own token after the prompt"
+            assert not torch.is_inference_mode_enabled()
+        assert stream.output.stats.num_new_tokens == 1
+        stream = decoder.stream(prompt, max_new_tokens=NUM_NEW, **call)
+        steps = list(stream)
+        expected = plain("llama", prompt, **call)
+        assert [token for step in steps for token in step] == expected[0, prompt.shape[1] :].tolist()
+        assert torch.equal(stream.output.sequences, expected)
+        own = sum(len(step) - step.num_drafted for step in steps)
+        assert own in (stream.output.stats.num_verify_steps, stream.output.stats.num_verify_steps + 1)
+    assert any(step.num_drafted for step in steps)
+
+
 def test_what_is_counted() -> None:
     target, prompt = target_of("llama"), random_prompt(8, 2)
     text = plain("llama", prompt)

@@ -1,0 +1,83 @@
+"""`draftsmith chat --distributed` and `draftsmith bench --distributed`: two processes, one program."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import benchmark, generate
+from scripts.benchmark import BenchmarkArguments
+from scripts.terminal.arguments import GenerateArguments
+from tests.conftest import REPOSITORY
+
+
+def launch(*words: str, typed: str = "") -> str:
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "scripts.cli")
+    done = subprocess.run(
+        [sys.executable, "-m", *torchrun, *words, "--distributed", "--device", "cpu"],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        input=typed,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_chat(small_chat: str) -> None:
+    """Each line gets the reply of plain decoding."""
+    words = ("chat", "--target", small_chat, "--ngrams", "--max_new_tokens", "12", "--compare")
+    output = launch(*words, typed="Hi\nTell me more\n")
+    assert len(re.findall(r"identical: the same \d+ tokens", output)) == 2, output
+
+
+@pytest.mark.slow
+def test_a_benchmark(small_chat: str, prompts: Path, tmp_path: Path) -> None:
+    """Distributed decoding stands beside plain decoding and ordinary drafting, with the same texts."""
+    path = tmp_path / "report.json"
+    words = ("--max_new_tokens", "8", "--repeats", "1", "--temperature", "0", "0.8", "--batch_size", "1", "2")
+    launch(
+        "bench", "--target", small_chat, "--prompts", str(prompts), "--json", str(path), "--compile", "false", *words
+    )
+    reports = json.loads(path.read_text())["reports"]
+    assert len(reports) == 4
+    for report in reports:
+        rows = {row["name"]: row for row in report["rows"]}
+        assert {"plain decoding", "n-gram drafter", "n-gram drafter, distributed"} <= rows.keys()
+        found = rows["n-gram drafter, distributed"]
+        if report["environment"]["batch"] > 1:
+            assert "one at a time" in found["problem"]
+        else:
+            assert found["num_identical"] == found["num_compared"] == 3
+            assert found["step_milliseconds"] is None
+
+
+@pytest.mark.parametrize("program", [generate, benchmark])
+def test_one_process_is_too_few(program: Any, monkeypatch: pytest.MonkeyPatch, small_chat: str, prompts: Path) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    own = ["--ngrams"] if program is generate else ["--prompts", str(prompts)]
+    monkeypatch.setattr(sys, "argv", ["program", "--target", small_chat, *own, "--distributed"])
+    with pytest.raises(SystemExit, match=r"in a single process.* start torchrun --nproc_per_node 2 -m scripts\.cli"):
+        program.main()
+
+
+def test_options_that_servers_do_not_have(prompts: Path) -> None:
+    for options, error in (
+        ({}, "there is nothing to verify"),
+        ({"ngrams": True, "tree": "chain:2"}, "with --tree: servers verify chains"),
+        ({"ngrams": True, "compile": True}, "with --compile"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            GenerateArguments(target="x", distributed=True, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="servers load one target"):
+        BenchmarkArguments(target=["x", "y"], prompts=[str(prompts)], distributed=True)
