@@ -80,7 +80,7 @@ def decode(num_texts: int, fault: str) -> None:
             overtaken += received != sorted(received)
         print(f"{same} of {num_texts} texts are the same, and in {overtaken} answers overtook others", flush=True)
         if fault:
-            for _ in range(2):  # the first text may not need rank 2's answer; the second one begins when all have answered
+            for _ in range(2):  # the first text may not need rank 2; the second begins when all have answered
                 first.generate(random_prompt(5), max_new_tokens=NUM_NEW)
 
 
