@@ -247,6 +247,13 @@ class BlockHeads(DraftHeads):
 
     # Used by training and decoding.
 
+    @classmethod
+    def _load(cls, path: str, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
+        heads, info = super()._load(path, *args, **kwargs)
+        # transformers' loader makes parameters anew.
+        heads.mask_embedding.requires_grad_(heads.config.mask_token_id is None)
+        return heads, info
+
     def fuse(self, features: Tensor) -> Tensor:
         """[B, S, F] -> [B, S, D]."""
         return cast(Tensor, self.hidden_norm(self.fc(features.to(self.compute_dtype))))
