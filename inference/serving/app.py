@@ -37,6 +37,7 @@ PAGE = Path(__file__).parent / "page" / "index.html"
 MAX_BODY_BYTES = 4 << 20
 OPEN_PATHS = ("/", "/health")  # without a key
 SHOWN_ERRORS = 3
+LAST_STEP_SECONDS = 10.0  # for the engine to end; it may be measuring what a new tree costs
 GONE = 499  # nobody reads it: the client went away
 
 Body = TypeVar("Body", bound=CompletionOptions)
@@ -69,10 +70,11 @@ def create_app(scheduler: Scheduler, tokenizer: Any, *, model: str, api_key: str
             yield
         finally:
             scheduler.stop(0.0)
-            await run_in_threadpool(scheduler.join)
+            await run_in_threadpool(scheduler.join, LAST_STEP_SECONDS)
 
     async def check_key(request: Request) -> None:
-        if server.api_key is not None and request.url.path not in OPEN_PATHS:
+        # The scope's path is what is routed; `request.url` also reads the Host header.
+        if server.api_key is not None and request.scope["path"] not in OPEN_PATHS:
             given = request.headers.get("authorization", "").encode()
             if not hmac.compare_digest(given, f"Bearer {server.api_key}".encode()):
                 raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
@@ -201,13 +203,11 @@ async def _reply(
         for prompt in encode():
             first = len(rows)
             rows += server.maker.make_rows(prompt, body, lambda number, piece, first=first: send(first + number, piece))  # type: ignore[misc]
-            if len(rows) > server.scheduler.limits.max_waiting:
-                raise RequestError(
-                    f"the request asks for more than {server.scheduler.limits.max_waiting} replies: send several",
-                    param="n",
-                )
         return rows
 
+    most = server.scheduler.limits.max_waiting
+    if body.num_prompts * body.n > most:
+        raise RequestError(f"the request asks for more than {most} replies: send several", param="n")
     lane = server.maker.choose_lane(body)
     rows = await run_in_threadpool(make_rows)
     try:

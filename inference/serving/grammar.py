@@ -16,6 +16,8 @@ class Grammars:
     """Logits processors for `response_format`. Compiled schemas are kept, up to a size, for later requests."""
 
     CACHE_BYTES = 64 << 20
+    MAX_SCHEMA = 16_384  # characters; the time of compiling grows with the square of the properties
+    PATIENCE_SECONDS = 2.0  # for other schemas to be compiled; requests that wait hold a thread each
 
     def __init__(self, target: Target, tokenizer: Any) -> None:
         self._target, self._tokenizer = target, tokenizer
@@ -46,7 +48,9 @@ class Grammars:
         return [LogitsProcessor(self._compile(kind, response_format))]
 
     def _compile(self, kind: str, response_format: dict[str, Any]) -> Any:
-        with self._lock:
+        if not self._lock.acquire(timeout=self.PATIENCE_SECONDS):
+            raise RequestError("other schemas are being compiled: try again", status=429, headers={"Retry-After": "5"})
+        try:
             if self._compiler is None:
                 self._compiler = self._new_compiler()
             if kind == "json_object":
@@ -59,12 +63,19 @@ class Grammars:
                     '..., "schema": {...}}}',
                     param="response_format",
                 )
+            text = json.dumps(schema)
+            if len(text) > self.MAX_SCHEMA:
+                raise RequestError(
+                    f"the schema has {len(text)} characters; allowed are {self.MAX_SCHEMA}", param="response_format"
+                )
             try:
                 # A small model can write spaces for ever where a grammar allows them.
-                return self._compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
+                return self._compiler.compile_json_schema(text, any_whitespace=False)
             except (RuntimeError, ValueError) as error:
                 first_line = str(error).strip().partition("\n")[0]
                 raise RequestError(f"xgrammar refuses the schema: {first_line}", param="response_format") from error
+        finally:
+            self._lock.release()
 
     def _new_compiler(self) -> Any:
         import xgrammar

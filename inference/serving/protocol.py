@@ -85,6 +85,10 @@ class CompletionOptions(Strict):
     draft_report: bool = False
 
     @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
@@ -113,6 +117,11 @@ class CompletionRequest(CompletionOptions):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
+
+    @property
+    def num_prompts(self) -> int:
+        is_list = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
+        return len(self.prompt) if is_list else 1
 
     @property
     def num_top(self) -> int | None:

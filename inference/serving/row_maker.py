@@ -33,6 +33,11 @@ from inference.targets.target import Target
 from inference.trees.options import resolve_policy
 
 MAX_TREE_NODES, MAX_TREE_DEPTH = 64, 16
+# Arguments of apply_chat_template that are no variables of the template.
+_NOT_FOR_TEMPLATES = {
+    *("conversation", "chat_template", "tools", "tokenize", "return_dict", "return_tensors", "padding", "truncation"),
+    *("max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"),
+}
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 # Files are not for requests, and trees that are chosen are measured, which takes seconds: without sizes there are two.
 TREE_NAMES = re.compile(r"auto|gamma|(dynamic|chain)(:\d{1,4}(,\d{1,4})*)?")
@@ -61,7 +66,7 @@ class RowMaker:
         if body.tool_choice is not None and not body.tools:
             raise RequestError("tool_choice is given without tools: give tools, or leave it out", param="tool_choice")
         options = dict(body.chat_template_kwargs or {})
-        if taken := options.keys() & {"tokenize", "return_dict", "return_tensors", "chat_template", "conversation"}:
+        if taken := options.keys() & _NOT_FOR_TEMPLATES:
             raise RequestError(
                 f"chat_template_kwargs has {sorted(taken)[0]!r}, which is not for requests: leave it out",
                 param="chat_template_kwargs",
@@ -86,12 +91,14 @@ class RowMaker:
         if not prompts or not all(prompts):
             raise RequestError("the prompt is empty: give at least one token", param="prompt")
         for token in (token for prompt in prompts for token in prompt):
-            if not 0 <= token < self.target.num_embeddings:
-                raise RequestError(
-                    f"the prompt has the token id {token}; the target's are 0 to {self.target.num_embeddings - 1}",
-                    param="prompt",
-                )
+            self._check_token(token, "prompt")
         return prompts
+
+    def _check_token(self, token: int, param: str) -> None:
+        if not 0 <= token < self.target.num_embeddings:
+            raise RequestError(
+                f"{param} has the token id {token}; the target's are 0 to {self.target.num_embeddings - 1}", param=param
+            )
 
     def choose_lane(self, body: CompletionOptions) -> LaneName:
         """The drafter and tree of a request."""
@@ -113,9 +120,11 @@ class RowMaker:
             policy = resolve_policy(tree, drafter.max_depth)
         except (ValueError, TypeError) as error:
             raise RequestError(str(error).partition("\n")[0], param="tree") from error
-        if policy.num_nodes > MAX_TREE_NODES or policy.max_depth > MAX_TREE_DEPTH:
+        numbers = [int(number) for number in re.findall(r"\d+", tree)]
+        if max([policy.num_nodes, *numbers]) > MAX_TREE_NODES or policy.max_depth > MAX_TREE_DEPTH:
             raise RequestError(
-                f"tree is {tree!r}; allowed are at most {MAX_TREE_NODES} nodes and {MAX_TREE_DEPTH} levels",
+                f"tree is {tree!r}; allowed are at most {MAX_TREE_NODES} nodes, {MAX_TREE_NODES} children and "
+                f"{MAX_TREE_DEPTH} levels",
                 param="tree",
             )
         if drafter.drafts_chains_only and not policy.is_narrow:
@@ -133,6 +142,8 @@ class RowMaker:
         """
         num_new = self._count_new_tokens(len(prompt), body)
         stops = self._check_stops(body)
+        for token in body.stop_token_ids or ():
+            self._check_token(token, "stop_token_ids")
         arguments = self._arguments(num_new, body)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         seeds = row_seeds(seed, body.n, self.target.device)

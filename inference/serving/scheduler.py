@@ -188,9 +188,9 @@ class Scheduler:
             self._stop_reading()
         with self._changed:
             self._waiting = deque(each for each in self._waiting if not each[0].is_over)
-        for lane in self._lanes.values():
+        for name, lane in list(self._lanes.items()):
             if lane.rows:
-                lane.drop_rows()
+                self._guard(name, lane.drop_rows)
 
     def _read_prompts(self) -> None:
         """Reads for as many tokens as a chunk has; rows whose prompts end join."""

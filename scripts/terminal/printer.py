@@ -10,6 +10,8 @@ from rich.text import Text
 from inference import GenerationStats, StepTokens
 from inference.streaming.detokenizer import IncrementalDetokenizer
 
+_CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}, "\N{REPLACEMENT CHARACTER}")
+_CONTROLS[0x1B] = "\N{SYMBOL FOR ESCAPE}"
 # By depth, the last one for all deeper ones. Terminals show these names in shades that fit their background.
 DEPTH_STYLES = ("green", "cyan", "blue", "magenta", "yellow", "red")
 
@@ -47,7 +49,7 @@ class ReplyPrinter:
 
 def without_escapes(text: str) -> str:
     """A model's text must not steer the terminal."""
-    return text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")
+    return text.translate(_CONTROLS)
 
 
 def describe(stats: GenerationStats, *, has_drafter: bool, has_color: bool) -> Text:
