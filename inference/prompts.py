@@ -57,7 +57,8 @@ class HeldTexts:
             lengths = [self._count_kept(row, prompt) for row in range(len(self.texts))]
             kept.append(max(lengths))
             rows.append(lengths.index(max(lengths)))
-        kept = leave_room(kept, prompts, room)
+        # Recurrent targets may read prompts in one chunk.
+        kept = leave_room(kept, prompts, room, room if self.cache.states is not None else PREFILL_CHUNK)
         # Recurrent states are held for a few lengths only.
         kept = [self.cache.held_length(row, count) for row, count in zip(rows, kept, strict=True)]
         if not any(kept) or (needs_all and not all(kept)):
@@ -263,7 +264,7 @@ def _pad(rows: Sequence[list[int]], size: int, device: torch.device) -> tuple[Te
     return torch.tensor(padded, device=device), torch.tensor([len(row) for row in rows], device=device)
 
 
-def leave_room(kept: Sequence[int], prompts: Sequence[list[int]], room: int) -> list[int]:
+def leave_room(kept: Sequence[int], prompts: Sequence[list[int]], room: int, chunk: int = PREFILL_CHUNK) -> list[int]:
     """Lowers the kept tokens of long rows: while they wait for rows with more to read, a chunk's padding would run over
     the end of the cache, or of the positions.
 
@@ -271,4 +272,4 @@ def leave_room(kept: Sequence[int], prompts: Sequence[list[int]], room: int) -> 
     [156, 0]
     """
     longest = max(len(prompt) - count for prompt, count in zip(prompts, kept, strict=True))
-    return [min(count, room - min(PREFILL_CHUNK, longest)) for count in kept]
+    return [min(count, room - min(chunk, longest)) for count in kept]

@@ -18,7 +18,10 @@ class Link(Protocol):
 
     Attributes:
         busy: the servers that have a task and have not answered.
+        owner: the text that the servers hold.
     """
+
+    owner: object
 
     @property
     def busy(self) -> set[int]: ...
@@ -71,7 +74,7 @@ class Coordinator:
         while self.link.busy:
             self._receive(self.timeout)
         self._asked.clear()
-        self.timeline = Timeline()
+        self.timeline = self.link.owner = Timeline()
         for rank in self.link.ranks:
             self.link.send(rank, prompt)
             self._held[rank] = len(prompt.token_ids)
@@ -83,7 +86,9 @@ class Coordinator:
             draft: the next token of the chain, or None when it has none before the text grows.
             max_length: nothing is drafted beyond it.
         """
+        timeline = self.timeline
         while True:
+            self._check(timeline)
             self._ask(chain)
             has_drafted = self._draft(chain, draft, max_length)
             self._ask(chain)
@@ -91,8 +96,16 @@ class Coordinator:
             while received is not None:
                 if committed := self._take(chain, *received):
                     yield committed
+                    self._check(timeline)
                     self._ask(chain)
                 received = self.link.receive(0.0)
+
+    def _check(self, timeline: Timeline) -> None:
+        if self.link.owner is not timeline:
+            raise RuntimeError(
+                "another text began before this one ended, and the servers hold one: read a stream to its end, or "
+                "close it, before the next call"
+            )
 
     def _receive(self, seconds: float) -> tuple[int, Answer] | None:
         received = self.link.receive(seconds)

@@ -206,7 +206,7 @@ class DistributedDecoder:
         return self._coordinator.timeline
 
     def close(self) -> None:
-        """Ends the servers' `serve_target`."""
+        """Ends the servers' `serve_target`, also for other decoders with this link."""
         self.link.close()
 
     def __enter__(self) -> Self:

@@ -136,6 +136,9 @@ class GlooLink:
             )
         self.ranks = tuple(range(1, self._channel.num_ranks))
         self.busy: set[int] = set()
+        self.owner: object = None
+        self._death: RuntimeError | None = None  # of a server
+        self._is_closed = False
         self._received: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._sending: dict[int, list[Any]] = {rank: [] for rank in self.ranks}
         self._threads = [threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in self.ranks]
@@ -167,11 +170,14 @@ class GlooLink:
             self.busy.add(rank)
 
     def receive(self, seconds: float) -> tuple[int, Any] | None:
+        if self._death is not None:
+            raise self._death
         try:
             rank, message = self._received.get(timeout=seconds) if seconds else self._received.get_nowait()
         except queue.Empty:
             return None
         if isinstance(message, RuntimeError):
+            self._death = message
             raise message
         if isinstance(message, Answer):  # so the server has everything that was sent to it
             self._sending[rank].clear()
@@ -183,6 +189,9 @@ class GlooLink:
 
     def close(self) -> None:
         """Ends the servers. Those that do not answer are left alone."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for rank in self.ranks:
             with suppress(RuntimeError):
                 self.send(rank, None)

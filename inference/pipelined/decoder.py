@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
 from inference.acceptance.sampler import Sampler, pick_token
+from inference.decoder import ending
 from inference.noise import row_seeds
 from inference.pipelined.texts_in_flight import TextInFlight
 from inference.request.generate_arguments import make_request
@@ -100,6 +101,9 @@ class PipelinedDecoder:
         attention_mask: Tensor | None = None,
         *,
         seed: int | Sequence[int] | None = None,
+        streamer: Any = None,
+        tokenizer: Any = None,
+        stop_strings: str | list[str] | None = None,
         **generate_kwargs: Any,
     ) -> PipelinedOutput:
         """Arguments as for `Decoder.generate`.
@@ -107,7 +111,12 @@ class PipelinedDecoder:
         Raises:
             ValueError: as `Decoder.generate`; logits processors that read the text, such as a repetition penalty.
         """
-        request = make_request(self.target, input_ids, attention_mask, generate_kwargs=generate_kwargs)
+        own = {"streamer": streamer, "tokenizer": tokenizer, "stop_strings": stop_strings}
+        with ending(streamer):
+            request = make_request(self.target, input_ids, attention_mask, **own, generate_kwargs=generate_kwargs)
+            return self._generate(request, seed)
+
+    def _generate(self, request: Request, seed: int | Sequence[int] | None) -> PipelinedOutput:
         request.refuse_media("pipelined decoding")
         if names := sorted({type(one).__name__ for one in request.processors if type(one) not in PREFIX_FREE}):
             raise ValueError(
@@ -119,6 +128,8 @@ class PipelinedDecoder:
         seeds = row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None
         sampler = Sampler(request.processors, do_sample=request.do_sample, row_seeds=seeds)
         started = time.perf_counter()
+        if request.streamer is not None:
+            request.streamer.put(request.given_ids.cpu())
         with self.target.without_autograd():
             stats = self._decode(request, sampler)
         stats.seconds = time.perf_counter() - started

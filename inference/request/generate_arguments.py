@@ -122,6 +122,8 @@ def _take_media(
     """Gives a request the media among the arguments of its call, after the proof that the target reads them exactly."""
     request.media = prepare_media(target, input_ids, [*map(len, request.prompts)], names, model_kwargs)
     if request.media is not None:
+        if (mask := model_kwargs.get("attention_mask")) is not None:
+            _check_padding(mask, names)
         prove_media(target, input_ids, request.media, frozenset(names), model_kwargs)
 
 

@@ -220,6 +220,8 @@ class Target:
         """Refuses (ValueError) adapters and autocast that construction would refuse and that came later."""
         check_adapters(self.model)
         refuse_autocast(self.device, self.dtype)
+        if self._mixers is not None:
+            self._mixers.check_again()
 
     @torch.no_grad()
     def encode_source(self, token_ids: Tensor, mask: Tensor) -> Source:

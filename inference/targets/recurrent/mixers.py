@@ -150,10 +150,19 @@ class PlacedMixers:
         self.recurrence = recurrence
         self._current = _Current()
         self._mixers: dict[int, Mixer] = {}
+        self._copied, self._parts = causal_lm, [*map(id, causal_lm.modules())]
         layers = {causal_lm.get_submodule(name): layer for layer, name in recurrence.mixers.items()}
         self.causal_lm = replace_modules(
             causal_lm, lambda part: self._place(part, layers[part]) if part in layers else None
         )
+
+    def check_again(self) -> None:
+        """Refuses (ValueError) a model whose modules are others than those that were copied."""
+        if [*map(id, self._copied.modules())] != self._parts:
+            raise ValueError(
+                f"modules of this {type(self._copied).__name__} were added or removed, such as an adapter's, after its "
+                "recurrent layers were prepared: make a new Decoder"
+            )
 
     def new_states(self, batch_size: int) -> RecurrentStates:
         return RecurrentStates(self.recurrence.specs, batch_size, self._replay)
@@ -226,7 +235,7 @@ class PlacedMixers:
                 return found
             outputs = _map(partial(_new_output, plan, inputs), found) if outputs is None else outputs
             _map(partial(_fill_output, group), outputs, found)
-        return outputs
+        return outputs if plan.groups else mixer.run(inputs, others, None)[0]  # nothing but padding
 
     def _draft(self, mixer: Mixer, states: RecurrentStates, inputs: dict[str, Tensor], others: dict[str, Any]) -> Any:
         plan: Drafting = states.plan

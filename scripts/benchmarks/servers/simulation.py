@@ -85,6 +85,7 @@ class VirtualLink:
         self._is_recorded = recorded is not None
         self.costs, self.ranks = costs, tuple(range(1, num_servers + 1))
         self._generator = random.Random(1000 * seed + num_servers)
+        self.owner: object = None
         self.clock = 0.0
         self._answers: dict[int, tuple[float, Answer]] = {}
 

@@ -35,6 +35,7 @@ class FakeLink:
         self.servers = {rank: make_server() for rank in self.ranks}
         self.random, self.most_delay = random.Random(seed), most_delay
         self.ignores_versions, self.ignores_order = ignores_versions, ignores_order
+        self.owner: object = None
         self.clock = 0
         self.waiting: dict[int, tuple[int, Answer]] = {}  # by rank, in the order of the tasks: when the answer comes
         self.newest = Task(0, 0, 0, [])

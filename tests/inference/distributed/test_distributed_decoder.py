@@ -170,6 +170,18 @@ def test_ends_of_texts() -> None:
     assert decoder.link.is_closed
 
 
+def test_a_second_text_ends_the_first() -> None:
+    target, prompt = target_of("llama"), random_prompt(8, 2)
+    text = plain("llama", prompt)
+    decoder = DistributedDecoder(target, scripted(target, text), link=fake(target))
+    stream = decoder.stream(prompt, max_new_tokens=NUM_NEW, do_sample=False)
+    next(stream), next(stream)
+    output = decoder.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False)
+    assert torch.equal(output.sequences, text[:, : output.sequences.shape[1]])
+    with pytest.raises(RuntimeError, match="another text began"):
+        list(stream)
+
+
 def test_streams() -> None:
     """A stream hands out the text of `generate`, tells drafts apart, and may be left before the end."""
     target, prompt = target_of("llama"), random_prompt(8, 2)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.generation import BaseStreamer
 
 from inference import Target, generate
 from inference.pipelined.decoder import PipelinedDecoder
@@ -72,6 +73,26 @@ def test_end_of_text_and_limits() -> None:
     assert PipelinedDecoder(model).generate(**prompts, **options).sequences.tolist() == expected.tolist()
     one = PipelinedDecoder(model).generate(**prompts, max_new_tokens=1, do_sample=False).sequences
     assert one.tolist() == plain[:, : one.shape[1]].tolist()
+
+
+def test_streamers_and_stop_strings() -> None:
+    class Streamer(BaseStreamer):
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+            self.is_ended = False
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.is_ended = True
+
+    streamer = Streamer()
+    output = PipelinedDecoder(tied_target()).generate(
+        random_prompt(6), max_new_tokens=8, do_sample=False, streamer=streamer
+    )
+    assert streamer.is_ended
+    assert streamer.tokens == output.sequences[0].tolist()
 
 
 def test_the_example_of_the_docstring() -> None:

@@ -149,3 +149,23 @@ def test_the_table_of_families_is_what_is_found() -> None:
     _, begin, rest = page.partition(families_table.BEGIN)
     found, end, _ = rest.partition(families_table.END)
     assert begin + found + end == families_table.render_table()
+
+
+def test_a_chunk_of_padding() -> None:
+    target = target_of("lfm2")
+    cache = target.new_cache(2, 700)
+    output = target.prefill(cache, torch.randint(1, 90, (2, 600)), torch.tensor([20, 30]), feature_layers=(1,))
+    assert torch.isfinite(output.logits).all()
+
+
+def test_modules_that_come_later_are_refused() -> None:
+    peft = pytest.importorskip("peft")
+    model = tiny_target("lfm2")
+    decoder = Decoder(model)
+    prompt = random_prompt(5)
+    decoder.generate(prompt, max_new_tokens=2, do_sample=False)
+    model.add_adapter(peft.LoraConfig(target_modules=["in_proj", "w1"], r=2, init_lora_weights=False))
+    with pytest.raises(ValueError, match="make a new Decoder"):
+        decoder.generate(prompt, max_new_tokens=2, do_sample=False)
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    assert torch.equal(Decoder(model).generate(prompt, max_new_tokens=6, do_sample=False).sequences, expected)
