@@ -54,16 +54,12 @@ class TestRefusals:
 
     def test_states_in_a_place_of_their_own(self) -> None:
         config = RecurrentGemmaConfig(**self.tiny, num_attention_heads=2, lru_width=32, attention_window_size=8)
-        with pytest.raises(
-            ValueError, match="cannot be rolled back after a rejected draft|does not run with a 4-D mask"
-        ):
+        with pytest.raises(ValueError, match=r"cannot be rolled back|does not run with a 4-D mask"):
             Target(RecurrentGemmaForCausalLM(config).eval())
 
     def test_rwkv(self) -> None:
         config = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=32)
-        with pytest.raises(
-            ValueError, match="keep their states in a place of their own instead of the cache|has no cache for them"
-        ):
+        with pytest.raises(ValueError, match=r"keep their states in a place of their own|has no cache for them"):
             Target(RwkvForCausalLM(config).eval())
 
     @pytest.mark.skipif("inkling_text" not in CONFIG_MAPPING, reason="this release of transformers has no Inkling")
