@@ -1,10 +1,12 @@
 """Load on servers: many clients at once, for plain decoding, for heads, and for `transformers serve`, in one run.
 
     python scripts/benchmarks/serving.py --heads examples/heads/eagle3 examples/heads/mtp --clients 8
-    python scripts/benchmarks/serving.py --heads examples/heads/eagle3 --clients 32 --requests 400 --temperature 0.8
+    python scripts/benchmarks/serving.py --heads examples/heads/eagle3 --clients 32 --requests 400 --temperature 0.8 \
+        --seconds 300 --rounds 1
 
-Every contender is a server of its own on this machine. All get the same requests, in rounds that take turns. The texts
-are compared with those that the target gives when it decodes each request alone, without drafts.
+Every contender is a server of its own on this machine. All get the same requests, in rounds that take turns; with
+`--seconds`, over and over until the time has passed. The texts are compared with those that the target gives when it
+decodes each request alone, without drafts.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,10 @@ class ServingArguments:
     prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "JSON lines with `turns`."})
     clients: int = field(default=8, metadata={"help": "Clients that ask at the same time."})
     requests: int = field(default=64, metadata={"help": "Requests of one contender in one round."})
+    seconds: float = field(
+        default=0.0,
+        metadata={"help": "Length of a round: the requests are repeated for so long; 0 = each request once."},
+    )
     rounds: int = field(default=2, metadata={"help": "Rounds; the contenders take turns in each."})
     max_batch_size: int = field(default=8, metadata={"help": "Rows of our servers."})
     max_new_tokens: int = field(default=96, metadata={"help": "Longest reply; each request has a limit of its own."})
@@ -71,6 +78,8 @@ class ServingArguments:
         for name in ("clients", "requests", "rounds", "max_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"got --{name} {getattr(self, name)}: give at least 1")
+        if not 0 <= self.seconds < float("inf"):
+            raise ValueError(f"got --seconds {self.seconds}: give 0 (each request once) or more")
 
 
 @dataclass(frozen=True)
@@ -139,11 +148,25 @@ def server_words(args: ServingArguments, heads: str | None) -> list[str]:
     return words
 
 
-async def ask_all(args: ServingArguments, name: str, address: str, asks: Sequence[Ask]) -> tuple[list[Answer], float]:
-    """All requests, at most `clients` at once; the answers, and the seconds of all together."""
+def in_turn(asks: Sequence[Ask], seconds: float) -> Iterator[tuple[int, Ask]]:
+    """The requests with their numbers: once, or over and over until the seconds have passed."""
+    if not seconds:
+        yield from enumerate(asks)
+        return
+    end = time.monotonic() + seconds
+    for number, ask in cycle(enumerate(asks)):
+        if time.monotonic() > end:
+            return
+        yield number, ask
+
+
+async def ask_all(
+    args: ServingArguments, name: str, address: str, asks: Sequence[Ask], *, seconds: float = 0
+) -> tuple[list[Answer], float]:
+    """The requests, at most `clients` at once; the answers, and the seconds of all together."""
     model = args.target if name == STOCK else Path(args.target).name
     answers: list[Answer] = []
-    waiting = iter(enumerate(asks))
+    waiting = in_turn(asks, seconds)
 
     async def work(client: openai.AsyncOpenAI) -> None:
         for number, ask in waiting:
@@ -199,6 +222,7 @@ def make_row(
     return {
         "name": name,
         "requests": len(answers),
+        "seconds": sum(seconds for _, seconds in rounds),
         "tokens_per_second": sum(tokens) / sum(seconds for _, seconds in rounds),
         "tokens_per_second_by_round": [count / seconds for count, (_, seconds) in zip(tokens, rounds, strict=True)],
         "first_text_seconds": percentiles([answer.first_seconds for answer in answers]),
@@ -236,7 +260,7 @@ def run(args: ServingArguments) -> list[dict[str, Any]]:
             asyncio.run(ask_all(args, name, address, asks[: args.clients]))
         for number in range(args.rounds):
             for name in sorted(contenders, reverse=number % 2 == 1):
-                rounds[name].append(asyncio.run(ask_all(args, name, addresses[name], asks)))
+                rounds[name].append(asyncio.run(ask_all(args, name, addresses[name], asks, seconds=args.seconds)))
     rows = [make_row(name, each, texts, tokenizer) for name, each in rounds.items()]
     report = {**describe_machine(target.device), **describe_program(), "arguments": asdict(args), "rows": rows}
     write_text(Path(args.output), json.dumps(report, indent=1) + "\n")

@@ -64,7 +64,15 @@ def test_the_numbers_of_a_contender() -> None:
     assert row["tokens_per_second_by_round"] == [1.0, 4.0]
     assert row["latency_seconds"] == {"p50": 3.0, "p90": 4.0, "p99": 4.0}
     assert row["texts_that_differ"] == 1
+    assert row["seconds"] == 5.0
     assert serving.percentiles([3.0, 1.0, 2.0]) == {"p50": 2.0, "p90": 3.0, "p99": 3.0}
+
+
+def test_requests_are_repeated_until_the_time_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asks = [serving.Ask("a", 1, 0), serving.Ask("b", 1, 1)]
+    assert list(serving.in_turn(asks, 0)) == list(enumerate(asks))
+    monkeypatch.setattr(time, "monotonic", iter(range(100)).__next__)
+    assert [number for number, _ in serving.in_turn(asks, 3)] == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
