@@ -17,7 +17,9 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -130,12 +132,13 @@ def running(words: Sequence[str], address: str | None = None) -> Iterator[str]:
                     break
                 found = re.search(r"(?:serving at|running on) (http://[^/\s]+)", line)
                 if found is not None:
+                    # A server that fills the pipe would wait for ever.
+                    threading.Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
                     yield address or found[1]
                     return
             raise ValueError(f"{' '.join(words[:2])} did not start: {seen.strip()[-500:]}")
         finally:
             process.terminate()
-            process.stdout.close()  # a server that fills the pipe would wait for ever
             process.wait(START_SECONDS)
 
 
@@ -261,6 +264,7 @@ def run(args: ServingArguments) -> list[dict[str, Any]]:
         for number in range(args.rounds):
             for name in sorted(contenders, reverse=number % 2 == 1):
                 rounds[name].append(asyncio.run(ask_all(args, name, addresses[name], asks, seconds=args.seconds)))
+                print(f"round {number + 1}: {name} gave {len(rounds[name][-1][0])} replies", flush=True)
     rows = [make_row(name, each, texts, tokenizer) for name, each in rounds.items()]
     report = {**describe_machine(target.device), **describe_program(), "arguments": asdict(args), "rows": rows}
     write_text(Path(args.output), json.dumps(report, indent=1) + "\n")
