@@ -18,8 +18,8 @@ from transformers import masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from inference.targets.documents import gather_documents, split_documents
-from inference.targets.host_tensors import OnHost, read_on_host, send
-from inference.targets.multimodal import media_names
+from inference.targets.host_tensors import OnHost
+from inference.targets.multimodal import take_media
 from inference.targets.target import Target
 
 
@@ -54,8 +54,8 @@ def encode(
             position 0 and sees no other; every group of documents is a pass of its own. States at padding are zero.
             None = one document per row.
         num_groups: passed to `split_documents`.
-        media: what a processor made of the rows' images, for the model's forward. The rows then run together, under the
-            attention mask, and the model counts positions itself. Names that its forward does not have are left out.
+        media: what a processor made of the rows' images (`take_media`). The rows are then a single pass, in which the
+            model counts the positions itself.
     """
     target.refuse_features()
     if document_ids is not None and not media:
@@ -67,14 +67,10 @@ def encode(
             gather_documents(groups, [part.last_hidden for part in parts], input_ids.shape),
         )
     positions: Tensor | None = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    mask = None
     if media:
-        names, device = media_names(target), input_ids.device
-        positions, mask = None, send(read_on_host(attention_mask), device)
-        floats = {name: target.dtype if value.is_floating_point() else value.dtype for name, value in media.items()}
-        media = {name: value.to(device, floats[name]) for name, value in media.items() if name in names}
+        positions, media = None, take_media(target, media)
     with torch.set_grad_enabled(with_autograd and torch.is_grad_enabled()), _single_texts():
-        states = target.backbone.read(input_ids, positions, mask, feature_layers=feature_layers, media=media)
+        states = target.backbone.read(input_ids, positions, feature_layers=feature_layers, media=media)
     return EncodeOutput(states.last[..., :0] if states.features is None else states.features, states.last)
 
 

@@ -57,7 +57,6 @@ def tokenize_conversations(
     num_proc: int | None = None,
     train_on_thinking: bool = True,
     skip_bad_lines: bool = False,
-    trust_remote_code: bool = False,
 ) -> datasets.Dataset:
     """Tokenizes all conversations into the columns of `tokenize_row`.
 
@@ -69,7 +68,6 @@ def tokenize_conversations(
         num_proc: processes that tokenize; None = one for each core, fewer for small sets.
         train_on_thinking: learn the thoughts at the beginning of replies.
         skip_bad_lines: count conversations whose images cannot be read, instead of raising at the first one.
-        trust_remote_code: run the code of the processor.
 
     Raises:
         ValueError: a tokenizer without a chat template or character offsets; images for a target that reads text only,
@@ -78,7 +76,7 @@ def tokenize_conversations(
     images = _describe_images(conversations)
     more: dict[str, Any] = {}
     if images:
-        processor = load_processor(tokenizer.name_or_path, trust_remote_code=trust_remote_code)
+        processor = load_processor(tokenizer.name_or_path)
         more = {"processor": processor, "skip_bad_lines": skip_bad_lines, "images": images}
         if not tokenizer.chat_template:
             tokenizer.chat_template = processor.chat_template
@@ -156,7 +154,9 @@ def _tokenize_rows(
             made.append(tokenize_row(text, **options))
         except ImageError as error:
             if not skip_bad_lines:
-                raise BadLineError(f"{error}. Correct it, or skip such conversations with --skip_bad_lines true") from None
+                raise BadLineError(
+                    f"{error}. Correct it, or skip such conversations with --skip_bad_lines true"
+                ) from None
             made.append({"input_ids": [], "loss_mask": [], "problem": "an image cannot be read"})
     if images:
         made = [{"media": [], "text": "", "media_end": 0, **row} for row in made]

@@ -182,9 +182,7 @@ def _keep_bytes(rows: Any) -> Any:
     return rows
 
 
-def parse_row(
-    where: object, record: Any, record_format: RecordFormat, folder: Path | None = None
-) -> dict[str, str]:
+def parse_row(where: object, record: Any, record_format: RecordFormat, folder: Path | None = None) -> dict[str, str]:
     """Returns a record as `conversation` (JSON) and `problem` (`where` and why, or empty).
 
     Args:

@@ -19,8 +19,8 @@ from typing import Any
 
 from training.images.references import is_image_part, place_images
 
-# A message has `role` and `content` (text, or a list of parts if it has images), and optionally `reasoning_content` (thoughts), `tool_calls`, `tool_call_id`
-# and `name`.
+# A message has `role` and `content` (text, or a list of parts if it has images), and optionally `reasoning_content`
+# (thoughts), `tool_calls`, `tool_call_id` and `name`.
 Messages = list[dict[str, Any]]
 
 _ROLES = {

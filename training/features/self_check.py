@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from inference.targets.multimodal import media_names
+from inference.targets.multimodal import take_media
 from inference.targets.target import Target
 from training.data.collation import find_documents
 from training.data.streaming import ConversationStream
@@ -58,11 +58,9 @@ def check_features(
     assert documents is not None
     count = int((documents.values[0] == documents.values[0, 0]).sum())  # the row's first document
     media: dict[str, Tensor] = {}
-    if "media" in batch:  # of this row only: `check_first_row` gives one
-        names, ids = media_names(target), batch["input_ids"]
-        taken = {name: value for name, value in batch["media"].items() if name in names}
-        media = {name: value[:, :count] if value.shape == ids.shape else value for name, value in taken.items()}
-        media = {name: value.to(target.dtype) if value.is_floating_point() else value for name, value in media.items()}
+    if "media" in batch:  # `check_first_row` gives a single row; its images belong together
+        shape, taken = batch["input_ids"].shape, take_media(target, batch["media"])
+        media = {name: value[:, :count] if value.shape == shape else value for name, value in taken.items()}
     else:
         count = min(NUM_TOKENS, count)
     output = target.model(

@@ -10,7 +10,6 @@ import copy
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,20 +25,20 @@ class ImageError(ValueError):
     """An image that cannot be read; the message names its file."""
 
 
-def load_processor(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Loads the processor of a target that sees.
+def load_processor(name: str) -> Any:
+    """Loads the processor of a target that sees. Code of the processor's own is not run.
 
     Raises:
         ValueError: the target reads text only, or its processor does not load.
     """
-    config: Any = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    config: Any = AutoConfig.from_pretrained(name)
     if config.get_text_config() is config:
         raise ValueError(
             f"the conversations have images, and the target {name} reads text only: give a target that sees, or leave "
             "these conversations out"
         )
     try:
-        processor: Any = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+        processor: Any = AutoProcessor.from_pretrained(name)
     except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
         raise ValueError(
             f"the conversations have images, and the processor of {name} does not load ({error}). Save it with the "
@@ -56,7 +55,10 @@ def open_image(reference: str) -> Any:
     Raises:
         ImageError: it cannot be read.
     """
-    from PIL import Image
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImageError("reading images needs pillow: pip install 'draftsmith[vision]'") from error
 
     try:
         source = reference if not reference.startswith("data:") else io.BytesIO(_decode_url(reference))
@@ -207,6 +209,8 @@ def _pad_alike(values: Sequence[Tensor]) -> list[Tensor]:
     """Pads all dimensions but the first with zeros."""
     most = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
     return [
-        F.pad(value, [n for size, wanted in zip(value.shape[:0:-1], most[::-1], strict=True) for n in (0, wanted - size)])
+        F.pad(
+            value, [n for size, wanted in zip(value.shape[:0:-1], most[::-1], strict=True) for n in (0, wanted - size)]
+        )
         for value in values
     ]
