@@ -169,7 +169,7 @@ def tokenize_row(
     """Tokenizes one conversation of `load_conversations`.
 
     Args:
-        processor: reads images; needed only for conversations that have some.
+        processor: of sets with images; its chat template renders all their conversations.
 
     Returns:
         `input_ids` and `loss_mask`, cut to `max_length`; `problem`: why the row cannot be used, or empty. With images
@@ -182,7 +182,7 @@ def tokenize_row(
     messages, tools = conversation["messages"], conversation.get("tools")
     row: dict[str, Any] = {}
     try:
-        if conversation.get("media"):
+        if processor is not None:
             input_ids, loss_mask, row = _tokenize_with_images(
                 conversation, tokenizer, processor, train_on_thinking=train_on_thinking
             )
@@ -229,11 +229,14 @@ def _tokenize_with_images(
     """
     renderer = ChatRenderer(tokenizer, conversation.get("tools"), template=processor.chat_template)
     text, spans = _render(renderer, conversation["messages"])
-    expanded = expand_images(processor, text, conversation["media"])
+    media = conversation.get("media")
+    if not media:
+        return *_encode(text, spans, tokenizer, train_on_thinking=train_on_thinking)[:2], {}
+    expanded = expand_images(processor, text, media)
     moved = [replace(span, begin=expanded.move(span.begin), end=expanded.move(span.end)) for span in spans]
     input_ids, loss_mask, starts = _encode(expanded.text, moved, tokenizer, train_on_thinking=train_on_thinking)
     media_end = bisect_left(starts, expanded.move(expanded.places[-1][0]))
-    return input_ids, loss_mask, {"media": conversation["media"], "text": text, "media_end": media_end}
+    return input_ids, loss_mask, {"media": media, "text": text, "media_end": media_end}
 
 
 def _render(renderer: ChatRenderer, messages: Messages) -> tuple[str, list[Span]]:
