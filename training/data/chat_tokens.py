@@ -38,7 +38,7 @@ ROW = {"input_ids": datasets.Sequence(datasets.Value("int32")), "loss_mask": dat
 _PROBLEM = {"problem": datasets.Value("string")}
 # More columns of sets with images: references to the images, the rendered text with their marks, and the tokens up to
 # the end of the last image. Pixels are made from them for each batch.
-_IMAGES = {
+IMAGE_COLUMNS = {
     "media": datasets.Sequence(datasets.Value("string")),
     "text": datasets.Value("string"),
     "media_end": datasets.Value("int32"),
@@ -92,7 +92,7 @@ def tokenize_conversations(
             "version": _CACHE_VERSION,
             **more,
         },
-        features=datasets.Features({**ROW, **_IMAGES, **_PROBLEM} if images else {**ROW, **_PROBLEM}),
+        features=datasets.Features({**ROW, **IMAGE_COLUMNS, **_PROBLEM} if images else {**ROW, **_PROBLEM}),
         remove_columns=conversations.column_names,
         num_proc=num_proc if num_proc > 1 else None,
         desc="Tokenizing conversations",

@@ -63,9 +63,7 @@ def test_rows_masks_and_features_are_those_of_the_processor_and_the_model(
     rows = load_rows(folder, path)
     target = multimodal_target(family)
     batch = ImageCollator(ConversationCollator(pad_token_id=0), processor)([rows[number] for number in range(5)])
-    encoded = encode(
-        target, batch["input_ids"], batch["attention_mask"], feature_layers=LAYERS, media=batch["media"]
-    )
+    encoded = encode(target, batch["input_ids"], batch["attention_mask"], feature_layers=LAYERS, media=batch["media"])
     for number, record in enumerate(records[:5]):
         inputs = ask_processor(processor, record, tmp_path)
         ids = inputs["input_ids"][0]
