@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -41,16 +42,30 @@ def find_special_ids(tokenizer: Any) -> set[int]:
     return marked | set(tokenizer.all_special_ids)
 
 
+@cache
+def _reads_parts(template: str) -> bool:
+    """Whether a template loses content that is text: it then reads lists of parts."""
+    text = _SENTINEL
+    for content in (text, [{"type": "text", "text": text}]):
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+        try:
+            rendered: Any = render_jinja_template([messages], chat_template=template)
+        except (TemplateError, TypeError):
+            continue
+        if text in rendered[0][0]:
+            return content is not text
+    return False
+
+
 class ChatRenderer:
     """Renders conversations with a chat template; `tools` are JSON schemas of functions to call.
 
     Args:
-        template: of a processor, which reads the content of every message as a list of parts; None = the tokenizer's,
-            which reads text.
+        template: of a processor; None = the tokenizer's.
     """
 
     def __init__(self, tokenizer: Any, tools: list[Any] | None = None, *, template: Any = None) -> None:
-        self.tokenizer, self.tools, self.reads_parts = tokenizer, tools, template is not None
+        self.tokenizer, self.tools = tokenizer, tools
         self.template: str = tokenizer.get_chat_template(template, tools=tools)
         special = sorted(map(tokenizer.convert_ids_to_tokens, find_special_ids(tokenizer)), key=len, reverse=True)
         self.turn_end = re.compile(r"\s*(?:" + "|".join(map(re.escape, special)) + ")") if special else None
@@ -90,7 +105,7 @@ class ChatRenderer:
 
     def _prepare(self, messages: Messages) -> Messages:
         messages = name_thoughts(messages, self.template)
-        if not self.reads_parts:
+        if not _reads_parts(self.template):
             return messages
         contents = [message["content"] for message in messages]
         parts = [[{"type": "text", "text": text}] if isinstance(text, str) else text for text in contents]

@@ -12,15 +12,19 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from heads import DraftHeads
-from inference import Target, generate
+from inference import generate
 from inference.targets.encoding import encode
-from tests.tiny_multimodal import multimodal_target
+from scripts import inspect_data
+from tests.tiny_multimodal import IMAGE, multimodal_target
 from tests.training.images.seeing_targets import WORDS, save_seeing_target, write_squares
-from tests.training.runner import Runner
+from tests.training.runner import Runner, save_chat_target, write_conversations
 from training.data.collation import ConversationCollator
 from training.data.options import DataArguments
 from training.data.training_sets import load_datasets
-from training.images.processor import ImageCollator, open_image
+from training.features.extraction import extract_features
+from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
+from training.images.processor import ImageCollator, ImageError, open_image, read_images
+from training.options.command_line import parse_arguments
 
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3")
 LAYERS = (1, 2, 4)
@@ -116,3 +120,79 @@ def test_heads_train_and_draft_behind_an_image(family: str, seeing: tuple[Path, 
 def test_every_kind_trains(kind: str, family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
     metrics = run_on_squares(seeing[0], tmp_path, head_type=kind, max_steps=2)
     assert metrics["eval_acceptance_length"] >= 1
+
+
+only_llava = pytest.mark.parametrize("family", ["llava"], indirect=True)
+
+
+@only_llava
+@pytest.mark.usefixtures("family")
+class TestSets:
+    def test_text_and_images_mix(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
+        text, other = (write_conversations(tmp_path / f"{seed}.jsonl", words=WORDS[:60], seed=seed) for seed in (1, 2))
+        squares = write_squares(tmp_path)
+        args = DataArguments(
+            dataset=[str(squares), str(text)], dataset_weights=[0.5, 0.5], eval_dataset=[str(other)], max_length=128
+        )
+        rows, held_out = load_datasets(args, AutoTokenizer.from_pretrained(seeing[0]), seed=0)
+        batch = ImageCollator(ConversationCollator(pad_token_id=0), seeing[1])([rows[n] for n in range(8)])
+        assert 0 < len(batch["media"]["pixel_values"]) < 8
+        assert held_out is not None
+        assert not any(held_out.with_format(None)[:].get("media", []))
+
+    def test_images_are_not_cut(self, seeing: tuple[Path, Any], tmp_path: Path, caplog: Any) -> None:
+        rows = load_rows(seeing[0], write_squares(tmp_path), max_length=20)
+        assert all(IMAGE not in row["input_ids"] or row["input_ids"].count(IMAGE) == 16 for row in rows)
+        with pytest.raises(ValueError, match=r"images end after max_length=10"):
+            load_rows(seeing[0], write_squares(tmp_path, count=3), max_length=10)
+
+    def test_a_row_may_end_in_the_second_reply(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
+        row = load_rows(seeing[0], write_squares(tmp_path), max_length=33)[0]
+        assert len(row["input_ids"]) == 33
+        batch = ImageCollator(ConversationCollator(pad_token_id=0), seeing[1])([row])
+        assert len(batch["media"]["pixel_values"]) == 1
+
+    def test_missing_images(self, seeing: tuple[Path, Any], tmp_path: Path, caplog: Any) -> None:
+        path = write_squares(tmp_path)
+        (tmp_path / "square5.png").unlink()
+        (tmp_path / "square6.png").write_bytes(b"no image")
+        with pytest.raises(ValueError, match=r"square5.png does not exist: relative paths begin .*--skip_bad_lines"):
+            load_rows(seeing[0], path)
+        assert len(load_rows(seeing[0], path, skip_bad_lines=True)) == 10
+        assert "dropped 2 of 12 conversations: an image cannot be read" in caplog.text
+
+    def test_images_that_change_are_tokenized_again(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
+        path = write_squares(tmp_path, count=1)
+        row = load_rows(seeing[0], path)[0]
+        seeing[1].image_processor.size = {"shortest_edge": 16}
+        with pytest.raises(ImageError, match="gives other tokens for the images"):
+            read_images(seeing[1], {**row, "input_ids": row["input_ids"][::-1]})
+
+    def test_options_that_do_not_go_with_images(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"have images: leave packing out .*; leave features out"):
+            run_on_squares(seeing[0], tmp_path, packing=True, features=tmp_path / "features", feature_mode="hybrid")
+        with pytest.raises(ValueError, match=r"have images: leave on_policy_fraction out"):
+            run_on_squares(seeing[0], tmp_path, on_policy_fraction=0.5)
+        with pytest.raises(ValueError, match="got streaming, and a conversation has images"):
+            run_on_squares(seeing[0], tmp_path, streaming=True, validation_fraction=0, num_eval_prompts=0)
+        words = ["--target", seeing[0], "--dataset", write_squares(tmp_path), "--output_dir", tmp_path / "features"]
+        options = parse_arguments(
+            [*map(str, words), "--head_type", "eagle3"], OPTION_CLASSES, not_from_file=NOT_FROM_FILE
+        )
+        with pytest.raises(ValueError, match="have images, whose states are not stored"):
+            extract_features(*options, rank=0, num_processes=1)
+
+    def test_targets_that_read_text_only(self, tmp_path: Path, seeing: tuple[Path, Any]) -> None:
+        folder = save_chat_target(tmp_path / "text")
+        with pytest.raises(ValueError, match=r"have images, and the target .* reads text only"):
+            load_rows(folder, write_squares(tmp_path))
+
+    def test_targets_without_a_processor(self, tmp_path: Path, seeing: tuple[Path, Any]) -> None:
+        for name in ("processor_config.json", "preprocessor_config.json"):
+            (seeing[0] / name).unlink(missing_ok=True)
+        with pytest.raises(ValueError, match=r"have images, and (the processor of|.* has no processor)"):
+            load_rows(seeing[0], write_squares(tmp_path))
+
+    def test_inspection_counts_placeholders(self, seeing: tuple[Path, Any], tmp_path: Path, capsys: Any) -> None:
+        inspect_data.main(["--target", str(seeing[0]), "--dataset", str(write_squares(tmp_path))])
+        assert "<image><image>" in capsys.readouterr().out.replace(" ", "").replace("\n", "")
