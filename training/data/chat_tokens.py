@@ -24,8 +24,9 @@ from typing import Any
 
 import datasets
 from jinja2 import TemplateError
+from pyarrow import compute
 
-from training.data.conversations import BadLineError, has_images
+from training.data.conversations import IMAGES_FIRST, BadLineError
 from training.data.layouts import Messages
 from training.data.reply_spans import ChatRenderer, Span, find_special_ids
 from training.data.thoughts import find_thought_end
@@ -102,8 +103,9 @@ def tokenize_conversations(
 def _describe_images(conversations: datasets.Dataset) -> str:
     """A hash of the images' names, sizes and times of change, for the key of the cache; "" without images."""
     digest, found = hashlib.blake2b(digest_size=16), False
-    for text in conversations["conversation"]:
-        if has_images(text):
+    for batch in conversations.select_columns("conversation").with_format("arrow").iter(1000):
+        texts = batch["conversation"]
+        for text in texts.filter(compute.starts_with(texts, IMAGES_FIRST)).to_pylist():
             found = True
             for reference in json.loads(text)["media"]:
                 path = Path("" if reference.startswith("data:") else reference)

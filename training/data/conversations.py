@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # A conversation is one text, the JSON of `training.data.layouts.parse_record`: tool calls fit no fixed columns.
 _PARSED = datasets.Features({"conversation": datasets.Value("string"), "problem": datasets.Value("string")})
+# A conversation with images begins so.
+IMAGES_FIRST = '{"media": ['
 # Part of the cache key of parsed files: raise it when the code below gives another result.
 _CACHE_VERSION = 8
 _ROWS_AT_A_TIME = 256
@@ -229,8 +231,3 @@ def _has_dataset_card(folder: Path) -> bool:
     """Whether a folder is a copy of a hub repository: its README then begins with metadata, and it has splits."""
     card = folder / "README.md"
     return card.is_file() and card.read_text(encoding="utf-8", errors="replace").startswith("---")
-
-
-def has_images(conversation: str) -> bool:
-    """Whether a conversation, as text, has images."""
-    return conversation.startswith('{"media": [')

@@ -115,6 +115,13 @@ def test_heads_train_and_draft_behind_an_image(family: str, seeing: tuple[Path, 
         assert "<image>" in (tmp_path / "heads" / "report.html").read_text().replace("&lt;", "<").replace("&gt;", ">")
 
 
+@pytest.mark.parametrize("family", ["llava"], indirect=True)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
+def test_a_target_that_is_trained_too(family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
+    metrics = run_on_squares(seeing[0], tmp_path, lora_r=2, dataloader_num_workers=1, max_steps=2)
+    assert metrics["eval_target_loss"] > 0
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 @pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "mtp", "block", "parallel"])
 def test_every_kind_trains(kind: str, family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
