@@ -114,7 +114,7 @@ def save_seeing_target(folder: Path, family: str, monkeypatch: pytest.MonkeyPatc
 
 
 def write_squares(folder: Path, *, count: int = 12) -> Path:
-    """LLaVA's records about squares, their answers named by the colour; every fourth record has no image."""
+    """LLaVA's records about squares, their answers named by the colour. Every fourth has no image, every fourth two."""
     lines = []
     for number in range(count):
         colour = number % len(COLOURS)
@@ -123,6 +123,9 @@ def write_squares(folder: Path, *, count: int = 12) -> Path:
         question, answer = f"{WORDS[number]} {WORDS[9]}", " ".join(WORDS[20 + 5 * colour + step] for step in range(5))
         record: dict[str, Any] = {"image": f"square{number}.png"} if number % 4 != 3 else {}
         turns = [f"<image>\n{question}" if record else question, answer, WORDS[40], answer]
+        if number % 4 == 1:
+            record = {"images": [f"square{number}.png", "square0.png"]}
+            turns[2] = f"<image>\n{turns[2]}"
         names = ("human", "gpt") * 2
         record["conversations"] = [{"from": name, "value": turn} for name, turn in zip(names, turns, strict=True)]
         lines.append(json.dumps(record))

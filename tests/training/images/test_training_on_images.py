@@ -54,7 +54,8 @@ def ask_processor(processor: Any, record: dict[str, Any], folder: Path) -> dict[
         parts = [{"type": "image"}] * (text != turn["value"]) + [{"type": "text", "text": text}]
         messages.append({"role": {"human": "user", "gpt": "assistant"}[turn["from"]], "content": parts})
     text = processor.apply_chat_template(messages, tokenize=False)
-    images = [open_image(str(folder / record["image"]))] if "image" in record else None
+    names = record.get("images") or [name for name in (record.get("image"),) if name]
+    images = [open_image(str(folder / name)) for name in names] or None
     return dict(processor(text=[text], images=images, add_special_tokens=False, return_tensors="pt"))
 
 
