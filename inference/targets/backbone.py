@@ -6,7 +6,7 @@ numbered as transformers does: hs[0] embeddings, hs[i] the input of layer i, hs[
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -61,12 +61,13 @@ class Backbone:
     def read(
         self,
         token_ids: Tensor,
-        positions: Tensor,
+        positions: Tensor | None,
         masks: Any = None,
         cache: Cache | None = None,
         *,
         feature_layers: Sequence[int] = (),
         with_logits: bool = False,
+        media: Mapping[str, Any] | None = None,
     ) -> PassOutput:
         """Hidden states of [B, T] tokens.
 
@@ -75,6 +76,7 @@ class Backbone:
             cache: None = the tokens are the whole text.
             feature_layers: hidden states to hand over, in this order.
             with_logits: also the model's own logits of all tokens.
+            media: more arguments of the model's forward. It then counts positions itself, where `positions` is None.
         """
         end = self.num_layers
         if with_logits:
@@ -82,7 +84,7 @@ class Backbone:
             last = self._take(output.hidden_states[end])
         else:  # the last state is `last_hidden_state`: asking for it by number would keep it twice
             layers = [layer for layer in feature_layers if layer != end]
-            output = self.run(self.causal_lm.base_model, token_ids, positions, masks, cache, layers)
+            output = self.run(self.causal_lm.base_model, token_ids, positions, masks, cache, layers, media)
             last = self._take(output.last_hidden_state)
         states = [last if layer == end else self._take(output.hidden_states[layer]) for layer in feature_layers]
         features = torch.cat(states, dim=-1) if states else None
@@ -95,10 +97,11 @@ class Backbone:
         self,
         module: nn.Module,
         token_ids: Tensor,
-        positions: Tensor,
+        positions: Tensor | None,
         masks: Any,
         cache: Cache | None,
         layers: Sequence[int] = (),
+        media: Mapping[str, Any] | None = None,
     ) -> Any:
         """The output of `module` (the model or a part of it), with hidden_states[layers].
 
@@ -109,6 +112,7 @@ class Backbone:
         with self.attention():
             return module(
                 **name_arguments(self.causal_lm, token_ids, masks, positions, cache),
+                **(media or {}),
                 use_cache=cache is not None,
                 # A list keeps only these states; older releases take it as True and keep all.
                 output_hidden_states=sorted(set(layers)) or False,

@@ -5,7 +5,7 @@ Legend: B batch, T tokens, D hidden, F = len(feature_layers) * D.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from inference.targets.documents import gather_documents, split_documents
 from inference.targets.host_tensors import OnHost
+from inference.targets.multimodal import take_media
 from inference.targets.target import Target
 
 
@@ -39,6 +40,7 @@ def encode(
     with_autograd: bool = False,
     document_ids: Tensor | OnHost | None = None,
     num_groups: int | None = None,
+    media: Mapping[str, Any] | None = None,
 ) -> EncodeOutput:
     """Hidden states of whole texts, without logits; they may enter an autograd graph.
 
@@ -52,9 +54,11 @@ def encode(
             position 0 and sees no other; every group of documents is a pass of its own. States at padding are zero.
             None = one document per row.
         num_groups: passed to `split_documents`.
+        media: what a processor made of the rows' images (`take_media`). The rows are then a single pass, in which the
+            model counts the positions itself.
     """
     target.refuse_features()
-    if document_ids is not None:
+    if document_ids is not None and not media:
         groups = split_documents(document_ids, num_groups=num_groups)
         options: Any = {"feature_layers": feature_layers, "with_autograd": with_autograd}
         parts = [encode(target, group.read(input_ids), group.mask, **options) for group in groups]
@@ -62,9 +66,11 @@ def encode(
             gather_documents(groups, [part.features for part in parts], input_ids.shape),
             gather_documents(groups, [part.last_hidden for part in parts], input_ids.shape),
         )
-    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    positions: Tensor | None = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    if media:
+        positions, media = None, take_media(target, media)
     with torch.set_grad_enabled(with_autograd and torch.is_grad_enabled()), _single_texts():
-        states = target.backbone.read(input_ids, positions, feature_layers=feature_layers)
+        states = target.backbone.read(input_ids, positions, feature_layers=feature_layers, media=media)
     return EncodeOutput(states.last[..., :0] if states.features is None else states.features, states.last)
 
 

@@ -56,6 +56,12 @@ def media_names(target: Target) -> Set[str]:
     return inspect.signature(type(causal_lm).forward).parameters.keys() - _TEXT_ARGUMENTS
 
 
+def take_media(target: Target, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What the model's forward takes of a processor's inputs for images, on the target's device and in its dtype."""
+    dtypes = {name: target.dtype if value.is_floating_point() else value.dtype for name, value in inputs.items()}
+    return {name: inputs[name].to(target.device, dtypes[name]) for name in inputs.keys() & media_names(target)}
+
+
 def prepare_media(
     target: Target, input_ids: Tensor, counts: Sequence[int], names: Set[str], model_kwargs: Mapping[str, Any]
 ) -> Media | None:

@@ -11,27 +11,41 @@ after that token belongs to the template. Rows are cut on the right, ids and mas
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import datasets
 from jinja2 import TemplateError
+from pyarrow import compute
 
+from training.data.conversations import IMAGES_FIRST, BadLineError
 from training.data.layouts import Messages
-from training.data.reply_spans import ChatRenderer, find_special_ids
+from training.data.reply_spans import ChatRenderer, Span, find_special_ids
 from training.data.thoughts import find_thought_end
+from training.images.processor import ImageError, expand_images, load_processor
 
 logger = logging.getLogger(__name__)
 
 # The columns of a training row.
 ROW = {"input_ids": datasets.Sequence(datasets.Value("int32")), "loss_mask": datasets.Sequence(datasets.Value("int8"))}
-_TOKENIZED = datasets.Features({**ROW, "problem": datasets.Value("string")})
+_PROBLEM = {"problem": datasets.Value("string")}
+# More columns of sets with images: references to the images, the rendered text with their marks, and the tokens up to
+# the end of the last image. Pixels are made from them for each batch.
+IMAGE_COLUMNS = {
+    "media": datasets.Sequence(datasets.Value("string")),
+    "text": datasets.Value("string"),
+    "media_end": datasets.Value("int32"),
+}
 # Part of the cache key of tokenized rows: raise it when the code below gives another result.
-_CACHE_VERSION = 6
+_CACHE_VERSION = 7
 # A process starts in about 0.1 s; this many short rows take 0.4 s.
 _ROWS_PER_PROCESS = 1000
 
@@ -43,18 +57,30 @@ def tokenize_conversations(
     max_length: int,
     num_proc: int | None = None,
     train_on_thinking: bool = True,
+    skip_bad_lines: bool = False,
 ) -> datasets.Dataset:
     """Tokenizes all conversations into the columns of `tokenize_row`.
+
+    Conversations with images need the processor that is saved with the tokenizer.
 
     Args:
         conversations: the column `conversation` of `load_conversations`.
         max_length: the most tokens of a row; longer rows are cut.
         num_proc: processes that tokenize; None = one for each core, fewer for small sets.
         train_on_thinking: learn the thoughts at the beginning of replies.
+        skip_bad_lines: count conversations whose images cannot be read, instead of raising at the first one.
 
     Raises:
-        ValueError: a tokenizer without a chat template or character offsets.
+        ValueError: a tokenizer without a chat template or character offsets; images for a target that reads text only,
+            or an image that cannot be read.
     """
+    images = _describe_images(conversations)
+    more: dict[str, Any] = {}
+    if images:
+        processor = load_processor(tokenizer.name_or_path)
+        more = {"processor": processor, "skip_bad_lines": skip_bad_lines, "images": images}
+        if not tokenizer.chat_template:
+            tokenizer.chat_template = processor.chat_template
     check_tokenizer(tokenizer, max_length)
     num_proc = num_proc or min(count_cores(), len(conversations) // _ROWS_PER_PROCESS)
     return conversations.map(
@@ -65,12 +91,27 @@ def tokenize_conversations(
             "max_length": max_length,
             "train_on_thinking": train_on_thinking,
             "version": _CACHE_VERSION,
+            **more,
         },
-        features=_TOKENIZED,
+        features=datasets.Features({**ROW, **IMAGE_COLUMNS, **_PROBLEM} if images else {**ROW, **_PROBLEM}),
         remove_columns=conversations.column_names,
         num_proc=num_proc if num_proc > 1 else None,
         desc="Tokenizing conversations",
     )
+
+
+def _describe_images(conversations: datasets.Dataset) -> str:
+    """A hash of the images' names, sizes and times of change, for the key of the cache; "" without images."""
+    digest, found = hashlib.blake2b(digest_size=16), False
+    for batch in conversations.select_columns("conversation").with_format("arrow").iter(1000):
+        texts = batch["conversation"]
+        for text in texts.filter(compute.starts_with(texts, IMAGES_FIRST)).to_pylist():
+            found = True
+            for reference in json.loads(text)["media"]:
+                path = Path("" if reference.startswith("data:") else reference)
+                stat = path.stat() if path.is_file() else None
+                digest.update(repr(stat and (reference, stat.st_size, stat.st_mtime_ns)).encode())
+    return digest.hexdigest() if found else ""
 
 
 def count_cores() -> int:
@@ -106,29 +147,62 @@ def check_tokenizer(tokenizer: Any, max_length: int) -> None:
         raise ValueError(f"max_length is {max_length}; give the longest row in tokens, at least 1")
 
 
-def _tokenize_rows(rows: dict[str, list[str]], version: int, **options: Any) -> dict[str, list[Any]]:
-    made = [tokenize_row(text, **options) for text in rows["conversation"]]
-    return {name: [row[name] for row in made] for name in _TOKENIZED}
+def _tokenize_rows(
+    rows: dict[str, list[str]], version: int, images: str = "", skip_bad_lines: bool = False, **options: Any
+) -> dict[str, list[Any]]:
+    made = []
+    for text in rows["conversation"]:
+        try:
+            made.append(tokenize_row(text, **options))
+        except ImageError as error:
+            if not skip_bad_lines:
+                raise BadLineError(
+                    f"{error}. Correct it, or skip such conversations with --skip_bad_lines true"
+                ) from None
+            made.append({"input_ids": [], "loss_mask": [], "problem": "an image cannot be read"})
+    if images:
+        made = [{"media": [], "text": "", "media_end": 0, **row} for row in made]
+    return {name: [row[name] for row in made] for name in made[0]}
 
 
-def tokenize_row(text: str, tokenizer: Any, max_length: int, train_on_thinking: bool = True) -> dict[str, Any]:
+def tokenize_row(
+    text: str, tokenizer: Any, max_length: int, train_on_thinking: bool = True, processor: Any = None
+) -> dict[str, Any]:
     """Tokenizes one conversation of `load_conversations`.
 
+    Args:
+        processor: of sets with images; its chat template renders all their conversations.
+
     Returns:
-        `input_ids` and `loss_mask`, cut to `max_length`; `problem`: why the row cannot be used, or empty.
+        `input_ids` and `loss_mask`, cut to `max_length`; `problem`: why the row cannot be used, or empty. With images
+        also `media`, `text` and `media_end`: such a row is never cut before the end of its last image.
+
+    Raises:
+        ImageError: an image cannot be read.
     """
     conversation = json.loads(text)
     messages, tools = conversation["messages"], conversation.get("tools")
+    row: dict[str, Any] = {}
     try:
-        input_ids, loss_mask = tokenize_conversation(
-            messages, tokenizer, tools=tools, train_on_thinking=train_on_thinking
-        )
+        if processor is not None:
+            input_ids, loss_mask, row = _tokenize_with_images(
+                conversation, tokenizer, processor, train_on_thinking=train_on_thinking
+            )
+        else:
+            input_ids, loss_mask = tokenize_conversation(
+                messages, tokenizer, tools=tools, train_on_thinking=train_on_thinking
+            )
+    except ImageError:
+        raise
     except (TemplateError, ValueError) as error:
         problem = f"the chat template rejects it ({error})" if isinstance(error, TemplateError) else str(error)
         return {"input_ids": [], "loss_mask": [], "problem": problem}
+    if row and row["media_end"] > max_length:
+        problem = f"its images end after max_length={max_length}"
+        return {"input_ids": [], "loss_mask": [], "problem": problem}
     input_ids, loss_mask = input_ids[:max_length], loss_mask[:max_length]
     problem = "" if any(loss_mask) else f"no token of the assistant's within max_length={max_length}"
-    return {"input_ids": input_ids, "loss_mask": loss_mask, "problem": problem}
+    return {**row, "input_ids": input_ids, "loss_mask": loss_mask, "problem": problem}
 
 
 def tokenize_conversation(
@@ -143,11 +217,43 @@ def tokenize_conversation(
         ValueError: a reply cannot be found in the rendered text.
         TemplateError: the template rejects the conversation.
     """
-    renderer = ChatRenderer(tokenizer, tools)
+    text, spans = _render(ChatRenderer(tokenizer, tools), messages)
+    input_ids, loss_mask, _ = _encode(text, spans, tokenizer, train_on_thinking=train_on_thinking)
+    return input_ids, loss_mask
+
+
+def _tokenize_with_images(
+    conversation: dict[str, Any], tokenizer: Any, processor: Any, *, train_on_thinking: bool
+) -> tuple[list[int], list[int], dict[str, Any]]:
+    """As `tokenize_conversation`, with placeholders for images; also the columns of images.
+
+    Replies are found in the text with one mark for each image. The marks become longer, and so the replies move.
+    """
+    renderer = ChatRenderer(tokenizer, conversation.get("tools"), template=processor.chat_template)
+    text, spans = _render(renderer, conversation["messages"])
+    media = conversation.get("media")
+    if not media:
+        return *_encode(text, spans, tokenizer, train_on_thinking=train_on_thinking)[:2], {}
+    expanded = expand_images(processor, text, media)
+    moved = [replace(span, begin=expanded.move(span.begin), end=expanded.move(span.end)) for span in spans]
+    input_ids, loss_mask, starts = _encode(expanded.text, moved, tokenizer, train_on_thinking=train_on_thinking)
+    media_end = bisect_left(starts, expanded.move(expanded.places[-1][0]))
+    return input_ids, loss_mask, {"media": media, "text": text, "media_end": media_end}
+
+
+def _render(renderer: ChatRenderer, messages: Messages) -> tuple[str, list[Span]]:
+    """The rendered conversation, and its replies."""
     marked = renderer.find_marked(messages)
     text, spans = marked or (renderer.render(messages), [])
     if marked is None:
         spans = list(renderer.find_replies(messages, text))
+    return text, spans
+
+
+def _encode(
+    text: str, spans: Sequence[Span], tokenizer: Any, *, train_on_thinking: bool
+) -> tuple[list[int], list[int], list[int]]:
+    """Token ids, loss mask, and the place in the text where each token starts."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     input_ids = list(encoded["input_ids"])
     starts = [start for start, _ in encoded["offset_mapping"]]
@@ -163,4 +269,4 @@ def tokenize_conversation(
         if thought_end is not None:
             first = bisect_left(starts, thought_end)
         loss_mask[first:end] = [1] * (end - first)
-    return input_ids, loss_mask
+    return input_ids, loss_mask, starts

@@ -20,8 +20,10 @@ logger = logging.getLogger(__name__)
 
 # A conversation is one text, the JSON of `training.data.layouts.parse_record`: tool calls fit no fixed columns.
 _PARSED = datasets.Features({"conversation": datasets.Value("string"), "problem": datasets.Value("string")})
+# A conversation with images begins so.
+IMAGES_FIRST = '{"media": ['
 # Part of the cache key of parsed files: raise it when the code below gives another result.
-_CACHE_VERSION = 7
+_CACHE_VERSION = 8
 _ROWS_AT_A_TIME = 256
 
 
@@ -78,7 +80,8 @@ class Place:
             ValueError: no such repository, subset or split, or a damaged file in it.
         """
         try:
-            return datasets.load_dataset(self.repository, self.subset or None, split=self.split, streaming=streaming)
+            rows = datasets.load_dataset(self.repository, self.subset or None, split=self.split, streaming=streaming)
+            return _keep_bytes(rows)
         except DatasetGenerationError as error:
             raise ValueError(f"{self.label} cannot be read: {error.__cause__ or error}") from error
         except ValueError as error:
@@ -171,12 +174,26 @@ def _iterate_rows(rows: Any) -> Iterator[dict[str, Any]]:
         yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
 
 
-def parse_row(where: object, record: Any, record_format: RecordFormat) -> dict[str, str]:
-    """Returns a record as `conversation` (JSON) and `problem` (`where` and why, or empty)."""
+def _keep_bytes(rows: Any) -> Any:
+    """Rows whose images are not decoded."""
+    for name, feature in (rows.features or {}).items():
+        item = getattr(feature, "feature", feature)
+        if isinstance(item, datasets.Image):
+            plain = datasets.Image(decode=False)
+            rows = rows.cast_column(name, plain if item is feature else datasets.Sequence(plain))
+    return rows
+
+
+def parse_row(where: object, record: Any, record_format: RecordFormat, folder: Path | None = None) -> dict[str, str]:
+    """Returns a record as `conversation` (JSON) and `problem` (`where` and why, or empty).
+
+    Args:
+        folder: where relative paths of images begin, if `record_format` names no other.
+    """
     try:
         if isinstance(record, Exception):
             raise ValueError(str(record))
-        conversation = json.dumps(parse_record(record, record_format), ensure_ascii=False)
+        conversation = json.dumps(parse_record(record, record_format, folder), ensure_ascii=False)
         conversation.encode()  # half a surrogate pair is valid JSON, but not valid text
     except ValueError as error:
         return {"conversation": "", "problem": f"{where}: {error}"}
@@ -201,10 +218,11 @@ def _generate_rows(
 ) -> Iterator[dict[str, str]]:
     """Good and bad lines, so that the cached result serves with and without `skip_bad_lines`."""
     num_good = 0
+    folder = source.parent if isinstance(source, Path) else None
     for where, record in _read(source, label):
         if num_good == max_samples:
             break
-        row = parse_row(where, record, record_format)
+        row = parse_row(where, record, record_format, folder)
         num_good += not row["problem"]
         yield row
 

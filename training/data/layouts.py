@@ -14,10 +14,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-# A message has `role` and `content` (text), and optionally `reasoning_content` (thoughts), `tool_calls`, `tool_call_id`
-# and `name`.
+from training.images.references import is_image_part, place_images
+
+# A message has `role` and `content` (text, or a list of parts if it has images), and optionally `reasoning_content`
+# (thoughts), `tool_calls`, `tool_call_id` and `name`.
 Messages = list[dict[str, Any]]
 
 _ROLES = {
@@ -27,7 +30,7 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
 # Columns of what heads are not trained on. The text alone would be another conversation.
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA = ("video", "videos", "audio", "audios")
 # Keys of a turn that hold its thoughts; we keep the first name, which most chat templates read.
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
@@ -78,12 +81,14 @@ class RecordFormat:
 
     Args:
         columns: role (of `COLUMN_ROLES`) -> column; empty = choose the layout of each record by its columns.
+        media_folder: where relative paths of images begin; "" = in the folder of the record's file.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
+    media_folder: str = ""
 
     @classmethod
-    def parse(cls, items: Sequence[str]) -> RecordFormat:
+    def parse(cls, items: Sequence[str], media_folder: str | None = None) -> RecordFormat:
         """Reads the option `columns`: items ROLE=COLUMN, or one JSON object.
 
         Raises:
@@ -100,7 +105,7 @@ class RecordFormat:
                 raise ValueError(
                     f"got columns {item!r}: write ROLE=COLUMN, for example prompt=question response=answer"
                 )
-        return cls(columns)
+        return cls(columns, media_folder or "")
 
     def __post_init__(self) -> None:
         if not self.columns:
@@ -141,18 +146,24 @@ class RecordFormat:
 AUTO = RecordFormat()
 
 
-def parse_record(record: Any, record_format: RecordFormat = AUTO) -> dict[str, Any]:
+def parse_record(record: Any, record_format: RecordFormat = AUTO, folder: Path | None = None) -> dict[str, Any]:
     """Returns a record as `messages`, and `tools` if the record has any.
+
+    If there are images, the first key is `media`, their references in order (`training.images.references`), and the
+    content of a message with images is a list of parts.
+
+    Args:
+        folder: of the record's file.
 
     Raises:
         ValueError: the record is not a conversation; the message says why.
     """
     if not isinstance(record, dict):
         raise ValueError(f"expected an object, got {type(record).__name__}")
-    if media := [column for column in _MEDIA if record.get(column)]:
+    if others := [column for column in _MEDIA if record.get(column)]:
         raise ValueError(
-            f"the conversation has `{'`, `'.join(media)}`, and heads are trained on conversations of text; heads that "
-            "were trained on text also draft after images"
+            f"the conversation has `{'`, `'.join(others)}`, and heads are trained on text and images; heads that were "
+            "trained on text also draft after videos and sounds"
         )
     layout = record_format.find_layout(record)
     if layout.turns:
@@ -164,12 +175,14 @@ def parse_record(record: Any, record_format: RecordFormat = AUTO) -> dict[str, A
         if not isinstance(system, str):
             raise ValueError(f"`{layout.system}` is {type(system).__name__}, expected text")
         messages.insert(0, {"role": "system", "content": system})
+    media = place_images(record, messages, Path(record_format.media_folder or folder or "").expanduser())
+    parsed = {"media": media, "messages": messages} if media else {"messages": messages}
     tools = _parse_json(record.get(layout.tools))
     if not tools:
-        return {"messages": messages}
+        return parsed
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"`{layout.tools}` is {type(tools).__name__}, expected a list of JSON schemas")
-    return {"messages": messages, "tools": tools}
+    return {**parsed, "tools": tools}
 
 
 def _parse_pair(record: Mapping[str, Any], layout: Layout) -> Messages:
@@ -210,7 +223,7 @@ def _parse_turn(turn: Any) -> dict[str, Any]:
         content = _join_parts(content, role)
     if content is None and calls:
         content = ""
-    if not isinstance(content, str):
+    if not isinstance(content, str | list):
         raise ValueError(f"the content of a {role} turn is {type(content).__name__}, expected text")
     message["content"] = content
     thoughts = next((turn[name] for name in _THOUGHTS if isinstance(turn.get(name), str)), None)
@@ -226,14 +239,19 @@ def _parse_turn(turn: Any) -> dict[str, Any]:
     return message
 
 
-def _join_parts(parts: Sequence[Any], role: str) -> str:
-    """Joins [{"type": "text", "text": "Hi"}, ...]."""
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    for part, text in zip(parts, texts, strict=True):
-        if not isinstance(text, str):
+def _join_parts(parts: Sequence[Any], role: str) -> str | list[dict[str, Any]]:
+    """Joins [{"type": "text", "text": "Hi"}, ...]; parts with images among them stay parts."""
+    kept: list[dict[str, Any]] = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) else part
+        if is_image_part(part):
+            kept.append(part)
+        elif isinstance(text, str):
+            kept.append({"type": "text", "text": text})
+        else:
             kind = part.get("type", "no type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"a part of a {role} turn is of type {kind!r}, and only text can be trained on")
-    return "".join(str(text) for text in texts)
+            raise ValueError(f"a part of a {role} turn is of type {kind!r}, and only text and images can be trained on")
+    return kept if any(map(is_image_part, kept)) else "".join(part["text"] for part in kept)
 
 
 def _parse_call(call: dict[str, Any]) -> dict[str, Any]:

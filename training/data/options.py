@@ -45,6 +45,9 @@ class DataArguments:
         help="The columns to read: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, system=, "
         "tools=); none = find them. In YAML: a mapping.",
     )
+    media_folder: str | None = option(
+        default=None, help="Where relative paths of images begin; none = in the folder of the file that names them."
+    )
     dataset_weights: list[float] = option(
         default_factory=list,
         help="How often to draw from each of --dataset, such as 0.7 0.3; none = every conversation once per epoch.",
@@ -150,7 +153,7 @@ class DataArguments:
 
     def record_format(self) -> RecordFormat:
         """How to read the records; raises ValueError for columns that do not make a layout."""
-        return RecordFormat.parse(self.columns)
+        return RecordFormat.parse(self.columns, self.media_folder)
 
 
 def seed_of_data(args: TrainingArguments) -> int:

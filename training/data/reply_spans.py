@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -41,12 +42,31 @@ def find_special_ids(tokenizer: Any) -> set[int]:
     return marked | set(tokenizer.all_special_ids)
 
 
-class ChatRenderer:
-    """Renders conversations with a tokenizer's chat template; `tools` are JSON schemas of functions to call."""
+@cache
+def _reads_parts(template: str) -> bool:
+    """Whether a template loses content that is text: it then reads lists of parts."""
+    text = _SENTINEL
+    for content in (text, [{"type": "text", "text": text}]):
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+        try:
+            rendered: Any = render_jinja_template([messages], chat_template=template)
+        except (TemplateError, TypeError):
+            continue
+        if text in rendered[0][0]:
+            return content is not text
+    return False
 
-    def __init__(self, tokenizer: Any, tools: list[Any] | None = None) -> None:
+
+class ChatRenderer:
+    """Renders conversations with a chat template; `tools` are JSON schemas of functions to call.
+
+    Args:
+        template: of a processor; None = the tokenizer's.
+    """
+
+    def __init__(self, tokenizer: Any, tools: list[Any] | None = None, *, template: Any = None) -> None:
         self.tokenizer, self.tools = tokenizer, tools
-        self.template: str = tokenizer.get_chat_template(tools=tools)
+        self.template: str = tokenizer.get_chat_template(template, tools=tools)
         special = sorted(map(tokenizer.convert_ids_to_tokens, find_special_ids(tokenizer)), key=len, reverse=True)
         self.turn_end = re.compile(r"\s*(?:" + "|".join(map(re.escape, special)) + ")") if special else None
 
@@ -57,7 +77,8 @@ class ChatRenderer:
             TemplateError: the template rejects the conversation.
         """
         text: str = self.tokenizer.apply_chat_template(
-            name_thoughts(messages, self.template),
+            self._prepare(messages),
+            chat_template=self.template,
             tools=self.tools,
             tokenize=False,
             add_generation_prompt=is_prompt,
@@ -73,7 +94,7 @@ class ChatRenderer:
             return None
         # Not `apply_chat_template`: its mask is wrong for empty replies and for characters without a token.
         rendered: Any = render_jinja_template(
-            [name_thoughts(messages, self.template)],
+            [self._prepare(messages)],
             tools=self.tools,
             chat_template=self.template,
             return_assistant_tokens_mask=True,
@@ -81,6 +102,14 @@ class ChatRenderer:
         )
         (text,), (spans,) = rendered
         return text, [Span(begin, end, self._ends_turn(text[begin:end])) for begin, end in spans]
+
+    def _prepare(self, messages: Messages) -> Messages:
+        messages = name_thoughts(messages, self.template)
+        if not _reads_parts(self.template):
+            return messages
+        contents = [message["content"] for message in messages]
+        parts = [[{"type": "text", "text": text}] if isinstance(text, str) else text for text in contents]
+        return [{**message, "content": content} for message, content in zip(messages, parts, strict=True)]
 
     def _ends_turn(self, text: str) -> bool:
         """Whether the text ends with a special token, followed at most by whitespace."""

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transformers import TrainingArguments
 
 from training.data.chat_tokens import ROW, check_tokenizer, tokenize_row
-from training.data.conversations import BadLineError, Place, iterate_place, parse_row
+from training.data.conversations import IMAGES_FIRST, BadLineError, Place, iterate_place, parse_row
 from training.data.options import DataArguments
 from training.data.packing import WINDOW, pack_window
 from training.data.records import SUFFIXES, Share
@@ -126,6 +126,8 @@ class ConversationStream(IterableDataset[Row]):
             if problem:
                 dropped["malformed line"] += 1
                 continue
+            if conversation["conversation"].startswith(IMAGES_FIRST):
+                raise BadLineError("got streaming, and a conversation has images: leave streaming out")
             row = tokenize_row(conversation["conversation"], self.tokenizer, args.max_length, args.train_on_thinking)
             if problem := row.pop("problem"):
                 dropped[problem] += 1

@@ -280,6 +280,8 @@ def prepare_extraction(
     tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
     data_args = cut_to_limit(data_args, find_length_limit(target.text_config), has_warning=rank == 0)
     rows, layers = load_every_row(data_args, tokenizer), find_layers(model_args, target)
+    if "media" in rows.column_names:
+        raise ValueError("the conversations have images, whose states are not stored: train without --features")
     settings = StoreSettings(identify_target(target, model_args.target), name_tensors(layers, target.num_layers))
     if not isinstance(target, FirstLayers):
         compute = LocalStates(target, rows, layers=layers, batch_size=args.batch_size)

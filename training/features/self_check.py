@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
+from inference.targets.multimodal import take_media
 from inference.targets.target import Target
 from training.data.collation import find_documents
 from training.data.streaming import ConversationStream
@@ -32,6 +33,8 @@ def check_first_row(
 ) -> float:
     """Runs `check_features` on the first of a run's rows, collated as the trainer will do it."""
     row = rows.first_rows(1)[0] if isinstance(rows, ConversationStream) else rows[0]
+    if "media" in row:  # they are the harder ones
+        row = next((rows[number] for number, media in enumerate(rows["media"]) if media), row)
     return check_features(target, source, feature_layers, send_to_device(collate([row]), target.device))
 
 
@@ -53,8 +56,15 @@ def check_features(
     states = source(batch)
     documents = find_documents(batch)
     assert documents is not None
-    count = min(NUM_TOKENS, int((documents.values[0] == documents.values[0, 0]).sum()))  # the row's first document
+    count = int((documents.values[0] == documents.values[0, 0]).sum())  # the row's first document
+    media: dict[str, Tensor] = {}
+    if "media" in batch:  # `check_first_row` gives a single row; its images belong together
+        shape, taken = batch["input_ids"].shape, take_media(target, batch["media"])
+        media = {name: value[:, :count] if value.shape == shape else value for name, value in taken.items()}
+    else:
+        count = min(NUM_TOKENS, count)
     output = target.model(
+        **media,
         input_ids=batch["input_ids"][:1, :count],
         attention_mask=torch.ones_like(batch["input_ids"][:1, :count]),
         output_hidden_states=True,

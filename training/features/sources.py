@@ -82,6 +82,7 @@ class OnlineFeatures:
             document_ids=find_documents(batch, num_groups=self.num_groups),
             num_groups=self.num_groups,
             with_autograd=self.with_autograd,
+            media=batch.get("media"),
         )
         return TargetStates(encoded.features, encoded.last_hidden)
 

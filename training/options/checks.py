@@ -104,3 +104,23 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
         for name, (is_given, reason) in excluded.items():
             if is_given:
                 yield f"got on_policy_fraction with {name}, {reason}: leave one out"
+
+
+def refuse_with_images(options: RunOptions) -> None:
+    """Refuses options that do not go together with conversations that have images.
+
+    Raises:
+        ValueError: naming every such option.
+    """
+    excluded = {
+        "packing": (options.data.packing, "images belong to whole rows: train_sampling_strategy group_by_length"),
+        "features": (options.features.features, "stored states are found by tokens, and images do not show in them"),
+        "features_endpoint": (options.features.features_endpoint, "only text is sent to the server"),
+        "on_policy_fraction": (options.on_policy.is_on, "the target would write replies without seeing"),
+        "shard_target": (
+            options.placement.shard_target != "none",
+            "its processes share tokens only: target_device_map",
+        ),
+    }
+    if problems := [f"leave {name} out ({reason})" for name, (is_given, reason) in excluded.items() if is_given]:
+        raise ValueError(f"the conversations have images: {'; '.join(problems)}")

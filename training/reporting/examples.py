@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from heads import DraftHeads
 from inference import Decoder, GenerationStats, Target
 from inference.streaming.detokenizer import IncrementalDetokenizer
+from inference.targets.multimodal import take_media
 from training.distributed.whole_heads import whole_heads
+
+# A prompt's token ids [1, L] as `input_ids`, and a processor's inputs for its images.
+Prompt = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -32,25 +37,27 @@ class Example:
 
 
 def decode_examples(
-    target: Target, heads: DraftHeads, prompts: Sequence[list[int]], tokenizer: Any, *, max_new_tokens: int
+    target: Target, heads: DraftHeads, prompts: Sequence[Prompt], tokenizer: Any, *, max_new_tokens: int
 ) -> tuple[list[Example], GenerationStats]:
     """Decodes prompts greedily; returns the examples and the statistics of all of them. Collective."""
     decoder = Decoder(target, whole_heads(heads))
     examples, total = [], GenerationStats()
     for prompt in prompts:
         collector = _Collector(tokenizer)
-        input_ids = torch.tensor([prompt], device=target.device)
-        stats = decoder.generate(
-            input_ids,
-            torch.ones_like(input_ids),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            on_step=collector,
-        ).stats
-        text = str(tokenizer.decode(prompt, skip_special_tokens=False))
+        stats = decode_prompt(decoder, prompt, max_new_tokens=max_new_tokens, on_step=collector)
+        text = str(tokenizer.decode(prompt["input_ids"][0], skip_special_tokens=False))
         examples.append(Example(text, collector.finish(), stats.acceptance_length))
         total += stats
     return examples, total
+
+
+def decode_prompt(decoder: Decoder, prompt: Prompt, **options: Any) -> GenerationStats:
+    """Decodes a prompt greedily; returns the statistics."""
+    input_ids = prompt["input_ids"].to(decoder.target.device)
+    media: dict[str, Any] = take_media(
+        decoder.target, {name: value for name, value in prompt.items() if name != "input_ids"}
+    )
+    return decoder.generate(input_ids, torch.ones_like(input_ids), do_sample=False, **media, **options).stats
 
 
 class _Collector:

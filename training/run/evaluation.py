@@ -15,33 +15,49 @@ from inference import Decoder, GenerationStats, Target
 from inference.targets.model_config import LengthLimit
 from training.data.options import DataArguments
 from training.distributed.whole_heads import whole_heads
+from training.images.processor import read_images
+from training.reporting.examples import Prompt, decode_prompt
 from training.synthesis.prompts import read_prompts
 
 
 def eval_prompts(
-    data_args: DataArguments, eval_set: datasets.Dataset | None, tokenizer: Any, limit: LengthLimit
-) -> list[list[int]]:
-    """Token ids of the prompts on which the acceptance length is measured.
+    data_args: DataArguments, eval_set: datasets.Dataset | None, tokenizer: Any, limit: LengthLimit, processor: Any
+) -> list[Prompt]:
+    """The prompts on which the acceptance length is measured.
 
-    They are the first turns of `eval_prompts`, or the held-out conversations up to the first assistant token.
+    They are the first turns of `eval_prompts`, or the held-out conversations up to the first assistant token (after the
+    images, if there are any).
+
+    Args:
+        processor: reads the images of held-out conversations; None = they have none.
 
     Raises:
         ValueError: a bad line, with file and line, or a prompt too long for the target.
     """
     if data_args.eval_prompts is None:
         rows = [] if eval_set is None else eval_set.take(min(data_args.num_eval_prompts, len(eval_set)))
-        return [row["input_ids"][: row["loss_mask"].index(1)] for row in rows if row["loss_mask"][0] == 0]
-    prompts = []
+        cut = (_cut_before_reply(row, processor) for row in rows)
+        return [prompt for prompt in cut if prompt is not None]
+    prompts: list[Prompt] = []
     for conversation in read_prompts(data_args.eval_prompts, option="eval_prompts")[: data_args.num_eval_prompts]:
         messages = conversation.messages_before_reply()
-        prompt = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
-        if limit.max_length is not None and len(prompt) >= limit.max_length:
+        ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        if limit.max_length is not None and len(ids) >= limit.max_length:
             raise ValueError(
-                f"{data_args.eval_prompts}: the prompt {conversation.id} has {len(prompt)} tokens, the target takes "
+                f"{data_args.eval_prompts}: the prompt {conversation.id} has {len(ids)} tokens, the target takes "
                 f"fewer than {limit.max_length} ({limit.reason}); leave it out"
             )
-        prompts.append(prompt)
+        prompts.append({"input_ids": torch.tensor([ids])})
     return prompts
+
+
+def _cut_before_reply(row: dict[str, Any], processor: Any) -> Prompt | None:
+    media_end = row.get("media_end") or 0
+    if row["loss_mask"][0] == 1 or 1 not in row["loss_mask"][media_end:]:
+        return None
+    ids = row["input_ids"][: row["loss_mask"].index(1, media_end)]
+    media = read_images(processor, {**row, "input_ids": ids}) if media_end else {}
+    return {"input_ids": torch.tensor([ids]), **media}
 
 
 @dataclass(frozen=True)
@@ -50,16 +66,14 @@ class AcceptanceMeter:
 
     target: Target
     heads: DraftHeads
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     max_new_tokens: int
 
     def __call__(self) -> dict[str, float]:
         decoder = Decoder(self.target, whole_heads(self.heads))
         stats = GenerationStats()
         for prompt in self.prompts:
-            input_ids = torch.tensor([prompt], device=self.target.device)
-            mask = torch.ones_like(input_ids)
-            stats += decoder.generate(input_ids, mask, max_new_tokens=self.max_new_tokens, do_sample=False).stats
+            stats += decode_prompt(decoder, prompt, max_new_tokens=self.max_new_tokens)
         return {"acceptance_length": stats.acceptance_length}
 
 

@@ -38,9 +38,11 @@ from training.features.target_loading import (
     loading_whole,
 )
 from training.features.target_options import FeatureArguments
-from training.options.checks import check_options
+from training.images.processor import ImageCollator, load_processor
+from training.options.checks import check_options, refuse_with_images
 from training.options.command_line import resolve_arguments
 from training.options.run_options import RunOptions
+from training.reporting.examples import Prompt
 from training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts
 from training.run.joint_model import JointModel, adapt_target
 from training.run.joint_trainer import JointTrainer
@@ -72,8 +74,11 @@ class _Models:
 
 @dataclass
 class _Rows:
+    """processor: reads the images of the rows; None = they have none."""
+
     train_set: Any
     eval_set: Any | None
+    processor: Any = None
 
 
 def prepare_run(*parts: Any) -> PreparedRun:
@@ -177,13 +182,16 @@ def _load_rows(options: RunOptions, models: _Models) -> _Rows:
         is_stream = isinstance(train_set, ConversationStream)
         counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
         models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
-    return _Rows(train_set, eval_set)
+    if not any("media" in getattr(rows, "column_names", ()) for rows in (train_set, eval_set)):
+        return _Rows(train_set, eval_set)
+    refuse_with_images(options)
+    return _Rows(train_set, eval_set, load_processor(options.model.target))
 
 
-def _find_prompts(options: RunOptions, models: _Models, rows: _Rows, limit: LengthLimit) -> list[list[int]]:
+def _find_prompts(options: RunOptions, models: _Models, rows: _Rows, limit: LengthLimit) -> list[Prompt]:
     """The prompts of evaluations; none without the whole target, which would decode them."""
     if options.features.features_endpoint is None:
-        return eval_prompts(options.data, rows.eval_set, models.tokenizer, limit)
+        return eval_prompts(options.data, rows.eval_set, models.tokenizer, limit, rows.processor)
     if rows.eval_set is not None and options.training.process_index == 0:
         logger.warning(
             "evaluations measure the loss and the accuracies only: the acceptance length needs the whole target, which "
@@ -195,7 +203,9 @@ def _find_prompts(options: RunOptions, models: _Models, rows: _Rows, limit: Leng
 
 def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> PreparedFeatures:
     tokenizer = models.tokenizer
-    collate = ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0)
+    collate: Callable[[Any], dict[str, Any]] = ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0)
+    if rows.processor is not None:
+        collate = ImageCollator(collate, rows.processor)
     if isinstance(models.target, FirstLayers):
         train_set, longest = rows.train_set, options.data.max_length
         if isinstance(train_set, ConversationStream):

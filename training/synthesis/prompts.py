@@ -148,7 +148,10 @@ def _parse_prompt(record: Any, record_format: RecordFormat) -> dict[str, Any]:
     if isinstance(turns, list):
         record = {**record, "messages": [{"role": "user", "content": turn} for turn in turns]}
         record_format = AUTO
-    return parse_record(record, record_format)
+    parsed = parse_record(record, record_format)
+    if "media" in parsed:
+        raise ValueError("the prompt has images, and prompts of text only are decoded here")
+    return parsed
 
 
 def _strip_replies(messages: Messages, max_turns: int | None) -> Iterator[dict[str, Any] | Role]:

@@ -89,13 +89,6 @@ def test_columns_can_be_named() -> None:
         ({"prompt": 3, "response": ""}, {}, "`prompt` is int, expected text"),
         ({"prompt": "", "response": None}, {"columns": {"prompt": "prompt", "response": "response"}}, "is NoneType"),
         ({"messages": [{"role": ["user"], "content": ""}]}, {}, "unknown role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, {}, "of type 'image', and only"),
-        (
-            {"messages": PLAIN, "images": ["cat.png"]},
-            {},
-            "has `images`, and heads are trained on conversations of text",
-        ),
-        ({"conversations": PLAIN, "image": "cat.png"}, {}, "has `image`, and heads"),
         ({"messages": [{"role": "user", "content": ""}], "tools": 3}, {}, "`tools` is int, expected a list of JSON"),
         ({"conversations": SHAREGPT, "system": 3}, {}, "`system` is int, expected text"),
         ({"messages": [{"role": "gpt", "content": "", "tool_calls": "x"}]}, {}, "tool_calls of a gpt turn are str"),
