@@ -50,26 +50,26 @@ def load_processor(name: str) -> Any:
 
 
 def open_image(reference: str) -> Any:
-    """The image of a reference (`training.images.references`), as PIL gives it, in RGB.
+    """The image of a reference (`training.images.references`), turned as its camera says, in RGB.
 
     Raises:
         ImageError: it cannot be read.
     """
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise ImageError("reading images needs pillow: pip install 'draftsmith[vision]'") from error
 
     try:
         source = reference if not reference.startswith("data:") else io.BytesIO(_decode_url(reference))
         with Image.open(source) as image:
-            return image.convert("RGB")
+            return ImageOps.exif_transpose(image).convert("RGB")
     except FileNotFoundError as error:
         raise ImageError(
             f"the image {reference} does not exist: relative paths begin in the folder of the data file, or in "
             "--media_folder"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ImageError(f"the image {reference:.80} cannot be read ({error})") from error
 
 
@@ -119,10 +119,23 @@ def expand_images(processor: Any, text: str, media: Sequence[str]) -> Expanded:
     return Expanded(expanded, places)
 
 
-def _find_mark(processor: Any, text: str, count: int) -> str:
+def refuse_marks(processor: Any, text: str) -> None:
+    """Refuses a text without images that has the mark of one.
+
+    Raises:
+        ValueError: naming the mark.
+    """
+    if found := [mark for mark, number in _count_marks(processor, text).items() if number]:
+        raise ValueError(f"its text has {' and '.join(found)}, which stands for an image, and it has no image")
+
+
+def _count_marks(processor: Any, text: str) -> dict[str, int]:
     names = ("boi_token", "image_token")
-    marks = dict.fromkeys(str(getattr(processor, name)) for name in names if getattr(processor, name, None))
-    found = {mark: text.count(mark) for mark in marks}
+    return {str(mark): text.count(str(mark)) for name in names if (mark := getattr(processor, name, None))}
+
+
+def _find_mark(processor: Any, text: str, count: int) -> str:
+    found = _count_marks(processor, text)
     for mark, number in found.items():
         if number == count:
             return mark

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -169,10 +170,23 @@ class TestSets:
         assert len(load_rows(seeing[0], path, skip_bad_lines=True)) == 10
         assert "dropped 2 of 12 conversations: an image cannot be read" in caplog.text
 
-    def test_images_that_change_are_tokenized_again(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
+    def test_marks_without_images(self, seeing: tuple[Path, Any], tmp_path: Path, caplog: Any) -> None:
+        path = write_squares(tmp_path, count=3)
+        turns = [{"from": "human", "value": "the tag <image>"}, {"from": "gpt", "value": WORDS[0]}]
+        path.write_text(path.read_text() + json.dumps({"conversations": turns}) + "\n")
+        assert len(load_rows(seeing[0], path)) == 3
+        assert "dropped 1 of 4 conversations: its text has <image>, which stands for an image" in caplog.text
+
+    def test_images_are_turned_as_their_camera_says(self, tmp_path: Path) -> None:
+        exif = Image.Exif()
+        exif[0x0112] = 6  # orientation: a quarter turn
+        Image.new("P", (8, 4)).save(tmp_path / "turned.png", exif=exif)
+        image = open_image(str(tmp_path / "turned.png"))
+        assert (image.size, image.mode) == ((4, 8), "RGB")
+
+    def test_other_tokens_than_the_row_has(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
         path = write_squares(tmp_path, count=1)
         row = load_rows(seeing[0], path)[0]
-        seeing[1].image_processor.size = {"shortest_edge": 16}
         with pytest.raises(ImageError, match="gives other tokens for the images"):
             read_images(seeing[1], {**row, "input_ids": row["input_ids"][::-1]})
 
