@@ -105,7 +105,7 @@ class RecordFormat:
                 raise ValueError(
                     f"got columns {item!r}: write ROLE=COLUMN, for example prompt=question response=answer"
                 )
-        return cls(columns, media_folder or "")
+        return cls(columns, str(Path(media_folder).expanduser().absolute()) if media_folder else "")
 
     def __post_init__(self) -> None:
         if not self.columns:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -184,6 +185,32 @@ def read_images(processor: Any, row: Mapping[str, Any]) -> dict[str, Tensor]:
         )
     media = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and name not in _TEXT_INPUTS}
     return {name: value[:, :count] if value.shape == ids.shape else value for name, value in media.items()}
+
+
+def refuse_placeholders(rows: Any, config: Any) -> None:
+    """Refuses rows without images that have the token of images: their column of images has another name.
+
+    Args:
+        rows: a tokenized set; anything else passes.
+        config: of the target.
+
+    Raises:
+        ValueError: naming the columns that are read.
+    """
+    names = ("image_token_id", "image_token_index")
+    token = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    if token is None or not isinstance(rows, datasets.Dataset):
+        return
+    for batch in rows.with_format("arrow").iter(1000):
+        ids = batch["input_ids"].combine_chunks()
+        if not (ids.flatten().to_numpy() == token).any():
+            continue
+        media = batch["media"].to_pylist() if "media" in batch.column_names else [None] * len(ids)
+        if any(token in row and not images for row, images in zip(ids.to_pylist(), media, strict=True)):
+            raise ValueError(
+                "a conversation without images has the token that stands for them: give its images in the column "
+                "`image` or `images`, or take <image> out of its text"
+            )
 
 
 @dataclass(frozen=True)

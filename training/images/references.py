@@ -60,6 +60,8 @@ def place_images(record: Mapping[str, Any], messages: Sequence[dict[str, Any]], 
             placed.append({"type": "image"})
             value = next((part[key] for key in _PART_KEYS if part.get(key)), None)
             if value is None:
+                if part.get("index", num_places) != num_places:
+                    raise ValueError(f"got an image with index {part['index']} in place {num_places}: order the images")
                 num_places += 1
             media += waiting[num_places - 1 : num_places] if value is None else [make_reference(value, folder)]
         if any(is_image_part(part) for part in placed):

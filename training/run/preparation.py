@@ -38,7 +38,7 @@ from training.features.target_loading import (
     loading_whole,
 )
 from training.features.target_options import FeatureArguments
-from training.images.processor import ImageCollator, load_processor
+from training.images.processor import ImageCollator, load_processor, refuse_placeholders
 from training.options.checks import check_options, refuse_with_images
 from training.options.command_line import resolve_arguments
 from training.options.run_options import RunOptions
@@ -182,6 +182,8 @@ def _load_rows(options: RunOptions, models: _Models) -> _Rows:
         is_stream = isinstance(train_set, ConversationStream)
         counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
         models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
+    for stored in (train_set, eval_set):
+        refuse_placeholders(stored, models.target.model.config)
     if not any("media" in getattr(rows, "column_names", ()) for rows in (train_set, eval_set)):
         return _Rows(train_set, eval_set)
     refuse_with_images(options)

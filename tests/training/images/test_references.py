@@ -67,6 +67,10 @@ def test_text_without_images_keeps_its_marks() -> None:
         ({"image": "a", "messages": [{"role": "user", "content": "Hi"}, ANSWER]}, "0 places for the 1 images"),
         ({"messages": [{"role": "user", "content": PARTS}, ANSWER]}, "1 places for the 0 images"),
         ({"image": "https://x.org/a.jpg", "conversations": ASKED}, "is on the network: download it"),
+        (
+            {"images": ["a"], "messages": [{"role": "user", "content": [{"type": "image", "index": 1}]}, ANSWER]},
+            "an image with index 1 in place 0",
+        ),
         ({"image": 3, "conversations": ASKED}, "an image is int, expected a path"),
         ({"image": "a", "conversations": [{"from": "gpt", "value": "<image>"}]}, "in a turn of the assistant"),
         ({"videos": ["a.mp4"], "conversations": ASKED}, "has `videos`, and heads are trained on text and images"),

@@ -177,6 +177,15 @@ class TestSets:
         assert len(load_rows(seeing[0], path)) == 3
         assert "dropped 1 of 4 conversations: its text has <image>, which stands for an image" in caplog.text
 
+    def test_images_in_a_column_of_another_name(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
+        path = write_squares(tmp_path)
+        path.write_text(path.read_text().replace('"image":', '"image_path":').replace('"images":', '"files":'))
+        other = tmp_path / "other.jsonl"
+        other.write_text(path.read_text())
+        run = Runner(seeing[0], other, tmp_path / "heads")
+        with pytest.raises(ValueError, match="give its images in the column `image` or `images`"):
+            run(max_steps=1, head_overrides=None)
+
     def test_images_are_turned_as_their_camera_says(self, tmp_path: Path) -> None:
         exif = Image.Exif()
         exif[0x0112] = 6  # orientation: a quarter turn
