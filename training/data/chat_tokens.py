@@ -30,7 +30,7 @@ from training.data.conversations import IMAGES_FIRST, BadLineError
 from training.data.layouts import Messages
 from training.data.reply_spans import ChatRenderer, Span, find_special_ids
 from training.data.thoughts import find_thought_end
-from training.images.processor import ImageError, expand_images, load_processor, refuse_marks
+from training.images.processor import ImageError, expand_images, load_processor
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +233,6 @@ def _tokenize_with_images(
     text, spans = _render(renderer, conversation["messages"])
     media = conversation.get("media")
     if not media:
-        refuse_marks(processor, text)
         return *_encode(text, spans, tokenizer, train_on_thinking=train_on_thinking)[:2], {}
     expanded = expand_images(processor, text, media)
     moved = [replace(span, begin=expanded.move(span.begin), end=expanded.move(span.end)) for span in spans]

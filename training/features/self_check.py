@@ -33,7 +33,7 @@ def check_first_row(
 ) -> float:
     """Runs `check_features` on the first of a run's rows, collated as the trainer will do it."""
     row = rows.first_rows(1)[0] if isinstance(rows, ConversationStream) else rows[0]
-    if "media" in row:  # they are the harder ones
+    if "media" in row:  # so that images are compared too
         row = next((rows[number] for number, media in enumerate(rows["media"]) if media), row)
     return check_features(target, source, feature_layers, send_to_device(collate([row]), target.device))
 

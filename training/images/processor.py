@@ -120,23 +120,9 @@ def expand_images(processor: Any, text: str, media: Sequence[str]) -> Expanded:
     return Expanded(expanded, places)
 
 
-def refuse_marks(processor: Any, text: str) -> None:
-    """Refuses a text without images that has the mark of one.
-
-    Raises:
-        ValueError: naming the mark.
-    """
-    if found := [mark for mark, number in _count_marks(processor, text).items() if number]:
-        raise ValueError(f"its text has {' and '.join(found)}, which stands for an image, and it has no image")
-
-
-def _count_marks(processor: Any, text: str) -> dict[str, int]:
-    names = ("boi_token", "image_token")
-    return {str(mark): text.count(str(mark)) for name in names if (mark := getattr(processor, name, None))}
-
-
 def _find_mark(processor: Any, text: str, count: int) -> str:
-    found = _count_marks(processor, text)
+    names = ("boi_token", "image_token")
+    found = {str(mark): text.count(str(mark)) for name in names if (mark := getattr(processor, name, None))}
     for mark, number in found.items():
         if number == count:
             return mark

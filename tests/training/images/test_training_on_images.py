@@ -170,12 +170,13 @@ class TestSets:
         assert len(load_rows(seeing[0], path, skip_bad_lines=True)) == 10
         assert "dropped 2 of 12 conversations: an image cannot be read" in caplog.text
 
-    def test_marks_without_images(self, seeing: tuple[Path, Any], tmp_path: Path, caplog: Any) -> None:
+    def test_marks_without_images(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
         path = write_squares(tmp_path, count=3)
         turns = [{"from": "human", "value": "the tag <image>"}, {"from": "gpt", "value": WORDS[0]}]
-        path.write_text(path.read_text() + json.dumps({"conversations": turns}) + "\n")
-        assert len(load_rows(seeing[0], path)) == 3
-        assert "dropped 1 of 4 conversations: its text has <image>, which stands for an image" in caplog.text
+        mixed = tmp_path / "mixed.jsonl"
+        mixed.write_text(path.read_text() + json.dumps({"conversations": turns}) + "\n")
+        with pytest.raises(ValueError, match="without images has the token that stands for them"):
+            Runner(seeing[0], mixed, tmp_path / "heads")(max_steps=1, head_overrides=None, validation_fraction=0)
 
     def test_images_in_a_column_of_another_name(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
         path = write_squares(tmp_path)
