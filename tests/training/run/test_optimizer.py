@@ -42,10 +42,28 @@ def make_optimizer(model: nn.Module) -> MuonWithAdamW:
     )
 
 
+@pytest.mark.parametrize("shape", [(6, 6), (12, 5), (5, 12)], ids=str)
+def test_on_a_cpu_muon_is_torchs_without_its_rounding_to_bfloat16(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
+    torch.manual_seed(0)
+    one = nn.Parameter(torch.randn(shape))
+    other = nn.Parameter(one.detach().clone())
+    ours = MuonWithAdamW([("hidden", one)], muon_learning_rate=0.02, learning_rate=0.01, weight_decay=0.1)
+    torchs = torch.optim.Muon([other], lr=0.02, weight_decay=0.1)
+    for _ in range(3):
+        one.grad = torch.randn(shape)
+        other.grad = one.grad.clone()
+        ours.step()
+        torchs.step()
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
 def make_separate_optimizers(model: Model) -> list[torch.optim.Optimizer]:
     """The same as `make_optimizer`, with an optimizer for each parameter."""
     return [
-        torch.optim.Muon([model.hidden.weight], lr=0.02, weight_decay=0.1),
+        MuonWithAdamW([("hidden", model.hidden.weight)], muon_learning_rate=0.02, learning_rate=0.0, weight_decay=0.1),
         torch.optim.AdamW([model.lm_head.weight], lr=0.01, betas=(0.8, 0.7), eps=0.003, weight_decay=0.1),
         torch.optim.AdamW([model.hidden.bias], lr=0.01, betas=(0.8, 0.7), eps=0.003, weight_decay=0.0),
     ]
