@@ -1,4 +1,4 @@
-"""examples/chat-13m/train.py: rows that repeat a passage, the loss on them, and a short run."""
+"""examples/chat-13m/train.py: short runs."""
 
 from __future__ import annotations
 
@@ -28,36 +28,13 @@ def program() -> ModuleType:
     return module
 
 
-def test_a_share_of_the_rows_repeats_a_passage(program: ModuleType) -> None:
-    rows = [{"input_ids": list(range(100 * i, 100 * i + 100))} for i in range(40)]
-    batch = program.Collator(0.5, seed=0)(rows)
-    assert 10 <= (batch["periods"] > 0).sum() <= 30
-    for row, ids, period in zip(rows, batch["input_ids"].tolist(), batch["periods"].tolist(), strict=True):
-        if period == 0:
-            assert ids == row["input_ids"]
-            continue
-        start = ids[0] - row["input_ids"][0]
-        assert ids == [row["input_ids"][start + place % period] for place in range(100)]
-
-
-def test_repetitions_become_less_likely_than_the_passage_before(program: ModuleType) -> None:
-    chances = torch.tensor([[0.5, 0.2, 0.3, 0.12, 0.9]], requires_grad=True)
-    loss = program.unlikely(chances, torch.tensor([2]))
-    distances = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.9 - 0.6 * 0.3])
-    torch.testing.assert_close(loss, -torch.log(1 - distances)[None])
-    loss.sum().backward()
-    assert chances.grad is not None
-    assert chances.grad[0, :2].eq(0).all(), "the passage itself is left alone"
-    assert chances.grad[0, 4] > 0
-
-
 def test_a_short_run_writes_a_model(program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = save_chat_target(tmp_path / "target")
     conversations = write_conversations(tmp_path / "conversations.jsonl")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"id": "one", "turns": ["word1 word2"]}) + "\n")
     options = {"model": target, "dataset": conversations, "eval_dataset": conversations, "prompts": prompts}
-    options |= {"output_dir": tmp_path / "out", "row_length": 72, "max_steps": 2, "repeated_rows": 0.5}
+    options |= {"output_dir": tmp_path / "out", "row_length": 72, "max_steps": 2}
     options |= {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 2}
     program.main([word for name, value in options.items() for word in (f"--{name}", str(value))])
     printed = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Trains the embedded target further on conversations, and teaches it to repeat itself less.
+"""Trains the embedded target further on conversations.
 
     python examples/chat-13m/train.py --dataset YOURS.jsonl.gz --eval_dataset HELD_OUT.jsonl.gz \\
         --output_dir outputs/chat-13m --num_train_epochs 3 --bf16 true --torch_compile true --use_cpu true
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ import datasets
 import torch
 from rich.console import Console
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from inference import Decoder
@@ -38,8 +38,6 @@ from training.options.program_parser import ProgramParser
 from training.run.optimizer import MuonWithAdamW
 
 FOLDER = Path(__file__).resolve().parent
-PERIODS = (8, 64)  # tokens of a passage that is repeated, from and to
-DECAY = 0.6  # lambda of DITTO: a repetition's chance relative to that of the passage before
 
 
 @dataclass
@@ -50,9 +48,6 @@ class TargetArguments:
     row_length: int = field(default=512, metadata={"help": "Tokens of a row; rows are cut from one long text."})
     eval_tokens: int = field(default=32_768, metadata={"help": "Held-out tokens to measure the perplexity on."})
     muon_learning_rate: float = field(default=0.01, metadata={"help": "Muon's rate, for all matrices but embeddings."})
-    repeated_rows: float = field(
-        default=0.0, metadata={"help": "Share of the rows that repeat one passage, whose repetitions become unlikely."}
-    )
     tied_group_size: int | None = field(
         default=None,
         metadata={"help": "Tie the layers: every group of so many layers gets the weights of the first (SPEED)."},
@@ -85,28 +80,13 @@ def make_rows(path: str, tokenizer: Any, length: int, *, most_tokens: int | None
     return rows if most_tokens is None else rows.select(range(min(len(rows), most_tokens // length)))
 
 
-class Collator:
-    """Rows as tensors; a share of them in training becomes one passage of the row, over and over (DITTO)."""
-
-    def __init__(self, share: float, seed: int) -> None:
-        self.share, self.draw = share, random.Random(seed)
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-        input_ids = torch.tensor([row["input_ids"] for row in rows])
-        periods = torch.zeros(len(rows), dtype=torch.long)
-        for row in range(len(rows)):
-            if self.draw.random() < self.share:
-                period = self.draw.randint(*PERIODS)
-                start = self.draw.randrange(input_ids.shape[1] - period)
-                passage = input_ids[row, start : start + period].clone()
-                input_ids[row] = passage.repeat(-(-input_ids.shape[1] // period))[: input_ids.shape[1]]
-                periods[row] = period
-        return {"input_ids": input_ids, "periods": periods}
+def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {"input_ids": torch.tensor([row["input_ids"] for row in rows])}
 
 
 class TargetTrainer(Trainer):  # type: ignore[misc, unused-ignore]
-    """Language modelling; DITTO (arXiv 2206.02369) on rows that repeat a passage; with tied layers also a loss on the
-    first group's prediction, which pipelined decoding (SPEED, arXiv 2310.12072) goes on with."""
+    """Language modelling; with tied layers also a loss on the first group's prediction, which pipelined decoding
+    (SPEED, arXiv 2310.12072) goes on with."""
 
     def __init__(
         self, *, muon_learning_rate: float, early_layer: int | None = None, early_weight: float = 0.0, **kwargs: Any
@@ -125,16 +105,16 @@ class TargetTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return self.optimizer
 
     def compute_loss(self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
-        input_ids, periods = inputs["input_ids"], inputs["periods"]
+        input_ids = inputs["input_ids"]
         has_early = self.early_layer is not None and model.training
         outputs = model(
             input_ids=input_ids, use_cache=False, output_hidden_states=[self.early_layer] if has_early else None
         )
-        loss = score_text(outputs.logits, input_ids, periods)
+        loss = score_text(outputs.logits, input_ids)
         if has_early:
             trained: Any = self.model
             early = trained.lm_head(trained.model.norm(outputs.hidden_states[self.early_layer]))
-            loss = loss + self.early_weight * score_text(early, input_ids, periods)
+            loss = loss + self.early_weight * score_text(early, input_ids)
         return (loss, outputs) if return_outputs else loss
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -143,19 +123,9 @@ class TargetTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         super()._save(output_dir, {name: value.clone() if ".layers." in name else value for name, value in weights})
 
 
-def score_text(logits: Tensor, input_ids: Tensor, periods: Tensor) -> Tensor:
-    """The mean loss on the next tokens; rows that repeat a passage have DITTO's."""
-    chances = logits[:, :-1].float().log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
-    return torch.where(periods[:, None] == 0, -chances, unlikely(chances.exp(), periods)).mean()
-
-
-def unlikely(chances: Tensor, periods: Tensor) -> Tensor:
-    """-log(1 - |p_t - DECAY p'_t|), p' being the chance one period earlier: [B, T] of chances [B, T]; 0 in the first
-    passage."""
-    places = torch.arange(chances.shape[1], device=chances.device)
-    before = chances.detach().gather(1, (places - periods[:, None]).clamp(min=0))
-    loss = -torch.log1p(-(chances - DECAY * before).abs().clamp(max=1 - 1e-4))
-    return loss * (places >= periods[:, None])
+def score_text(logits: Tensor, input_ids: Tensor) -> Tensor:
+    """The mean loss on the next tokens."""
+    return cross_entropy(logits[:, :-1].float().flatten(0, 1), input_ids[:, 1:].flatten())
 
 
 def repeated_4grams(folder: str, prompts: str) -> float:
@@ -188,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
             model=model,
             args=training,
             train_dataset=make_rows(args.dataset, tokenizer, args.row_length),
-            data_collator=Collator(args.repeated_rows, training.seed),
+            data_collator=collate,
             muon_learning_rate=args.muon_learning_rate,
             early_layer=args.tied_group_size,
             early_weight=args.early_weight,
@@ -196,7 +166,6 @@ def main(argv: list[str] | None = None) -> None:
         resume = training.resume_from_checkpoint
         trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume), resume))
         if args.eval_dataset is not None:
-            trainer.data_collator = Collator(0, training.seed)
             held_out = make_rows(args.eval_dataset, tokenizer, args.row_length, most_tokens=args.eval_tokens)
             console.print(f"perplexity {math.exp(trainer.evaluate(held_out)['eval_loss']):.2f}")
         model.to(torch.bfloat16)

@@ -34,7 +34,7 @@ from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 TRAINING_PROGRAM = Path(__file__).resolve().parents[2] / "training" / "train_heads.py"
-MEASURED = ("prompts", "num_prompts", "max_new_tokens", "tree", "temperature", "dtype", "seed")
+MEASURED = ("prompts", "num_prompts", "max_new_tokens", "dtype", "seed")
 
 
 @dataclass
@@ -46,10 +46,17 @@ class AblationArguments:
         default=None, metadata={"help": "Conversations that all runs train on; none = the data set of each file."}
     )
     target: str = field(default="examples/chat-13m", metadata={"help": "Target of all configurations."})
-    prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Prompts to measure acceptance on."})
-    num_prompts: int | None = field(default=None, metadata={"help": "Use only the first N prompts; none = all."})
+    prompts: list[str] = field(
+        default_factory=lambda: ["examples/prompts.jsonl"],
+        metadata={"help": "Files of prompts to measure acceptance on."},
+    )
+    num_prompts: int | None = field(
+        default=None, metadata={"help": "Use only the first N prompts of each file; none = all."}
+    )
     max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
-    tree: str = field(default="dynamic:6,4,24", metadata={"help": f"Token tree for measuring: {TREE_HELP}."})
+    tree: list[str] = field(
+        default_factory=lambda: ["dynamic:6,4,24"], metadata={"help": f"Token trees for measuring: {TREE_HELP}."}
+    )
     temperature: list[float] = field(
         default_factory=lambda: [0.0, 1.0], metadata={"help": "Sampling temperatures; 0 = greedy."}
     )
@@ -91,27 +98,49 @@ def train(args: AblationArguments, config: Path, options: Sequence[str]) -> dict
     return found
 
 
-def measure(args: AblationArguments, folder: Path, target: Target, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Acceptance of finished heads by temperature. Their folder keeps it for the next call with the same options."""
-    options = {name: getattr(args, name) for name in MEASURED}
+def measure(
+    args: AblationArguments, folder: Path, target: Target, prompts: dict[str, list[Prompt]]
+) -> dict[str, dict[str, Any]]:
+    """Acceptance of finished heads by tree and temperature. Their folder keeps it for the next call with the same
+    options."""
     kept = folder / "acceptance.json"
+    found: dict[str, dict[str, Any]] = {}
+    options = {name: getattr(args, name) for name in MEASURED}
     if kept.exists() and (content := json.loads(kept.read_text(encoding="utf-8")))["options"] == options:
-        found: dict[str, Any] = content["temperatures"]
-        return found
-    decoder = Decoder(target, load_heads(str(folder), target), tree=args.tree)
-    found = {}
-    for temperature in args.temperature:
-        settings = Settings(args.max_new_tokens, temperature, args.seed)
-        outputs = [
-            decoder.generate(prompt.input_ids, seed=args.seed + prompt.index, **settings.generate_kwargs())
-            for prompt in prompts
-        ]
-        found[f"{temperature:g}"] = summarize([output.stats for output in outputs])
-    write_text(kept, json.dumps({"options": options, "temperatures": found}, indent=1) + "\n")
-    return found
+        found = content["acceptance"]
+    heads = None
+    for tree in args.tree:
+        decoder = None
+        for temperature in map("{:g}".format, args.temperature):
+            if temperature in found.get(tree, {}):
+                continue
+            heads = heads or load_heads(str(folder), target)
+            decoder = decoder or Decoder(target, heads, tree=tree)
+            kwargs = Settings(args.max_new_tokens, float(temperature), args.seed).generate_kwargs()
+            each = {
+                name: [
+                    decoder.generate(prompt.input_ids, seed=args.seed + prompt.index, **kwargs).stats for prompt in some
+                ]
+                for name, some in prompts.items()
+            }
+            found.setdefault(tree, {})[temperature] = summarize(each)
+            write_text(kept, json.dumps({"options": options, "acceptance": found}, indent=1) + "\n")
+    return {tree: {f"{t:g}": found[tree][f"{t:g}"] for t in args.temperature} for tree in args.tree}
 
 
-def summarize(each: Sequence[GenerationStats]) -> dict[str, Any]:
+def summarize(each: dict[str, list[GenerationStats]]) -> dict[str, Any]:
+    """Acceptance by file of prompts, of all texts together (micro), and the mean of the files (macro)."""
+    files = {name: summarize_texts(stats) for name, stats in each.items()}
+    lengths, errors = ([one[key] for one in files.values()] for key in ("acceptance_length", "standard_error"))
+    return {
+        "acceptance_length": sum(lengths) / len(lengths),
+        "standard_error": None if None in errors else math.hypot(*errors) / len(errors),
+        "micro": summarize_texts([stats for some in each.values() for stats in some]),
+        "files": files,
+    }
+
+
+def summarize_texts(each: Sequence[GenerationStats]) -> dict[str, Any]:
     """Acceptance length of all texts together, its standard error over prompts, and acceptance by depth."""
     total = sum(each, GenerationStats())
     steps = [stats.num_verify_steps for stats in each]
@@ -137,38 +166,46 @@ def find_ratio_error(tokens: Sequence[float], steps: Sequence[int]) -> float | N
 
 
 def make_grid(results: dict[str, dict[str, Any]], environment: dict[str, Any]) -> Grid:
-    """A line for each run: training, acceptance length by temperature, acceptance by depth at the first temperature."""
-    temperatures = list(next(iter(results.values()))["temperatures"])
-    shares = {name: one["temperatures"][temperatures[0]]["acceptance_by_depth"] for name, one in results.items()}
+    """A line for each run: training, acceptance length by tree and temperature, acceptance by depth with the first."""
+    first = next(iter(results.values()))["acceptance"]
+    pairs = [(tree, temperature) for tree, some in first.items() for temperature in some]
+    shares = {name: find_cell(one, *pairs[0])["micro"]["acceptance_by_depth"] for name, one in results.items()}
     deepest = max(map(len, shares.values()))
     cells = []
     for name, one in results.items():
         tokens, seconds = (one["training"].get(key) for key in ("tokens", "seconds"))
         line = [name, f"{tokens / 1e6:.2f} M" if tokens else "–", f"{seconds / 60:.0f} min" if seconds else "–"]
-        for measured in one["temperatures"].values():
-            error = measured["standard_error"]
-            line.append(f"{measured['acceptance_length']:.2f}" + (f" ± {error:.2f}" if error is not None else ""))
+        line += [format_cell(find_cell(one, *pair)) for pair in pairs]
         own = [f"{share:.2f}" for share in shares[name]]
         cells.append([*line, *own, *["–"] * (deepest - len(own))])
-    columns = ["run", "training tokens", "training", *(f"T={t}" for t in temperatures)]
-    title = (
-        f"Acceptance length on {environment['num_prompts']} prompts of {Path(environment['prompts']).name}, "
-        f"{environment['target']}, tree {environment['tree']}"
-    )
+    columns = ["run", "training tokens", "training", *(f"{tree} T={temperature}" for tree, temperature in pairs)]
+    title = f"Acceptance length on {environment['num_prompts']} prompts, {environment['target']}"
     note = (
-        "±: standard error over prompts; one seed each. Depth d: of the steps that accepted depth d - 1, the share "
-        f"that accepted depth d, at T={temperatures[0]}."
+        "Mean of the files of prompts ± its standard error over prompts; in brackets the mean of all texts together; "
+        "one seed each. Depth d: of the steps that accepted depth d - 1, the share that accepted depth d, "
+        f"{pairs[0][0]}, T={pairs[0][1]}."
     )
     return Grid(title, [*columns, *(f"depth {depth + 1}" for depth in range(deepest))], cells, [note])
+
+
+def find_cell(result: dict[str, Any], tree: str, temperature: str) -> dict[str, Any]:
+    found: dict[str, Any] = result["acceptance"][tree][temperature]
+    return found
+
+
+def format_cell(measured: dict[str, Any]) -> str:
+    error = measured["standard_error"]
+    cell = f"{measured['acceptance_length']:.2f}" + (f" ± {error:.2f}" if error is not None else "")
+    return cell + (f" ({measured['micro']['acceptance_length']:.2f})" if len(measured["files"]) > 1 else "")
 
 
 def run(args: AblationArguments, options: Sequence[str], console: Console) -> dict[str, dict[str, Any]]:
     """Trains and measures each configuration. The files are written after each of them."""
     target, tokenizer = load_target(args.target, dtype=args.dtype)
-    prompts, _ = load_prompts(
-        Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.max_new_tokens
-    )
-    details = {"target": args.target, "prompts": args.prompts, "num_prompts": len(prompts), "tree": args.tree}
+    limits = {"num_prompts": args.num_prompts, "max_new_tokens": args.max_new_tokens}
+    prompts = {Path(path).stem: load_prompts(Path(path), tokenizer, target, **limits)[0] for path in args.prompts}
+    num_prompts = sum(map(len, prompts.values()))
+    details = {"target": args.target, "prompts": args.prompts, "num_prompts": num_prompts, "tree": args.tree}
     environment = describe_environment(target, None, **details)
     results: dict[str, dict[str, Any]] = {}
     output = Path(args.output)
@@ -176,7 +213,7 @@ def run(args: AblationArguments, options: Sequence[str], console: Console) -> di
         with console.status(f"{config.stem} (training.log in {output / config.stem})"):
             training = train(args, config, options)
             measured = measure(args, output / config.stem, target, prompts)
-        results[config.stem] = {"training": training, "temperatures": measured}
+        results[config.stem] = {"training": training, "acceptance": measured}
         grid = make_grid(results, environment)
         write_text(output / "ablation.md", f"```bash\n{environment['command']}\n```\n\n{grid.to_markdown()}")
         content = {"environment": environment, "results": results}

@@ -140,7 +140,7 @@ def run(args: ContinuingArguments, console: Console) -> dict[str, dict[str, Any]
         configs=write_configs(args, num_replies, output),
         dataset=str(replies),
         target=str(target),
-        prompts=str(held_out),
+        prompts=[str(held_out)],
         output=args.output,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,

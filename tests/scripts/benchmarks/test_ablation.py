@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedModel
 
+from inference import GenerationStats
 from scripts.benchmarks import ablation
-from scripts.benchmarks.ablation import AblationArguments
+from scripts.benchmarks.ablation import AblationArguments, summarize
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 CONFIGS = [str(REPOSITORY / "configs" / "ablation" / f"{name}.yaml") for name in ("eagle3", "hass")]
@@ -22,7 +23,8 @@ def measure_again(tmp_path: Path, configs: list[str], max_steps: str) -> dict[st
         configs=configs,
         dataset=str(REPOSITORY / "examples" / "conversations.jsonl.gz"),
         target=str(CHAT_TARGET),
-        prompts=str(REPOSITORY / "examples" / "prompts.jsonl"),
+        prompts=[str(REPOSITORY / "examples" / "prompts.jsonl"), str(tmp_path / "more.jsonl")],
+        tree=["chain:2", "dynamic:2,2,4"],
         num_prompts=2,
         max_new_tokens=6,
         temperature=[0.0],
@@ -37,6 +39,7 @@ def test_finished_runs_are_not_trained_again(
     chat_target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "more.jsonl").write_text('{"turns": ["Name three rivers."]}\n{"turns": ["Say hello."]}\n')
     first = measure_again(tmp_path, CONFIGS[:1], "1")
     with pytest.raises(ChildProcessError, match=r"hass: the training ended with 1, see .*training\.log"):
         measure_again(tmp_path, CONFIGS, "nothing")
@@ -45,6 +48,22 @@ def test_finished_runs_are_not_trained_again(
     page = (tmp_path / "out" / "ablation.md").read_text()
     assert all(page.count(f"| {name} | 0.00 M | 0 min |") == 1 for name in ("eagle3", "hass"))
     assert json.loads((tmp_path / "out" / "ablation.json").read_text())["results"] == both
+
+
+def test_means_of_files_and_of_all_texts() -> None:
+    def stats(*accepted: int) -> GenerationStats:
+        counted = GenerationStats()
+        for one in accepted:
+            counted.count_step(one - 1)
+        return counted
+
+    found = summarize({"one": [stats(2, 2, 2), stats(2)], "two": [stats(4), stats(4, 3)]})
+    assert [one["acceptance_length"] for one in found["files"].values()] == [2.0, pytest.approx(11 / 3)]
+    assert found["acceptance_length"] == pytest.approx((2 + 11 / 3) / 2)
+    assert found["micro"]["acceptance_length"] == pytest.approx(19 / 7)
+    assert found["files"]["one"]["standard_error"] == 0
+    assert found["standard_error"] == pytest.approx(found["files"]["two"]["standard_error"] / 2)
+    assert summarize({"one": [stats(2)]})["standard_error"] is None
 
 
 def test_wrong_configurations() -> None:
