@@ -37,7 +37,7 @@ from scripts.measuring.measure import Settings
 from scripts.measuring.plot import draw_batch_plot, draw_plot
 from scripts.measuring.render import Grid, make_grids
 from scripts.measuring.report import headline, make_report, write_json
-from scripts.shared.model_loading import DTYPES, TREE_HELP
+from scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
 from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.ranks import choose_device, connect_servers, read_rank, serve_rank
 from scripts.shared.whole_files import write_text
@@ -93,7 +93,8 @@ class BenchmarkArguments:
         },
     )
     dtype: str = field(
-        default="auto", metadata={"help": "Dtype of the weights; auto = as saved.", "choices": list(DTYPES)}
+        default="auto",
+        metadata={"help": DTYPE_HELP, "choices": list(DTYPES)},
     )
     tree: list[str] = field(default_factory=lambda: ["dynamic"], metadata={"help": f"Token trees: {TREE_HELP}."})
     acceptance: list[str] = field(

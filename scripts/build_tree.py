@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from inference import StaticTree, Target
 from inference.trees.search import best_static_tree
-from scripts.shared.model_loading import DTYPES, load_heads, load_target
+from scripts.shared.model_loading import DTYPE_HELP, DTYPES, load_heads, load_target
 from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.whole_files import write_text
 from training.data.chat_tokens import drop_unusable, tokenize_conversations
@@ -37,7 +37,7 @@ class TreeArguments:
     num_ranks: int = field(default=8, metadata={"help": "Candidates considered at each depth."})
     num_samples: int = field(default=128, metadata={"help": "Conversations to measure on."})
     max_length: int = field(default=384, metadata={"help": "Longest conversation in tokens; longer ones are cut."})
-    dtype: str = field(default="auto", metadata={"help": f"Dtype of the target: {', '.join(DTYPES)}; auto = as saved."})
+    dtype: str = field(default="auto", metadata={"help": DTYPE_HELP, "choices": list(DTYPES)})
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "num_ranks", "num_samples", "max_length"):

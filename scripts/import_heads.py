@@ -25,7 +25,7 @@ from heads.checkpoint import check_place, is_published
 from heads.formats.published import open_published
 from heads.formats.registry import recognize
 from scripts.doors.conventions import compare_conventions, question_prompts
-from scripts.shared.model_loading import DTYPES, check_folder, load_target
+from scripts.shared.model_loading import DTYPE_HELP, DTYPES, check_folder, load_target
 from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.whole_files import check_new_folder
 from training.options.program_parser import ProgramParser
@@ -47,7 +47,8 @@ class ImportArguments:
         metadata={"help": "Settings of the heads in place of those that were read, as key=value with JSON values."},
     )
     dtype: str = field(
-        default="auto", metadata={"help": "The target's dtype; auto = as it was saved.", "choices": list(DTYPES)}
+        default="auto",
+        metadata={"help": DTYPE_HELP, "choices": list(DTYPES)},
     )
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
 

@@ -25,7 +25,7 @@ from inference.serving.app import create_app
 from inference.serving.row_maker import name_drafters
 from inference.serving.scheduler import Limits, Scheduler
 from inference.serving.server import new_server
-from scripts.shared.model_loading import DTYPES, TREE_HELP, load_drafter, load_target
+from scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP, load_drafter, load_target
 from scripts.shared.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
 
@@ -58,7 +58,8 @@ class ServeArguments:
         },
     )
     dtype: str = field(
-        default="auto", metadata={"help": "Dtype of the weights; auto = as saved.", "choices": list(DTYPES)}
+        default="auto",
+        metadata={"help": DTYPE_HELP, "choices": list(DTYPES)},
     )
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
     pack_weights: bool = field(

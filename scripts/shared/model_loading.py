@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,14 @@ from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
+from inference.kernels.packed_weights import has_fast_bfloat16
 from inference.targets.auto_class import find_auto_class_of
 from inference.trees.options import resolve_policy
 
+logger = logging.getLogger(__name__)
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_HELP = "Dtype of the weights; auto = as saved, or float32 on a CPU without bfloat16."
 TREE_HELP = (
     "dynamic, chain, auto, gamma or a file; dynamic:DEPTH,TOP_K,NODES and chain:LENGTH set the size, auto and gamma "
     "choose the fastest size, files are in configs/trees"
@@ -39,7 +44,8 @@ def load_target(name: str, *, dtype: str = "auto", device: str | None = None) ->
 
     Args:
         name: folder or hub id.
-        dtype: one of `DTYPES`; auto = the one its weights were saved in.
+        dtype: one of `DTYPES`; auto = the one its weights were saved in, or float32 where that is slow: on a CPU
+            without instructions for bfloat16.
         device: None = cuda if there is one, else cpu.
 
     Raises:
@@ -51,7 +57,20 @@ def load_target(name: str, *, dtype: str = "auto", device: str | None = None) ->
     check_folder(name)
     device = check_device(device)
     model = find_auto_class_of(name).from_pretrained(name, dtype=dtype).requires_grad_(False).eval().to(device)
+    if dtype == "auto" and device == "cpu" and is_slow_on_cpu(model):
+        logger.warning(
+            "this CPU has no instructions for bfloat16, so %s runs in float32, with twice the memory; --dtype %s keeps "
+            "the dtype of its weights",
+            *(name, str(model.dtype).removeprefix("torch.")),
+        )
+        model.float()
     return Target(model), AutoTokenizer.from_pretrained(name)
+
+
+def is_slow_on_cpu(model: Any) -> bool:
+    """Whether a model on this CPU would be faster in float32; quantised models keep their dtype."""
+    is_half = model.dtype in (torch.bfloat16, torch.float16)
+    return is_half and not has_fast_bfloat16() and getattr(model, "hf_quantizer", None) is None
 
 
 def check_folder(name: str) -> None:

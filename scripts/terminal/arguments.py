@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inference.acceptance.rules import RULES
-from scripts.shared.model_loading import DTYPES, TREE_HELP
+from scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
 
 DRAFTERS = "--heads, --drafter_model or --ngrams"
 
@@ -47,7 +47,8 @@ class GenerateArguments:
         },
     )
     dtype: str = field(
-        default="auto", metadata={"help": "Dtype of the weights; auto = as saved.", "choices": list(DTYPES)}
+        default="auto",
+        metadata={"help": DTYPE_HELP, "choices": list(DTYPES)},
     )
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
     compile: bool = field(default=False, metadata={"help": "Compile the decoding: a slow start, then faster steps."})

@@ -17,6 +17,7 @@ from heads import DraftHeads, create_heads
 from heads.checkpoint import is_published
 from heads.config import name_of_target
 from inference import Target
+from inference.kernels.packed_weights import has_fast_bfloat16
 from inference.targets.model_config import LengthLimit, find_length_limit
 from training.data.collation import ConversationCollator, count_tokens
 from training.data.options import seed_of_data
@@ -97,6 +98,8 @@ def prepare_run(*parts: Any) -> PreparedRun:
     is_main_process = args.process_index == 0
     checkpoint = find_checkpoint(args.output_dir, args.resume_from_checkpoint, is_main_process=is_main_process)
     models = _load_models(options, checkpoint)
+    if is_main_process and args.device.type == "cpu" and not has_fast_bfloat16():
+        warn_of_slow_dtypes(args.bf16, models.target.dtype)
     if args.learning_rate is None:
         multiplier = options.joint.heads_lr_multiplier if options.joint.is_on else 1
         args.learning_rate = models.heads.default_learning_rate / multiplier
@@ -152,6 +155,14 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
     assert args.head_type is not None
     heads = create_heads(args.head_type, target, **args.parse_head_overrides())
     return _Models(target, tokenizer, heads, are_heads_trained=False)
+
+
+def warn_of_slow_dtypes(is_bf16: bool, target_dtype: torch.dtype) -> None:
+    slow = ["--bf16 false"] * is_bf16 + ["--target_dtype float32"] * (target_dtype != torch.float32)
+    if slow:
+        logger.warning(
+            "this CPU has no instructions for bfloat16: %s makes training several times as fast", " ".join(slow)
+        )
 
 
 def _name_target(heads: DraftHeads, target: Target) -> None:

@@ -1,0 +1,40 @@
+"""Programs load a target in the dtype that the processor computes fast in; training says what is slow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scripts.shared import model_loading
+from tests.conftest import CHAT_TARGET
+from training.run.preparation import warn_of_slow_dtypes
+
+
+@pytest.mark.parametrize(("is_fast", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_float32_on_a_cpu_without_bfloat16(
+    is_fast: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_loading, "has_fast_bfloat16", lambda: is_fast)
+    target, _ = model_loading.load_target(str(CHAT_TARGET), device="cpu")
+    assert target.dtype == expected
+    assert ("--dtype bfloat16 keeps the dtype of its weights" in caplog.text) is not is_fast
+
+
+def test_a_named_dtype_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loading, "has_fast_bfloat16", lambda: False)
+    assert model_loading.load_target(str(CHAT_TARGET), dtype="bfloat16", device="cpu")[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("is_bf16", "target_dtype", "expected"),
+    [
+        (True, torch.bfloat16, "--bf16 false --target_dtype float32 makes training"),
+        (False, torch.float16, "bfloat16: --target_dtype float32 makes training"),
+        (False, torch.float32, None),
+    ],
+)
+def test_training_names_the_options_that_are_slow(
+    is_bf16: bool, target_dtype: torch.dtype, expected: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_slow_dtypes(is_bf16, target_dtype)
+    assert expected in caplog.text if expected else not caplog.text
