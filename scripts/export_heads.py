@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(args: ExportArguments) -> None:
     output = find_output(args)
     check_folder(args.heads)
-    target, _ = load_target(args.target, device="cpu")
+    target, _ = load_target(args.target, device="cpu", keeps_dtype=True)
     heads: DraftHeads = DraftHeads.from_pretrained(args.heads, target=target)
     known = find_format(args.format, heads.config.head_type)
     if args.target_gguf is not None:

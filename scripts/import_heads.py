@@ -25,7 +25,7 @@ from heads.checkpoint import check_place, is_published
 from heads.formats.published import open_published
 from heads.formats.registry import recognize
 from scripts.doors.conventions import compare_conventions, question_prompts
-from scripts.shared.model_loading import DTYPE_HELP, DTYPES, check_folder, load_target
+from scripts.shared.model_loading import DTYPES, check_folder, load_target
 from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.whole_files import check_new_folder
 from training.options.program_parser import ProgramParser
@@ -48,7 +48,7 @@ class ImportArguments:
     )
     dtype: str = field(
         default="auto",
-        metadata={"help": DTYPE_HELP, "choices": list(DTYPES)},
+        metadata={"help": "The target's dtype; auto = as it was saved.", "choices": list(DTYPES)},
     )
     device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
 
@@ -86,7 +86,7 @@ def run(args: ImportArguments) -> None:
         check_new_folder(args.output)
     if not is_published(args.checkpoint):
         raise ValueError(f"{args.checkpoint} holds heads of this library already: use them as they are")
-    target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
+    target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device, keeps_dtype=True)
     published = open_published(args.checkpoint)
     known = recognize(published)
     if known is None:

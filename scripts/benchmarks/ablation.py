@@ -26,7 +26,7 @@ from rich.console import Console
 
 from inference import Decoder, GenerationStats, Target
 from scripts.measuring.environment import describe_environment
-from scripts.measuring.measure import Prompt, Settings, load_prompts
+from scripts.measuring.measure import Batch, Settings, load_prompts, make_batches
 from scripts.measuring.render import Grid
 from scripts.shared.model_loading import TREE_HELP, load_heads, load_target
 from scripts.shared.one_line_errors import one_line_errors
@@ -34,7 +34,7 @@ from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 TRAINING_PROGRAM = Path(__file__).resolve().parents[2] / "training" / "train_heads.py"
-MEASURED = ("prompts", "num_prompts", "max_new_tokens", "dtype", "seed")
+MEASURED = ("prompts", "num_prompts", "max_new_tokens", "batch_size", "dtype", "seed")
 
 
 @dataclass
@@ -60,8 +60,11 @@ class AblationArguments:
     temperature: list[float] = field(
         default_factory=lambda: [0.0, 1.0], metadata={"help": "Sampling temperatures; 0 = greedy."}
     )
+    batch_size: int = field(
+        default=1, metadata={"help": "Prompts measured together: faster, and standard errors are then over batches."}
+    )
     dtype: str = field(default="float32", metadata={"help": "Dtype of target and heads for measuring."})
-    seed: int = field(default=0, metadata={"help": "Prompt i is sampled with the seed SEED + i."})
+    seed: int = field(default=0, metadata={"help": "Batch i of a file is sampled with the seed SEED + i."})
     output: str = field(
         default="outputs/ablation", metadata={"help": "Folder for the runs, ablation.md and ablation.json."}
     )
@@ -99,7 +102,7 @@ def train(args: AblationArguments, config: Path, options: Sequence[str]) -> dict
 
 
 def measure(
-    args: AblationArguments, folder: Path, target: Target, prompts: dict[str, list[Prompt]]
+    args: AblationArguments, folder: Path, target: Target, batches: dict[str, list[Batch]]
 ) -> dict[str, dict[str, Any]]:
     """Acceptance of finished heads by tree and temperature. Their folder keeps it for the next call with the same
     options."""
@@ -119,9 +122,12 @@ def measure(
             kwargs = Settings(args.max_new_tokens, float(temperature), args.seed).generate_kwargs()
             each = {
                 name: [
-                    decoder.generate(prompt.input_ids, seed=args.seed + prompt.index, **kwargs).stats for prompt in some
+                    decoder.generate(
+                        batch.input_ids, attention_mask=batch.attention_mask, seed=args.seed + batch.index, **kwargs
+                    ).stats
+                    for batch in some
                 ]
-                for name, some in prompts.items()
+                for name, some in batches.items()
             }
             found.setdefault(tree, {})[temperature] = summarize(each)
             write_text(kept, json.dumps({"options": options, "acceptance": found}, indent=1) + "\n")
@@ -181,7 +187,7 @@ def make_grid(results: dict[str, dict[str, Any]], environment: dict[str, Any]) -
     columns = ["run", "training tokens", "training", *(f"{tree} T={temperature}" for tree, temperature in pairs)]
     title = f"Acceptance length on {environment['num_prompts']} prompts, {environment['target']}"
     note = (
-        "Mean of the files of prompts ± its standard error over prompts; in brackets the mean of all texts together; "
+        "Mean of the files of prompts ± its standard error; in brackets the mean of all texts together; "
         "one seed each. Depth d: of the steps that accepted depth d - 1, the share that accepted depth d, "
         f"{pairs[0][0]}, T={pairs[0][1]}."
     )
@@ -205,6 +211,7 @@ def run(args: AblationArguments, options: Sequence[str], console: Console) -> di
     limits = {"num_prompts": args.num_prompts, "max_new_tokens": args.max_new_tokens}
     prompts = {Path(path).stem: load_prompts(Path(path), tokenizer, target, **limits)[0] for path in args.prompts}
     num_prompts = sum(map(len, prompts.values()))
+    batches = {name: make_batches(some, args.batch_size) for name, some in prompts.items()}
     details = {"target": args.target, "prompts": args.prompts, "num_prompts": num_prompts, "tree": args.tree}
     environment = describe_environment(target, None, **details)
     results: dict[str, dict[str, Any]] = {}
@@ -212,7 +219,7 @@ def run(args: AblationArguments, options: Sequence[str], console: Console) -> di
     for config in map(Path, args.configs):
         with console.status(f"{config.stem} (training.log in {output / config.stem})"):
             training = train(args, config, options)
-            measured = measure(args, output / config.stem, target, prompts)
+            measured = measure(args, output / config.stem, target, batches)
         results[config.stem] = {"training": training, "acceptance": measured}
         grid = make_grid(results, environment)
         write_text(output / "ablation.md", f"```bash\n{environment['command']}\n```\n\n{grid.to_markdown()}")

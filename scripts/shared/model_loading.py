@@ -39,7 +39,9 @@ TREE_HELP = (
 _ADAPTERS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
 
 
-def load_target(name: str, *, dtype: str = "auto", device: str | None = None) -> tuple[Target, Any]:
+def load_target(
+    name: str, *, dtype: str = "auto", device: str | None = None, keeps_dtype: bool = False
+) -> tuple[Target, Any]:
     """A frozen target and its tokenizer.
 
     Args:
@@ -47,6 +49,7 @@ def load_target(name: str, *, dtype: str = "auto", device: str | None = None) ->
         dtype: one of `DTYPES`; auto = the one its weights were saved in, or float32 where that is slow: on a CPU
             without instructions for bfloat16.
         device: None = cuda if there is one, else cpu.
+        keeps_dtype: auto = the saved dtype on every CPU, for programs that write weights of that dtype.
 
     Raises:
         ValueError: no such folder, dtype or device.
@@ -57,7 +60,7 @@ def load_target(name: str, *, dtype: str = "auto", device: str | None = None) ->
     check_folder(name)
     device = check_device(device)
     model = find_auto_class_of(name).from_pretrained(name, dtype=dtype).requires_grad_(False).eval().to(device)
-    if dtype == "auto" and device == "cpu" and is_slow_on_cpu(model):
+    if dtype == "auto" and not keeps_dtype and device == "cpu" and is_slow_on_cpu(model):
         logger.warning(
             "this CPU has no instructions for bfloat16, so %s runs in float32, with twice the memory; --dtype %s keeps "
             "the dtype of its weights",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,9 +22,10 @@ def test_auto_is_float32_on_a_cpu_without_bfloat16(
     assert ("--dtype bfloat16 keeps the dtype of its weights" in caplog.text) is not is_fast
 
 
-def test_a_named_dtype_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"keeps_dtype": True}], ids=str)
+def test_a_dtype_that_is_named_or_written_is_kept(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_loading, "has_fast_bfloat16", lambda: False)
-    assert model_loading.load_target(str(CHAT_TARGET), dtype="bfloat16", device="cpu")[0].dtype == torch.bfloat16
+    assert model_loading.load_target(str(CHAT_TARGET), device="cpu", **options)[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

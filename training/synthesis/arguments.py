@@ -63,7 +63,7 @@ class SynthesisArguments:
     )
     seed: int = option(default=0, help="Seed of the choice of prompts and of the sampling of every turn.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        default="auto", help="Dtype to load the target in; auto = the dtype of its saved weights."
+        default="auto", help="Dtype to load the target in; auto = as saved, or float32 on a CPU without bfloat16."
     )
     device: str | None = option(default=None, help="Where to run; none = cuda (one GPU per process), else cpu.")
     num_shards: int = option(
