@@ -213,7 +213,7 @@ def run(args: AblationArguments, options: Sequence[str], console: Console) -> di
     num_prompts = sum(map(len, prompts.values()))
     batches = {name: make_batches(some, args.batch_size) for name, some in prompts.items()}
     details = {"target": args.target, "prompts": args.prompts, "num_prompts": num_prompts, "tree": args.tree}
-    environment = describe_environment(target, None, **details)
+    environment = {**describe_environment(target, None, **details), "batch": args.batch_size}
     results: dict[str, dict[str, Any]] = {}
     output = Path(args.output)
     for config in map(Path, args.configs):
