@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from inference import Decoder
-from scripts.shared.model_loading import load_heads, load_target
+from scripts.shared.model_loading import check_device, load_heads, load_target, resolve_dtype
 from scripts.shared.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
 from training.synthesis.arguments import SynthesisArguments
@@ -62,6 +63,8 @@ def generate_data(args: SynthesisArguments) -> None:
     plan = make_plan(args)  # first: it finds wrong input before the target is loaded
     names = [conversation.id for conversation in plan]
     index, count = args.shard()
+    if args.endpoint is None and count == 1:  # shards may run on other machines, and must agree
+        args = replace(args, dtype=resolve_dtype(args.target, args.dtype, check_device(args.device)))
     output = SynthesisOutput(Path(args.output), args.settings_of_the_data(), shard=(index, count))
     todo = [conversation for conversation in plan[index::count] if conversation.id not in output.done]
     try:
@@ -105,7 +108,7 @@ def make_source(args: SynthesisArguments) -> ReplySource:
     device = args.device
     if device is None and torch.cuda.is_available():
         device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
-    target, tokenizer = load_target(args.target, dtype=args.dtype, device=device)
+    target, tokenizer = load_target(args.target, dtype=args.dtype, device=device, keeps_dtype=True)
     template = TurnTemplate(tokenizer)
     stop_ids = template.find_stop_ids(target.model.generation_config.eos_token_id, needs_user=args.mode == "self")
     if args.heads is None:

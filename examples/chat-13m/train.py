@@ -130,7 +130,7 @@ def score_text(logits: Tensor, input_ids: Tensor) -> Tensor:
 
 def repeated_4grams(folder: str, prompts: str) -> float:
     """Of a model's greedy texts of up to 128 tokens."""
-    target, tokenizer = load_target(folder)
+    target, tokenizer = load_target(folder, keeps_dtype=True)
     decoder = Decoder(target)
     found, _ = load_prompts(Path(prompts), tokenizer, target, num_prompts=None, max_new_tokens=128)
     texts = [

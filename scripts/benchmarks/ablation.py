@@ -26,7 +26,7 @@ from rich.console import Console
 
 from inference import Decoder, GenerationStats, Target
 from scripts.measuring.environment import describe_environment
-from scripts.measuring.measure import Batch, Settings, load_prompts, make_batches
+from scripts.measuring.measure import Batch, Settings, load_prompts
 from scripts.measuring.render import Grid
 from scripts.shared.model_loading import TREE_HELP, load_heads, load_target
 from scripts.shared.one_line_errors import one_line_errors
@@ -74,6 +74,11 @@ class AblationArguments:
         names = [Path(config).stem for config in self.configs]
         if not names or len(set(names)) < len(names):
             raise ValueError(f"got --configs {' '.join(self.configs)}: give one or more files, each name once")
+        if len({Path(path).stem for path in self.prompts}) < len(self.prompts) or self.batch_size < 1:
+            raise ValueError(
+                f"got --prompts {' '.join(self.prompts)} --batch_size {self.batch_size}: give each file's name once, "
+                "and 1 prompt or more"
+            )
         for config in self.configs:
             if not Path(config).is_file():
                 raise ValueError(f"--configs {config} does not exist: give training configurations")
@@ -211,7 +216,13 @@ def run(args: AblationArguments, options: Sequence[str], console: Console) -> di
     limits = {"num_prompts": args.num_prompts, "max_new_tokens": args.max_new_tokens}
     prompts = {Path(path).stem: load_prompts(Path(path), tokenizer, target, **limits)[0] for path in args.prompts}
     num_prompts = sum(map(len, prompts.values()))
-    batches = {name: make_batches(some, args.batch_size) for name, some in prompts.items()}
+    batches = {
+        name: [
+            Batch.of(*some[i : i + args.batch_size], index=i // args.batch_size)
+            for i in range(0, len(some), args.batch_size)
+        ]
+        for name, some in prompts.items()
+    }
     details = {"target": args.target, "prompts": args.prompts, "num_prompts": num_prompts, "tree": args.tree}
     environment = {**describe_environment(target, None, **details), "batch": args.batch_size}
     results: dict[str, dict[str, Any]] = {}

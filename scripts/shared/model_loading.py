@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from heads import DraftHeads
@@ -22,7 +23,7 @@ from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
-from inference.kernels.packed_weights import has_fast_bfloat16
+from inference.kernels.packed_weights import has_bfloat16
 from inference.targets.auto_class import find_auto_class_of
 from inference.trees.options import resolve_policy
 
@@ -59,21 +60,29 @@ def load_target(
     disable_progress_bar()  # a bar for each file of weights would clutter a chat
     check_folder(name)
     device = check_device(device)
+    if not keeps_dtype:
+        dtype = resolve_dtype(name, dtype, device)
     model = find_auto_class_of(name).from_pretrained(name, dtype=dtype).requires_grad_(False).eval().to(device)
-    if dtype == "auto" and not keeps_dtype and device == "cpu" and is_slow_on_cpu(model):
-        logger.warning(
-            "this CPU has no instructions for bfloat16, so %s runs in float32, with twice the memory; --dtype %s keeps "
-            "the dtype of its weights",
-            *(name, str(model.dtype).removeprefix("torch.")),
-        )
-        model.float()
     return Target(model), AutoTokenizer.from_pretrained(name)
 
 
-def is_slow_on_cpu(model: Any) -> bool:
-    """Whether a model on this CPU would be faster in float32; quantised models keep their dtype."""
-    is_half = model.dtype in (torch.bfloat16, torch.float16)
-    return is_half and not has_fast_bfloat16() and getattr(model, "hf_quantizer", None) is None
+def resolve_dtype(name: str, dtype: str, device: str) -> str:
+    """float32 in place of auto, for a target in bfloat16 on a CPU that cannot multiply it; else `dtype`.
+
+    The processes of one run must agree, so several keep auto, the saved dtype.
+    """
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if dtype != "auto" or torch.device(device).type != "cpu" or has_bfloat16() or not is_alone:
+        return dtype
+    config = AutoConfig.from_pretrained(name)
+    if config.dtype != torch.bfloat16 or getattr(config, "quantization_config", None) is not None:
+        return dtype
+    logger.warning(
+        "this CPU has no instructions for bfloat16, so %s runs in float32, with twice the memory; --dtype bfloat16 "
+        "keeps the dtype of its weights",
+        name,
+    )
+    return "float32"
 
 
 def check_folder(name: str) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from inference import Target
 from scripts.shared import model_loading
 from tests.conftest import CHAT_TARGET
+from tests.tiny_targets import tiny_target
 from training.run.preparation import warn_of_slow_dtypes
 
 
@@ -16,7 +18,7 @@ from training.run.preparation import warn_of_slow_dtypes
 def test_auto_is_float32_on_a_cpu_without_bfloat16(
     is_fast: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(model_loading, "has_fast_bfloat16", lambda: is_fast)
+    monkeypatch.setattr(model_loading, "has_bfloat16", lambda: is_fast)
     target, _ = model_loading.load_target(str(CHAT_TARGET), device="cpu")
     assert target.dtype == expected
     assert ("--dtype bfloat16 keeps the dtype of its weights" in caplog.text) is not is_fast
@@ -24,20 +26,27 @@ def test_auto_is_float32_on_a_cpu_without_bfloat16(
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"keeps_dtype": True}], ids=str)
 def test_a_dtype_that_is_named_or_written_is_kept(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_loading, "has_fast_bfloat16", lambda: False)
+    monkeypatch.setattr(model_loading, "has_bfloat16", lambda: False)
     assert model_loading.load_target(str(CHAT_TARGET), device="cpu", **options)[0].dtype == torch.bfloat16
 
 
+def test_processes_of_one_run_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loading, "has_bfloat16", lambda: False)
+    assert model_loading.resolve_dtype(str(CHAT_TARGET), "auto", "cpu") == "float32"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert model_loading.resolve_dtype(str(CHAT_TARGET), "auto", "cpu") == "auto"
+
+
 @pytest.mark.parametrize(
-    ("is_bf16", "target_dtype", "expected"),
+    ("is_bf16", "dtype", "expected"),
     [
         (True, torch.bfloat16, "--bf16 false --target_dtype float32 makes training"),
-        (False, torch.float16, "bfloat16: --target_dtype float32 makes training"),
+        (True, None, "bfloat16: --bf16 false makes training"),
         (False, torch.float32, None),
     ],
 )
 def test_training_names_the_options_that_are_slow(
-    is_bf16: bool, target_dtype: torch.dtype, expected: str | None, caplog: pytest.LogCaptureFixture
+    is_bf16: bool, dtype: torch.dtype | None, expected: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_of_slow_dtypes(is_bf16, target_dtype)
+    warn_of_slow_dtypes(is_bf16, None if dtype is None else Target(tiny_target("llama", dtype=dtype)))
     assert expected in caplog.text if expected else not caplog.text

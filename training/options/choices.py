@@ -24,7 +24,6 @@ from transformers import AutoConfig
 from heads import HEAD_TYPES, DraftHeads
 from heads.formats.native_mtp import find_modules
 from heads.kinds.eagle3 import default_draft_vocabulary
-from inference.kernels.packed_weights import has_fast_bfloat16
 from inference.targets.auto_class import find_auto_class
 from inference.targets.model_config import find_length_limit
 from training.distributed.launch import count_launched, is_requested
@@ -87,8 +86,9 @@ class Machine:
             return cls(device.name, device.total_memory, num_processes, torch.cuda.is_bf16_supported(False))
         import psutil  # type: ignore[import-untyped, unused-ignore]
 
+        has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
-        return cls("the CPU", psutil.virtual_memory().total // on_this_machine, num_processes, has_fast_bfloat16())
+        return cls("the CPU", psutil.virtual_memory().total // on_this_machine, num_processes, has_bf16)
 
 
 @dataclass(frozen=True)

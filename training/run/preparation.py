@@ -17,7 +17,7 @@ from heads import DraftHeads, create_heads
 from heads.checkpoint import is_published
 from heads.config import name_of_target
 from inference import Target
-from inference.kernels.packed_weights import has_fast_bfloat16
+from inference.kernels.packed_weights import has_bfloat16
 from inference.targets.model_config import LengthLimit, find_length_limit
 from training.data.collation import ConversationCollator, count_tokens
 from training.data.options import seed_of_data
@@ -98,8 +98,10 @@ def prepare_run(*parts: Any) -> PreparedRun:
     is_main_process = args.process_index == 0
     checkpoint = find_checkpoint(args.output_dir, args.resume_from_checkpoint, is_main_process=is_main_process)
     models = _load_models(options, checkpoint)
-    if is_main_process and args.device.type == "cpu" and not has_fast_bfloat16():
-        warn_of_slow_dtypes(args.bf16, models.target.dtype)
+    has_states = options.features.features is not None or options.features.features_endpoint is not None
+    is_new = checkpoint is None and is_main_process
+    if is_new and args.device.type == "cpu" and not has_bfloat16():
+        warn_of_slow_dtypes(args.bf16, None if has_states else models.target)
     if args.learning_rate is None:
         multiplier = options.joint.heads_lr_multiplier if options.joint.is_on else 1
         args.learning_rate = models.heads.default_learning_rate / multiplier
@@ -157,8 +159,11 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
     return _Models(target, tokenizer, heads, are_heads_trained=False)
 
 
-def warn_of_slow_dtypes(is_bf16: bool, target_dtype: torch.dtype) -> None:
-    slow = ["--bf16 false"] * is_bf16 + ["--target_dtype float32"] * (target_dtype != torch.float32)
+def warn_of_slow_dtypes(is_bf16: bool, target: Target | None) -> None:
+    """Names the options that make training slow on a CPU without bfloat16; target: the one that computes the states."""
+    slow = ["--bf16 false"] * is_bf16
+    if target is not None and target.dtype == torch.bfloat16 and getattr(target.model, "hf_quantizer", None) is None:
+        slow.append("--target_dtype float32")
     if slow:
         logger.warning(
             "this CPU has no instructions for bfloat16: %s makes training several times as fast", " ".join(slow)

@@ -28,6 +28,7 @@ def measure_again(tmp_path: Path, configs: list[str], max_steps: str) -> dict[st
         num_prompts=2,
         max_new_tokens=6,
         temperature=[0.0],
+        batch_size=2,
         output=str(tmp_path / "out"),
     )
     options = ["--max_samples", "8", "--max_steps", max_steps, "--per_device_train_batch_size", "1"]
@@ -71,3 +72,5 @@ def test_wrong_configurations() -> None:
         AblationArguments(configs=["no.yaml"])
     with pytest.raises(ValueError, match="each name once"):
         AblationArguments(configs=["a/one.yaml", "b/one.yaml"])
+    with pytest.raises(ValueError, match="give each file's name once"):
+        AblationArguments(prompts=["a/one.jsonl", "b/one.jsonl"])
