@@ -263,7 +263,7 @@ def test_heads_without_a_vocabulary_are_not_exported(tiny: Path, tmp_path: Path)
 
 
 def test_settings_that_do_not_come_back_are_named(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("heads.formats.eagle.eagle1._OWN", ("feature_noise",))
+    monkeypatch.setattr("heads.formats.eagle.eagle1._OWN", ("feature_noise", "embedding_scale"))
     heads = DraftHeads.from_pretrained(HEADS / "eagle")
     heads.config.ttt_steps += 1
     heads.save_pretrained(tmp_path / "heads")

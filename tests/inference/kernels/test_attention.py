@@ -19,6 +19,7 @@ from inference.kernels.attention import (
     attend_masked,
     grouped_attention,
 )
+from inference.kernels.packed_weights import has_bfloat16
 from tests.tiny_targets import random_prompt, tiny_target
 
 
@@ -133,7 +134,8 @@ def test_exact_attention_does_not_see_gaps_or_other_rows(dtype: torch.dtype) -> 
     within = query[:, :, :60], key, value, gaps
     assert torch.equal(attend_exactly(*without, 0.1), attend_exactly(*within, 0.1)[:, :, :4])
     stock = [attend_masked(*rest, mask.to(dtype)) for *rest, mask in (without, within)]
-    assert not torch.equal(stock[0], stock[1][:, :, :4])
+    if dtype == torch.float32 or has_bfloat16():  # without oneDNN's bfloat16 it did not see them
+        assert not torch.equal(stock[0], stock[1][:, :, :4])
 
 
 def test_exact_attention_is_one_call_in_a_graph() -> None:
