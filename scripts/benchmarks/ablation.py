@@ -34,7 +34,7 @@ from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
 TRAINING_PROGRAM = Path(__file__).resolve().parents[2] / "training" / "train_heads.py"
-MEASURED = ("prompts", "num_prompts", "max_new_tokens", "batch_size", "dtype", "seed")
+MEASURED = ("target", "prompts", "num_prompts", "max_new_tokens", "batch_size", "dtype", "seed")
 
 
 @dataclass
@@ -152,7 +152,7 @@ def summarize(each: dict[str, list[GenerationStats]]) -> dict[str, Any]:
 
 
 def summarize_texts(each: Sequence[GenerationStats]) -> dict[str, Any]:
-    """Acceptance length of all texts together, its standard error over prompts, and acceptance by depth."""
+    """Acceptance length of all batches together, its standard error over them, and acceptance by depth."""
     total = sum(each, GenerationStats())
     steps = [stats.num_verify_steps for stats in each]
     tokens = [stats.acceptance_length * stats.num_verify_steps for stats in each]
@@ -164,7 +164,7 @@ def summarize_texts(each: Sequence[GenerationStats]) -> dict[str, Any]:
 
 
 def find_ratio_error(tokens: Sequence[float], steps: Sequence[int]) -> float | None:
-    """Standard error of sum(tokens) / sum(steps) over prompts, to first order; None for one prompt.
+    """Standard error of sum(tokens) / sum(steps) over batches, to first order; None for one batch.
 
     >>> round(find_ratio_error([20, 30], [10, 10]), 3)
     0.5
