@@ -22,7 +22,11 @@ def is_periodic(tokens: Sequence[int], longest: int = 20) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("family", "weights"), [*((family, 0.3) for family in FAMILIES), *((family, 0.5) for family in CORE_FAMILIES)]
+    ("family", "weights"),
+    [
+        *(pytest.param(family, 0.3, marks=() if family in CORE_FAMILIES else pytest.mark.slow) for family in FAMILIES),
+        *((family, 0.5) for family in CORE_FAMILIES),
+    ],
 )
 def test_greedy_text_keeps_changing_and_depends_on_the_prompt(family: str, weights: float) -> None:
     target = tiny_target(family, initializer_range=weights)

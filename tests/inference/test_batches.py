@@ -26,6 +26,7 @@ from inference import (
 from inference import prompts as prompt_reading
 from inference.cache.tree_cache import TreeCache
 from tests.lossless.near_tie import assert_same_text
+from tests.params import slow_but
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 from tests.watched_passes import watch_rows
 
@@ -149,7 +150,7 @@ def test_several_sequences_of_a_prompt_read_it_once(monkeypatch: pytest.MonkeyPa
     assert widths[:2] == [1, 3]
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", slow_but({"none", "n-grams", "small", "eagle3"}, DRAFTERS))
 def test_a_conversation_goes_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only new tokens are read: after each reply comes the next question."""
     decoder = Decoder(target_of(), drafter_of(kind), tree=tree_of(kind))

@@ -27,6 +27,7 @@ from inference.targets.target import Target
 from inference.trees.options import resolve_policy
 from inference.trees.static import chain
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
+from tests.params import slow_but
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 
 # Operators whose result (a number, or a shape that depends on values) the host must wait for.
@@ -124,8 +125,13 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
 @pytest.mark.usefixtures("no_lists")
 @pytest.mark.parametrize(
     ("tree", "batch_size", "family"),
-    [("dynamic", 1, "llama"), ([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]], 3, "gemma3")],
-    ids=["dynamic, sampled", "static, batch"],
+    slow_but(
+        {"static, batch"},
+        {
+            "dynamic, sampled": ("dynamic", 1, "llama"),
+            "static, batch": ([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]], 3, "gemma3"),
+        },
+    ),
 )
 @pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 def test_a_step_reads_nothing_on_the_host(

@@ -91,7 +91,7 @@ SETTINGS = {
     ),
 }
 # All together take minutes. `test_rejection.py` has quick tests of processors that read the text.
-FAST = ("T=1.3", "eos")
+FAST = [("exact", "dynamic", "T=1.3"), ("rejection", "static", "T=1.3"), ("block_verification", "chain", "T=1.3")]
 # Everything with every rule; with all of the trees only temperatures.
 EVERY_CASE = [(*case, setting) for case in CASES for setting in ("T=0.7", "T=1.3")] + [
     (rule, tree, setting)
@@ -99,7 +99,7 @@ EVERY_CASE = [(*case, setting) for case in CASES for setting in ("T=0.7", "T=1.3
     for setting in SETTINGS
     if not setting.startswith("T=") and (rule, setting) != ("block_verification", "custom")
 ]
-ALL_CASES = [pytest.param(*case, marks=() if case[2] in FAST else pytest.mark.slow) for case in EVERY_CASE]
+ALL_CASES = [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in EVERY_CASE]
 
 
 class FixedDrafter(Drafter):

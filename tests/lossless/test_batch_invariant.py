@@ -18,6 +18,7 @@ from inference.execution.compiled import CompiledExecutor
 from inference.pipeline import DraftingPipeline
 from inference.targets.invariance import check_invariance
 from tests.lossless.test_real_heads import TRAINED, chat_prompts, chat_target
+from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
@@ -91,7 +92,7 @@ def test_scores_differ_without_the_mode() -> None:
     assert not decode_both("llama", torch.float32, TREES[1], batch_invariant=False, do_sample=False)
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("options", slow_but({"sampled"}, {"greedy": {"do_sample": False}, "sampled": SAMPLED}))
 def test_trained_heads_in_bfloat16(options: dict[str, Any]) -> None:
     target, prompts = chat_target(torch.bfloat16), chat_prompts()[:2]
     heads = DraftHeads.from_pretrained(TRAINED / "mtp")

@@ -62,7 +62,14 @@ def reduced_cells() -> list[Cell]:
     return sorted(cells, key=lambda cell: cell.case.family)  # one worker then makes a family's references
 
 
-@pytest.mark.parametrize("cell", [pytest.param(cell, id=cell.name) for cell in reduced_cells()])
+# By default a third of them, of every family.
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, id=cell.name, marks=pytest.mark.slow if place % 3 else ())
+        for place, cell in enumerate(reduced_cells())
+    ],
+)
 def test_texts_are_those_of_plain_decoding(cell: Cell) -> None:
     outcome = run_case(cell.case)
     assert outcome.num_tokens > 0
@@ -88,6 +95,7 @@ def greedy_cells_of(family: str) -> list[Cell]:
     ]
 
 
+@pytest.mark.slow
 def test_every_depth_rank_and_end_is_reached_and_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

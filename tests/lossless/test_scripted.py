@@ -17,8 +17,15 @@ NEW_TOKENS = 64
 POLICIES = {name: policy_of(name) for name in ("chain", "static", "dynamic")}
 
 
-@pytest.mark.parametrize(("policy", "attention"), [*zip(POLICIES, ("sdpa", "eager", "sdpa"), strict=True)])
-@pytest.mark.parametrize("family", CORE_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "policy", "attention"),
+    [
+        # By default one policy for each family.
+        pytest.param(family, policy, attention, marks=() if (number + place) % 3 == 0 else pytest.mark.slow)
+        for number, family in enumerate(CORE_FAMILIES)
+        for place, (policy, attention) in enumerate(zip(POLICIES, ("sdpa", "eager", "sdpa"), strict=True))
+    ],
+)
 def test_greedy_text_is_transformers_generate(family: str, attention: str, policy: str) -> None:
     # Prompts of 5 and 30 tokens: below and beyond the window of 8 of Mistral and Gemma 3.
     model = tiny_target(family, attn_implementation=attention, initializer_range=0.3)

@@ -119,6 +119,7 @@ def test_other_drafters_are_measured_beside_heads(small_chat: str, heads_path: P
     assert report["environment"]["drafter_model"] == small_chat
 
 
+@pytest.mark.slow
 def test_a_matrix_is_one_report_for_each_combination(
     small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ def launch(*words: str, typed: str = "") -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_chat(small_chat: str) -> None:
     """Each line gets the reply of plain decoding."""
     words = ("chat", "--target", small_chat, "--ngrams", "--max_new_tokens", "12", "--compare")

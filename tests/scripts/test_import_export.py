@@ -40,6 +40,7 @@ from scripts.doors.serving_card import fill_commands, fill_python
 from scripts.shared.model_loading import load_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
+from tests.params import slow_but
 from tests.tiny_targets import tiny_target
 
 HEADS = REPOSITORY / "examples" / "heads"
@@ -115,7 +116,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("keys", "name", "changes"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("keys", "name", "changes"), slow_but({"ids counted from the layer before"}, WRONG))
 def test_a_wrong_convention_is_found(
     keys: dict[str, Any], name: str, changes: dict[str, Any], published: Path, chat_target: Any, chat_tokenizer: Any
 ) -> None:

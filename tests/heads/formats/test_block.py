@@ -28,24 +28,27 @@ from tests.heads.formats.round_trip import (
     write,
 )
 from tests.heads.tiny_heads import tiny_heads
+from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
 
 FLASH = {"block_size": 4}
 SPARK = {"block_size": 4, "predicts_at_anchor": True, "markov_rank": 6, "has_confidence": True}
 COPIES = ("embed_tokens.weight", "lm_head.weight")
-VARIANTS = [
-    (VLLMBlock(), FLASH),
-    (VLLMBlock(), {**FLASH, "is_causal": True, "num_layers": 1}),
-    (VLLMBlock(), SPARK),
-    (VLLMBlock(), {**SPARK, "has_confidence": False, "is_causal": True}),
-    (BlockSpeculators(), FLASH),
-    (BlockSpeculators(), {**FLASH, "predicts_at_anchor": True}),
-    (BlockSpeculators(), SPARK),
-    (BlockSpeculators(), {**SPARK, "markov_rank": 0}),
-]
+VARIANTS = {
+    "vLLM, DFlash": (VLLMBlock(), FLASH),
+    "vLLM, causal DFlash": (VLLMBlock(), {**FLASH, "is_causal": True, "num_layers": 1}),
+    "vLLM, DSpark": (VLLMBlock(), SPARK),
+    "vLLM, causal DSpark": (VLLMBlock(), {**SPARK, "has_confidence": False, "is_causal": True}),
+    "speculators, DFlash": (BlockSpeculators(), FLASH),
+    "speculators, at the anchor": (BlockSpeculators(), {**FLASH, "predicts_at_anchor": True}),
+    "speculators, DSpark": (BlockSpeculators(), SPARK),
+    "speculators, no Markov bias": (BlockSpeculators(), {**SPARK, "markov_rank": 0}),
+}
 
 
-@pytest.mark.parametrize(("known", "settings"), VARIANTS)
+@pytest.mark.parametrize(
+    ("known", "settings"), slow_but({"vLLM, DFlash", "vLLM, DSpark", "speculators, DSpark"}, VARIANTS)
+)
 def test_round_trip(known: Any, settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
     heads = tiny_heads("block", target, **settings)
     published = assert_round_trip(known, heads, tmp_path)

@@ -30,6 +30,7 @@ from tests.heads.formats.round_trip import (
     write,
 )
 from tests.heads.tiny_heads import plain_eagle3
+from tests.params import slow_but
 from tests.tiny_targets import tiny_target
 
 KNOWN = GgufEagle3()
@@ -46,7 +47,10 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["full", "reduced", "residual", "fc", "linear"])
+@pytest.mark.parametrize(
+    "settings",
+    slow_but({"full", "reduced"}, dict(zip(["full", "reduced", "residual", "fc", "linear"], SETTINGS, strict=True))),
+)
 def test_round_trip(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
     heads = plain_eagle3(target, **settings)
     published = assert_round_trip(KNOWN, heads, tmp_path)

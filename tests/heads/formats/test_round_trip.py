@@ -18,6 +18,7 @@ from inference import Target, generate
 from tests.conftest import REPOSITORY
 from tests.heads.test_contract import assert_same_tensors, config_of
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
+from tests.params import slow_but
 from tests.tiny_targets import random_prompt, target_of
 
 # What a format does not take, per variant, and the words of its reason. The other pairs must come back as they were.
@@ -165,7 +166,9 @@ SHIPPED = {
 }
 
 
-@pytest.mark.parametrize(("kind", "known"), [*SHIPPED.items()], ids=SHIPPED)
+@pytest.mark.parametrize(
+    ("kind", "known"), slow_but({"eagle3", "mtp"}, {kind: (kind, known) for kind, known in SHIPPED.items()})
+)
 def test_shipped_heads_come_back_and_decode_the_same(
     known: Format, kind: str, chat_target: Any, tmp_path: Path
 ) -> None:

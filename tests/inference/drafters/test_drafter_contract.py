@@ -26,6 +26,7 @@ from inference.targets.encoding import encode
 from tests.heads.formats.test_native_mtp import CASES, load
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.memory_tracker import find_tensors
+from tests.params import slow_but
 from tests.tiny_targets import target_of, tiny_target
 
 
@@ -330,7 +331,7 @@ def pick_nodes(draft: DraftLogits, nodes: Tensor) -> DraftLogits:
 SERVING = {**{name: DRAFTERS[name] for name in VARIANT_IDS if name.endswith("-0")}, **OTHERS}
 
 
-@pytest.mark.parametrize("make", SERVING.values(), ids=SERVING)
+@pytest.mark.parametrize("make", slow_but({"medusa-0", "eagle3-0", "mtp-0", "block-0"}, SERVING))
 def test_one_drafter_serves_several_targets_and_stays_as_it_was(make: Maker, tmp_path: Path) -> None:
     """Greedy text is plain decoding's, whichever of the targets it drafts for."""
     target, drafter = make(tmp_path)

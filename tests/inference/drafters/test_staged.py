@@ -72,7 +72,7 @@ def test_scores_are_a_recompute_whatever_the_loop_picks(
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.5, "seed": 4}])
-@pytest.mark.parametrize("num_guesses", [1, 4])
+@pytest.mark.parametrize("num_guesses", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_it_drafts_what_the_small_model_drafts(
     num_guesses: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from tests.inference.execution.recorder import Recorder
 from tests.inference.execution.test_stand_in import DRAFTERS
 from tests.lossless.restless import restless
 from tests.lossless.test_real_heads import TRAINED_KINDS, chat_heads, chat_prompts, chat_target
+from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
@@ -97,9 +98,8 @@ def capture(decoder: Decoder) -> PoisoningExecutor:
     return executor
 
 
-# By default one configuration of each kind.
-LONG = ("parallel-0", "block-0", "eagle-0", "eagle3 + ngrams", "block + ngrams")  # like variants, for time
-MARKS = {name: [pytest.mark.slow] if name[-1:] in "12345" or name in LONG else [] for name in DRAFTERS}
+# By default one drafter for each way in which drafters are called.
+QUICK = {"eagle3-0", "mtp-0", "kangaroo-0", "ngrams", "none"}
 
 
 def long_prompts(batch_size: int) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ def long_prompts(batch_size: int) -> dict[str, Tensor]:
     return pad_prompts([random_prompt(6 + row, seed=row).repeat(1, 7 - row)[0] for row in range(batch_size)])
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in DRAFTERS])
+@pytest.mark.parametrize("name", slow_but(QUICK, list(DRAFTERS)))
 def test_the_text_is_the_eager_text(name: str) -> None:
     """Three calls each; the last has no arguments that are new to a graph."""
     target = Target(tiny_target("llama", num_hidden_layers=5 if name == "kangaroo-1" else 2))
@@ -133,7 +133,7 @@ def test_the_text_is_the_eager_text(name: str) -> None:
         assert not executor._eager
 
 
-@pytest.mark.parametrize("kind", TRAINED_KINDS)
+@pytest.mark.parametrize("kind", slow_but({"eagle3", "mtp"}, TRAINED_KINDS))
 def test_trained_heads(kind: str) -> None:
     """Some of their drafts are accepted."""
     target = chat_target(torch.float32)
@@ -177,7 +177,7 @@ def test_a_drafter_that_reads_on_the_host_runs_eagerly() -> None:
     assert executor._eager == {"_draft_ranks"}  # `_extend` reads nothing
 
 
-@pytest.mark.parametrize("kind", ["mtp", "kangaroo", "block"])
+@pytest.mark.parametrize("kind", slow_but({"mtp"}, ["mtp", "kangaroo", "block"]))
 def test_trees_of_all_sizes_and_steps_without_the_drafter(kind: str) -> None:
     """Slots that wait for the drafter outlive the replays that made them."""
     target, prompt = Target(tiny_target("llama", num_hidden_layers=2)), random_prompt(9).repeat(1, 3)

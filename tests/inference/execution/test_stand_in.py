@@ -36,6 +36,7 @@ from inference.trees.auto import AutoTree
 from inference.trees.options import resolve_policy
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.inference.execution.stand_in import DEVICE, RefuseHostTensors, move, stand_in_target, strict
+from tests.params import slow_but
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
 STATIC = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]]
@@ -145,18 +146,18 @@ def test_every_kind_of_heads_is_here() -> None:
     assert {name.split("-")[0] for name in DRAFTERS if "-" in name} == set(HEAD_TYPES)
 
 
-# By default one configuration of each kind.
-MARKS = {name: [pytest.mark.slow] if name[-1:] in "12345" else [] for name in DRAFTERS}
+# By default one configuration of each kind of heads, and n-grams.
+QUICK = {f"{kind}-0" for kind in HEAD_TYPES if kind != "kangaroo"} | {"ngrams"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in DRAFTERS])
+@pytest.mark.parametrize("name", slow_but(QUICK, list(DRAFTERS)))
 def test_steps_on_the_stand_in_device(name: str) -> None:
     stand_in = StandIn(DRAFTERS[name], num_layers=5 if name == "kangaroo-1" else 2)
     for step in [*STEPS.values()][:: 1 if name in EVERY_STEP else 2]:
         stand_in.run(*step)
 
 
-@pytest.mark.parametrize("name", ["medusa-0", "eagle3-1", "ngrams"])
+@pytest.mark.parametrize("name", slow_but({"medusa-0"}, ["medusa-0", "eagle3-1", "ngrams"]))
 def test_acceptance_rules_on_the_stand_in_device(name: str) -> None:
     stand_in = StandIn(DRAFTERS[name])
     for step in RULE_STEPS.values():

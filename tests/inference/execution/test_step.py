@@ -26,6 +26,7 @@ from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import rough_copy
 from tests.inference.plain_passes import compute_depths
 from tests.lossless.restless import auto_tree, restless
+from tests.params import slow_but
 from tests.scripted_drafter import HostDrafter
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
@@ -66,6 +67,7 @@ def test_compiled_text_is_the_eager_text(target: Target, tree: Any, name: str) -
     assert min(output.stats.accepted_histogram) > 0, "not every depth was reached"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced_alone")
 def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
     settings = SETTINGS["sampled"]
@@ -119,7 +121,7 @@ def test_compiled_heads_draft_what_they_draft_eagerly(target: Target) -> None:
 # The target's passes and acceptance, the same for all drafters, are traced by the tests of prompts and of one decoder.
 @pytest.mark.usefixtures("traced_alone")
 @pytest.mark.parametrize("traced_alone", ["_extend|expand_level|_draft_ranks"], indirect=True, ids=[""])
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", slow_but({"medusa", "eagle3", "mtp", "block"}, list(DRAFTERS)))
 def test_every_drafter_is_traced_whole(target: Target, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "inference.execution.compiled")
     check_compiled_drafter(target, kind)
@@ -141,12 +143,14 @@ def check_compiled_drafter(target: Target, kind: str) -> None:
 @pytest.mark.parametrize("traced_alone", ["(?!verify|_commit)"], indirect=True, ids=[""])
 @pytest.mark.parametrize(
     ("rule", "tree"),
-    [
-        ("rejection", StaticTree([[0], [1], [0, 0]])),
-        ("block_verification", chain(2)),
-        ("typical", DynamicTree(2, 2, 5)),
-    ],
-    ids=["rejection", "block_verification", "typical"],
+    slow_but(
+        {"rejection"},
+        {
+            "rejection": ("rejection", StaticTree([[0], [1], [0, 0]])),
+            "block_verification": ("block_verification", chain(2)),
+            "typical": ("typical", DynamicTree(2, 2, 5)),
+        },
+    ),
 )
 def test_compiled_rules_accept_what_they_accept_eagerly(rule: str, tree: Any, caplog: pytest.LogCaptureFixture) -> None:
     """In one graph each, also with a processor that reads the text."""
@@ -345,6 +349,7 @@ def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches(caplog
     assert "in pieces" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced_alone")
 def test_prompts_share_the_graph_of_trees(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Of any length, alone and in a batch, also with windows; only the pieces that would be graphs of their own are

@@ -38,7 +38,14 @@ def compile_kernel(kernel: Any, capability: int, dtype: Any, width: int) -> Any:
 
 # The second kernel has the product of the first; where blocks have the least memory.
 @pytest.mark.parametrize(
-    ("kernel", "capability"), [*(("_attend_tiles", capability) for capability in SHARED_MEMORY), ("_finish", 80)]
+    ("kernel", "capability"),
+    [
+        *(
+            pytest.param("_attend_tiles", capability, marks=() if capability == 90 else pytest.mark.slow)
+            for capability in SHARED_MEMORY
+        ),
+        ("_finish", 80),
+    ],
 )
 def test_they_compile(kernel: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The widest heads in bfloat16, so that the matrix units are used, and no product is fused by ptxas alone."""

@@ -17,6 +17,7 @@ from inference.planning.planner import TreePlanner
 from inference.trees.auto import AutoTree, gamma_chain
 from inference.trees.token_tree import TokenTree
 from tests.lossless.restless import auto_tree
+from tests.params import slow_but
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
 
@@ -197,7 +198,9 @@ def test_a_shrinking_batch_is_planned_with_the_costs_of_its_rows() -> None:
     assert planner._seconds(1, 2, 1) == 4.5
 
 
-@pytest.mark.parametrize("tree", [auto_tree((1, 3), (4, 8), (2, 3)), gamma_chain(3)], ids=["auto", "gamma"])
+@pytest.mark.parametrize(
+    "tree", slow_but({"auto"}, {"auto": auto_tree((1, 3), (4, 8), (2, 3)), "gamma": gamma_chain(3)})
+)
 def test_decoding_with_chosen_trees(tree: AutoTree) -> None:
     """Rows that end at different times, twice with one decoder."""
     model = tiny_target("llama", initializer_range=0.3)

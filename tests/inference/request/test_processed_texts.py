@@ -113,7 +113,13 @@ def test_the_text_is_that_of_transformers_processors(num_rows: int, options: dic
 
 
 @pytest.mark.usefixtures("traced_alone")
-@pytest.mark.parametrize(("num_rows", "options"), [(1, {"do_sample": False}), (3, SAMPLED)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("num_rows", "options"),
+    [
+        pytest.param(1, {"do_sample": False}, id="greedy", marks=pytest.mark.slow),
+        pytest.param(3, SAMPLED, id="sampled"),
+    ],
+)
 def test_the_text_of_compiled_steps(num_rows: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "inference.execution.compiled")
     stats = check(

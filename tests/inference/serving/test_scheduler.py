@@ -23,6 +23,7 @@ from inference.serving.lane import Lane
 from inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.serving.arrivals import SECONDS, Arrival, drafters_of, draw_options, end, serve
+from tests.params import slow_but
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 
 # The target itself as the small model: deep drafts are accepted.
@@ -60,7 +61,7 @@ def draw_arrivals(target: Target, count: int, **settings: Any) -> list[Arrival]:
     return arrivals
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", slow_but({"plain", "oracle", "ngrams", "eagle3"}, list(DRAFTERS)))
 def test_a_text_depends_on_nobody_else_in_the_batch(name: str) -> None:
     """Rows of all options arrive while others run; more than there is room for; their prompts begin alike or not."""
     family, make = DRAFTERS[name]

@@ -37,6 +37,7 @@ from tests.inference.tiny_encoder_decoders import (
     tiny_encoder_decoder,
 )
 from tests.lossless.near_tie import explain_difference
+from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
 from tests.watched_passes import watch_rows
 
@@ -132,7 +133,7 @@ def test_trees_are_scored_as_the_models_own_decoder_does(kind: str, attention: s
     check_tree(model, target, cache, tree, sources, texts)
 
 
-@pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("is_sampled", slow_but({"sampled"}, {"greedy": False, "sampled": True}))
 @pytest.mark.parametrize(("kind", "seed"), CELLS)
 def test_texts_with_the_scripted_drafter(kind: str, seed: int, is_sampled: bool) -> None:
     """Every depth and branch is reached; sampled text is plain decoding's, whatever the batch."""
@@ -314,7 +315,7 @@ def test_peft_models() -> None:
         generate(model, drafter, ids, mask, adapter_names=["default"] * 5, **GREEDY)
 
 
-@pytest.mark.parametrize("drafter", ["none", "n-grams", "small", "staged", "merged"])
+@pytest.mark.parametrize("drafter", slow_but({"none", "n-grams"}, ["none", "n-grams", "small", "staged", "merged"]))
 def test_rows_that_have_ended_leave_with_their_sources(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, seed, count = "t5-v1.1", 2, 5
     target = target_of(kind, seed)

@@ -35,7 +35,10 @@ HALVES = (torch.bfloat16, torch.float16)
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, torch.bfloat16) for family in FAMILIES),
+        *(
+            pytest.param(family, torch.bfloat16, marks=() if family in CORE_FAMILIES else pytest.mark.slow)
+            for family in FAMILIES
+        ),
         *((family, torch.float16) for family in CORE_FAMILIES),
         *(
             pytest.param(family, dtype, marks=() if family in ("qwen3_5", "mamba2", "lfm3") else pytest.mark.slow)

@@ -42,6 +42,7 @@ def test_every_line_of_the_table_has_a_configuration(args: ContinuingArguments, 
     }
 
 
+@pytest.mark.slow
 def test_fine_tuning_keeps_shape_and_dtype_and_changes_the_weights(args: ContinuingArguments, tmp_path: Path) -> None:
     fine_tune(args, Path(args.conversations), tmp_path / "target")
     before, after = (load_file(folder / "model.safetensors") for folder in (CHAT_TARGET, tmp_path / "target"))

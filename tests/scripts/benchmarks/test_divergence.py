@@ -100,6 +100,7 @@ def test_the_cost_is_that_of_steps_after_the_first_token(monkeypatch: pytest.Mon
     assert Tally().cost is None
 
 
+@pytest.mark.slow
 def test_the_program_decodes_in_batch_invariant_mode(
     chat_target: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
@@ -42,6 +43,7 @@ def test_a_token_meets_a_few_of_the_experts() -> None:
     assert more == 2 * 2 * 6 * 64, "only the router grows"
 
 
+@pytest.mark.slow
 def test_recomputed_states_need_less_memory() -> None:
     whole, less = (find_draft_cost(SMALL, 64, recomputes=recomputes) for recomputes in (False, True))
     assert less.parameters == whole.parameters

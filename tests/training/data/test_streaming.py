@@ -180,7 +180,10 @@ class TestRuns:
         "save_total_limit": 0,
     }
 
-    @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2}])
+    @pytest.mark.parametrize(
+        "options",
+        [pytest.param({}, marks=pytest.mark.slow), {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2}],
+    )
     def test_an_interrupted_run_sees_the_same_batches(self, train: Runner, options: dict[str, Any]) -> None:
         metrics = train(**self.STREAMED, **options)
         assert metrics["eval_top1_depth1"] >= 0

@@ -16,6 +16,7 @@ from heads import DraftHeads
 from inference import generate
 from inference.targets.encoding import encode
 from scripts import inspect_data
+from tests.params import slow_but
 from tests.tiny_multimodal import IMAGE, multimodal_target
 from tests.training.images.seeing_targets import WORDS, save_seeing_target, write_squares
 from tests.training.runner import Runner, save_chat_target, write_conversations
@@ -125,7 +126,7 @@ def test_a_target_that_is_trained_too(family: str, seeing: tuple[Path, Any], tmp
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "eagle", "mtp", "block", "parallel"])
+@pytest.mark.parametrize("kind", slow_but({"mtp", "block"}, ["medusa", "hydra", "eagle", "mtp", "block", "parallel"]))
 def test_every_kind_trains(kind: str, family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
     metrics = run_on_squares(seeing[0], tmp_path, head_type=kind, max_steps=2)
     assert metrics["eval_acceptance_length"] >= 1

@@ -18,7 +18,11 @@ pytestmark = pytest.mark.skipif(not RECURRENT_FAMILIES, reason="this release of 
 
 @pytest.mark.parametrize(
     ("family", "head_type"),
-    [("qwen3_5", "eagle3"), ("mamba2", "mtp"), pytest.param("lfm2", "medusa", marks=pytest.mark.slow)],
+    [
+        ("qwen3_5", "eagle3"),
+        pytest.param("mamba2", "mtp", marks=pytest.mark.slow),
+        pytest.param("lfm2", "medusa", marks=pytest.mark.slow),
+    ],
 )
 def test_heads_train(family: str, head_type: str, conversations: Path, tmp_path: Path) -> None:
     folder = tmp_path / "target"

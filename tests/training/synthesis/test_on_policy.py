@@ -214,7 +214,7 @@ class TestRuns:
             assert not any(ids in given for ids in fresh[epoch])
         assert not any(ids in fresh[1] for ids in fresh[0])
 
-    @pytest.mark.parametrize("is_joint", [pytest.param(False, marks=pytest.mark.slow), True])
+    @pytest.mark.parametrize("is_joint", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_resuming_changes_nothing(self, train: Runner, is_joint: bool) -> None:
         """In the middle of an epoch whose replies came from heads and, if adapters are trained, from a target that are
         no more; and at its end. Batches by length read the lengths before anything is replaced."""
