@@ -93,7 +93,7 @@ table: $(STAMP) ## one table and chart of all drafters with heads in examples/he
 	$(BIN)/python scripts/benchmarks/speed_chart.py --json $(TABLE).json --svg $(TABLE).svg
 
 ablation: $(STAMP) ## train heads with every file of configs/ablation and compare them: DATASET=FILE, ARGS; hours, continues after an interruption
-	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/ablation.py $(if $(DATASET),--dataset $(DATASET)) $(ARGS)
+	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/training/ablation.py $(if $(DATASET),--dataset $(DATASET)) $(ARGS)
 
 clean: ## remove the virtual environments and caches
 	rm -rf $(VENV) $(VENV)-* .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -18,8 +18,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from inference.cache.source import Source
 from inference.request.prompt_checks import are_tokens, check_prompt, check_source, pad_left
 from inference.request.request import Request
-from inference.targets.media_proof import prove_media
 from inference.targets.multimodal import media_names, prepare_media
+from inference.targets.probing.media_proof import prove_media
 from inference.targets.target import Target
 
 # Options that transformers accepts silently and this loop cannot honour: name -> (allowed values, cure).

@@ -1,4 +1,4 @@
-"""Facts about a model that need no forward pass: attention, windows, length limits, devices, quantisation."""
+"""Facts about a model without a forward pass: attention, windows, length limits, devices, quantisation, Auto class."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from inference.kernels.attention import GROUPED, STOCK
 
@@ -235,3 +236,21 @@ def find_length_limit(text_config: Any) -> LengthLimit:
                 f"verified together would differ from tokens decoded one by one",
             )
     return found
+
+
+def find_auto_class(config: Any) -> Any:
+    """The class that loads a model of this config with its LM head: AutoModelForCausalLM, or another one for models
+    that also read images or sounds. Models that no class knows are left to AutoModelForCausalLM."""
+    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
+        auto = getattr(transformers, name, None)  # the last is newer than the oldest release we take
+        if auto is not None and type(config) in auto._model_mapping:
+            return auto
+    return AutoModelForCausalLM
+
+
+def find_auto_class_of(name: str, *, trust_remote_code: bool = False) -> Any:
+    """`find_auto_class` of a folder or hub id."""
+    try:
+        return find_auto_class(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code))
+    except (OSError, ValueError):  # it also loads folders of adapters, and its errors are the known ones
+        return AutoModelForCausalLM

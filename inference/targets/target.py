@@ -27,8 +27,6 @@ from inference.kernels.attention import can_use_kernel, fits_kernel
 from inference.kernels.packed_weights import is_packed, pack
 from inference.targets.backbone import Backbone, PassOutput
 from inference.targets.encoder_decoder import PlacedDecoder
-from inference.targets.invariance import check_invariance, check_supported, count_least_rows
-from inference.targets.known_models import describe_model, find_known
 from inference.targets.masks import TreeMasks
 from inference.targets.model_config import (
     check_adapters,
@@ -43,7 +41,9 @@ from inference.targets.model_config import (
 )
 from inference.targets.parts import find_final_norm, find_final_norm_gain, read_weight, run_frozen, take_first_layers
 from inference.targets.passes import Nodes, TargetOutput
-from inference.targets.probe import Findings, examine_encoder_decoder, examine_model
+from inference.targets.probing.invariance import check_invariance, check_supported, count_least_rows
+from inference.targets.probing.known_models import describe_model, find_known
+from inference.targets.probing.probe import Findings, examine_encoder_decoder, examine_model
 from inference.targets.recurrent.finding import find_recurrence
 from inference.targets.recurrent.mixers import PlacedMixers
 from inference.targets.recurrent.proving import check_rollback

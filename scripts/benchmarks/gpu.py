@@ -113,7 +113,14 @@ def make_parts(args: GpuArguments, folder: Path) -> Iterator[Part]:
 
     for size in ["tiny"] if args.tiny else ["1B", "8B"]:
         make_config(size).save_pretrained(folder / size)
-        words = ["scripts/benchmarks/training_speed.py", "--target", str(folder / size), "--kinds", *KINDS, *on_device]
+        words = [
+            "scripts/benchmarks/training/speed.py",
+            "--target",
+            str(folder / size),
+            "--kinds",
+            *KINDS,
+            *on_device,
+        ]
         words += ["--lengths", "64" if args.tiny else "2048", "--plain_up_to", "1", "--repeats", "3"]
         yield Part(f"training-{size}", [*words, "--output", f"{folder}/training-{size}"], folder)
 

@@ -24,7 +24,7 @@ from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
 from inference.kernels.packed_weights import has_bfloat16
-from inference.targets.auto_class import find_auto_class_of
+from inference.targets.model_config import find_auto_class_of
 from inference.trees.options import resolve_policy
 
 logger = logging.getLogger(__name__)

@@ -24,9 +24,9 @@ from inference import (
     stream,
 )
 from inference.pipelined.decoder import PipelinedDecoder
-from inference.targets.auto_class import find_auto_class
+from inference.pipelined.layer_groups import tie_layers
 from inference.targets.encoding import encode
-from inference.targets.layer_groups import tie_layers
+from inference.targets.model_config import find_auto_class
 from inference.targets.multimodal import read_media
 from tests import recurrent_families
 from tests.inference.execution.test_captured import capture
@@ -371,7 +371,7 @@ class TestProof:
         assert torch.equal(generate(target, None, **inputs, **OPTIONS).sequences, expected)
         assert target.findings.proven_media == {frozenset({"pixel_values"})}
         monkeypatch.setattr(
-            "inference.targets.media_proof._continue_by_model", lambda *_: pytest.fail("it was proven before")
+            "inference.targets.probing.media_proof._continue_by_model", lambda *_: pytest.fail("it was proven before")
         )
         assert torch.equal(generate(target, None, **inputs, **OPTIONS).sequences, expected)
 

@@ -16,7 +16,7 @@ from heads import DraftHeads
 from inference import Decoder, Drafter, NgramDrafter, Target
 from inference.execution.compiled import CompiledExecutor
 from inference.pipeline import DraftingPipeline
-from inference.targets.invariance import check_invariance
+from inference.targets.probing.invariance import check_invariance
 from tests.lossless.test_real_heads import TRAINED, chat_prompts, chat_target
 from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter

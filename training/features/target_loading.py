@@ -19,7 +19,7 @@ from heads import DraftHeads
 from heads.adapter import find_adapter_of, load_adapter
 from heads.kinds.mtp import MTPHeads
 from inference import Target
-from inference.targets.auto_class import find_auto_class, find_auto_class_of
+from inference.targets.model_config import find_auto_class, find_auto_class_of
 from training.distributed.waiting import one_process_at_a_time
 from training.features.sharded_target import check_processes, plan_tensor_parallel, split_layers
 from training.features.target_options import ModelArguments, PlacementArguments

@@ -24,8 +24,7 @@ from transformers import AutoConfig
 from heads import HEAD_TYPES, DraftHeads
 from heads.formats.native_mtp import find_modules
 from heads.kinds.eagle3 import default_draft_vocabulary
-from inference.targets.auto_class import find_auto_class
-from inference.targets.model_config import find_length_limit
+from inference.targets.model_config import find_auto_class, find_length_limit
 from training.distributed.launch import count_launched, is_requested
 
 logger = logging.getLogger(__name__)

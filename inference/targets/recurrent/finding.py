@@ -16,7 +16,7 @@ from transformers import Cache
 
 from inference.cache.recurrent_states import States, StateSpec
 from inference.targets.model_config import is_recurrent
-from inference.targets.probe_tree import CannotRollBackError, is_single, refusing
+from inference.targets.probing.probe_tree import CannotRollBackError, is_single, refusing
 from inference.targets.recurrent.mixers import LinearRoles, Mixer, Recurrence, list_linears, open_layer, read_layer
 from inference.targets.recurrent.plans import Levels
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inference.targets.model_config import chooses_experts
-from inference.targets.probe_tree import WrongNumbersError, is_single
+from inference.targets.probing.probe_tree import WrongNumbersError, is_single
 from inference.targets.recurrent.finding import name_arguments
 
 logger = logging.getLogger(__name__)

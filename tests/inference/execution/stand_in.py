@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from inference import Target
-from inference.targets.probe import Findings
+from inference.targets.probing.probe import Findings
 
 DEVICE = torch.device("lazy:0")
 

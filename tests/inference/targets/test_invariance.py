@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inference import Target
 from inference.kernels.packed_weights import has_bfloat16
-from inference.targets import invariance
+from inference.targets.probing import invariance
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 from tests.tiny_targets import tiny_target
 

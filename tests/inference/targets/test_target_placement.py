@@ -22,7 +22,7 @@ from inference import DynamicTree, generate, stream
 from inference.cache.tree_cache import LayerSpec, TreeCache
 from inference.drafters.ngram import NgramDrafter
 from inference.targets.encoding import encode
-from inference.targets.probe import Findings
+from inference.targets.probing.probe import Findings
 from inference.targets.target import Target
 from inference.trees.token_tree import TokenTree
 from tests.conftest import REPOSITORY

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inference.targets.model_config import chooses_experts, is_quantised
 from inference.targets.multimodal import Media, read_media
-from inference.targets.probe_tree import is_single, refusing
+from inference.targets.probing.probe_tree import is_single, refusing
 from inference.targets.target import Target
 
 _NUM_TOKENS = 3

@@ -1,6 +1,6 @@
 """Trains heads with several configurations on the same data, and compares their acceptance in one table.
 
-    python scripts/benchmarks/ablation.py --configs configs/ablation/eagle3.yaml configs/ablation/hass.yaml \\
+    python scripts/benchmarks/training/ablation.py --configs configs/ablation/eagle3.yaml configs/ablation/hass.yaml \\
         --dataset outputs/replies.jsonl.gz --output outputs/ablation
 
 `draftsmith data` writes the data set. Options that this program does not know go to each training run, such as
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 # First on the path: another distribution also ships a package named `inference`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 from rich.console import Console
@@ -33,7 +33,7 @@ from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
 
-TRAINING_PROGRAM = Path(__file__).resolve().parents[2] / "training" / "train_heads.py"
+TRAINING_PROGRAM = Path(__file__).resolve().parents[3] / "training" / "train_heads.py"
 MEASURED = ("target", "prompts", "num_prompts", "max_new_tokens", "batch_size", "dtype", "seed")
 
 

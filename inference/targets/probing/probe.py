@@ -31,7 +31,7 @@ from inference.targets.model_config import (
     list_attention,
 )
 from inference.targets.parts import ScaleLogits, find_logit_scaling
-from inference.targets.probe_tree import (
+from inference.targets.probing.probe_tree import (
     MODEL_ERRORS,
     MakeMasks,
     ProbeTree,

@@ -11,8 +11,8 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 from inference import GenerationStats
-from scripts.benchmarks import ablation
-from scripts.benchmarks.ablation import AblationArguments, summarize
+from scripts.benchmarks.training import ablation
+from scripts.benchmarks.training.ablation import AblationArguments, summarize
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 CONFIGS = [str(REPOSITORY / "configs" / "ablation" / f"{name}.yaml") for name in ("eagle3", "hass")]

@@ -1,6 +1,6 @@
 """Heads for a fine-tuned target: trained heads continued on it, beside heads that start anew.
 
-    python scripts/benchmarks/continuing.py --conversations YOURS.jsonl --output outputs/continuing
+    python scripts/benchmarks/training/continuing.py --conversations YOURS.jsonl --output outputs/continuing
 
 Fine-tunes the target on your conversations, lets the fine-tuned target answer their prompts, and trains on the replies:
 the old heads on a share of them, new heads on the same share, and new heads on all of them. One table compares the
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 # First on the path: another distribution also ships a package named `inference`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 import yaml
@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from inference.targets.host_tensors import read_on_host
-from scripts.benchmarks import ablation
+from scripts.benchmarks.training import ablation
 from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.whole_files import write_text
 from training.data.chat_tokens import drop_unusable, tokenize_conversations
@@ -35,7 +35,7 @@ from training.data.collation import ConversationCollator
 from training.data.conversations import load_conversations
 from training.options.program_parser import ProgramParser
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 UNCHANGED = "unchanged"  # the run that trains nothing
 
 

@@ -1,4 +1,4 @@
-"""training_speed.py at small sizes, and the plain implementation that it compares with."""
+"""speed.py at small sizes, and the plain implementation that it compares with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 
 from heads import HEAD_TYPES
-from scripts.benchmarks import training_speed
-from scripts.benchmarks.training_speed import IMPLEMENTATIONS, OURS, PLAIN, Bench, Cell, TrainingSpeedArguments
+from scripts.benchmarks.training import speed
+from scripts.benchmarks.training.speed import IMPLEMENTATIONS, OURS, PLAIN, Bench, Cell, TrainingSpeedArguments
 from tests.tiny_targets import tiny_target
 
 
@@ -60,7 +60,7 @@ def test_a_small_run(target_path: str, tmp_path: Path) -> None:
         device="cpu",
         output=str(tmp_path / "out"),
     )
-    training_speed.run(args, Console(file=io.StringIO()))
+    speed.run(args, Console(file=io.StringIO()))
     cells = json.loads((tmp_path / "out.json").read_text())["cells"]
     assert [cell["length"] for cell in cells] == [16, 32]
     assert all(cells[0][name]["total"] > 0 and len(cells[0][name]["parts"]) == 4 for name in IMPLEMENTATIONS)
@@ -80,7 +80,7 @@ def test_epochs_on_stored_features(target_path: str, tmp_path: Path) -> None:
         offline=[1, 2],
         output=str(tmp_path / "out"),
     )
-    training_speed.run(args, Console(file=io.StringIO()))
+    speed.run(args, Console(file=io.StringIO()))
     rows = [line.split("|")[2:4] for line in (tmp_path / "out.md").read_text().splitlines() if "| medusa, 16" in line]
     assert len(rows) == 2
     assert all(0 < float(speed) < 1 for row in rows for speed in row)
@@ -90,12 +90,12 @@ def test_the_peak_holds_the_plain_attention(target_path: str) -> None:
     """The plain step's scores [H, T, K * T] have 4 * 200 * 1,400 numbers of 4 bytes."""
     bench = Bench(Cell(target_path, "eagle3", 200, 1, "float32", "cpu"))
     rows = bench.make_rows(200)
-    peaks = [training_speed.measure_peak(bench, name, rows) for name in (OURS, PLAIN)]
+    peaks = [speed.measure_peak(bench, name, rows) for name in (OURS, PLAIN)]
     assert peaks[0] < peaks[1]
     assert peaks[1] > 4 * 200 * 1400 * 4
 
 
 def test_a_folder_with_a_config_only_gets_random_weights(tmp_path: Path) -> None:
     tiny_target("llama").config.save_pretrained(tmp_path)
-    model = training_speed.load_model(Cell(str(tmp_path), "medusa", 4096, 1, "float32", "cpu"), torch.device("cpu"))
+    model = speed.load_model(Cell(str(tmp_path), "medusa", 4096, 1, "float32", "cpu"), torch.device("cpu"))
     assert model.config.max_position_embeddings == 4096

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from inference.targets.model_config import find_attention, find_causal_lm, find_execution_device
-from inference.targets.probe import Findings
+from inference.targets.probing.probe import Findings
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A direct implementation of a training step, with which `training_speed.py` compares: same heads and loss, dense
+"""A direct implementation of a training step, with which `speed.py` compares: same heads and loss, dense
 tensors.
 
 - Attention of the unroll: keys and values of all steps so far in one tensor, under a mask [T, K * T]. The softmax runs

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from scripts.benchmarks.continuing import ContinuingArguments, fine_tune, run, write_configs
+from scripts.benchmarks.training.continuing import ContinuingArguments, fine_tune, run, write_configs
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from training.options.command_line import parse_arguments
 

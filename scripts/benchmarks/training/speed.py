@@ -1,9 +1,9 @@
 """Measures training steps beside a plain implementation: tokens per second, parts of a step, peak memory.
 
-    python scripts/benchmarks/training_speed.py --lengths 512 2048 --output outputs/training
-    python scripts/benchmarks/training_speed.py --kinds eagle3 --lengths 512 2048 --offline 1 8 --output outputs/offline
+    python scripts/benchmarks/training/speed.py --lengths 512 2048 --output outputs/training
+    python scripts/benchmarks/training/speed.py --kinds eagle3 --lengths 512 2048 --offline 1 8 --output outputs/offline
 
-The plain implementation (`plain_training.py`) uses dense tensors, with the same heads, batch and loss (asserted). Steps
+The plain implementation (`plain.py`) uses dense tensors, with the same heads, batch and loss (asserted). Steps
 of all implementations take turns in one process. A target folder with only a config.json gets random weights.
 
 With --offline: the time that epochs on stored features wait for batches and states, beside the time of the draft.
@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 # First on the path: another distribution also ships a package named `inference`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 from accelerate.utils import send_to_device
@@ -33,8 +33,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target
-from scripts.benchmarks.plain_training import plain_loss, run_target
 from scripts.benchmarks.scripted.counting import reduce_vocabulary
+from scripts.benchmarks.training.plain import plain_loss, run_target
 from scripts.measuring.environment import describe_machine, describe_program
 from scripts.measuring.operations import count_operations
 from scripts.measuring.render import Grid
@@ -353,7 +353,7 @@ def make_grid(measured: Sequence[tuple[Cell, dict[str, Timing]]]) -> Grid:
 
 
 def main() -> None:
-    with one_line_errors("training_speed.py"):
+    with one_line_errors("speed.py"):
         (args,) = ProgramParser([TrainingSpeedArguments], doc=__doc__).read()
         run(args, Console(width=None if sys.stdout.isatty() else 180))
 

@@ -1,4 +1,4 @@
-"""training_cost.py: its costs are those of the real modules."""
+"""cost.py: its costs are those of the real modules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from scripts.benchmarks.training_cost import find_draft_cost, find_target_cost
+from scripts.benchmarks.training.cost import find_draft_cost, find_target_cost
 
 SMALL = LlamaConfig(
     num_hidden_layers=5,

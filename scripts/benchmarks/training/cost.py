@@ -1,6 +1,6 @@
 """Estimates the cost of training EAGLE-3 heads: hours on H100 GPUs, memory per GPU, disk for stored features.
 
-    python scripts/benchmarks/training_cost.py --target meta-llama/Llama-3.1-8B --conversations 532000 --num_gpus 8
+    python scripts/benchmarks/training/cost.py --target meta-llama/Llama-3.1-8B --conversations 532000 --num_gpus 8
 
 Nothing is trained, and only the target's config is loaded (a folder with a config.json will do). Parameters, operations
 and memory come from the library's modules on fake tensors, which have shapes but no storage. Operations are counted in
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 # First on the path: another distribution also ships a package named `inference`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -195,7 +195,7 @@ def estimate(args: CostArguments, config: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    with one_line_errors("training_cost.py"):
+    with one_line_errors("cost.py"):
         (args,) = ProgramParser([CostArguments], doc=__doc__).read()
         config = AutoConfig.from_pretrained(args.target).get_text_config()
         print(f"| {args.target} | |\n| --- | ---: |")

@@ -1,0 +1,1 @@
+"""Programs that measure how heads learn, and what training costs."""
