@@ -9,7 +9,8 @@ import pytest
 
 
 def slow_but(quick: Collection[str], values: Mapping[str, Any] | Iterable[str]) -> list[Any]:
-    """One parameter for each name; those not in `quick` are marked slow. A mapping has values, or tuples of them."""
+    """One parameter for each name; those not in `quick` are marked slow. In a mapping each
+    name has its value; a tuple is the values of several arguments."""
     named = values if isinstance(values, Mapping) else {name: name for name in values}
     if unknown := set(quick) - set(named):
         raise ValueError(f"there are no parameters {sorted(unknown)}; there are {list(named)}")

@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from inference import Decoder
-from inference.pipelined.layer_groups import tie_layers
+from inference.targets.layer_groups import tie_layers
 from scripts.measuring.measure import load_prompts
 from scripts.measuring.texts import share_of_repeated_ngrams
 from scripts.shared.model_loading import load_target

@@ -24,11 +24,11 @@ from transformers.utils.generic import ModelOutput
 from inference.acceptance.sampler import Sampler, pick_token
 from inference.decoder import ending
 from inference.noise import row_seeds
-from inference.pipelined.layer_groups import LayerGroups
 from inference.pipelined.texts_in_flight import TextInFlight
 from inference.request.generate_arguments import make_request
 from inference.request.processors import PREFIX_FREE
 from inference.request.request import Request
+from inference.targets.layer_groups import LayerGroups
 from inference.targets.target import Target
 
 SEGMENTS_PER_GROUP = 4  # of a prompt: the groups are then idle for a fifth of its passes

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from inference import Decoder, PipelinedDecoder, Target
-from inference.pipelined.layer_groups import tie_layers
+from inference.targets.layer_groups import tie_layers
 from scripts.benchmarks.scripted.counting import SHAPES, make_counting_target
 from scripts.measuring.environment import describe_machine, describe_program
 from scripts.measuring.measure import load_prompts

@@ -26,7 +26,8 @@ def target(chat_target: Any) -> Target:
 
 @pytest.fixture(scope="session")
 def texts(vllm_python: str, target: Target, chat_tokenizer: Any) -> Texts:
-    """Prompts, and what transformers writes after them; only vLLM's tests read them."""
+    """Prompts, and what transformers writes after them; only vLLM's tests read them,
+    and without vLLM nothing is written."""
     lines = (REPOSITORY / "examples/prompts.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_PROMPTS]
     turns = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
     prompts = [chat_tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"] for turn in turns]

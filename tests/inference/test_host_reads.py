@@ -122,18 +122,18 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
 }
 
 
+STATIC = ([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]], 3, "gemma3")
+SAMPLED = ("dynamic", 1, "llama")
+STEPS = {f"{name}, static, batch": (make, *STATIC) for name, make in DRAFTERS.items()} | {
+    f"{name}, dynamic, sampled": (make, *SAMPLED) for name, make in DRAFTERS.items()
+}
+QUICK = {name for name in STEPS if "static" in name} | {
+    f"{name}, dynamic, sampled" for name in ("eagle3-0", "ngrams", "block + ngrams")
+}
+
+
 @pytest.mark.usefixtures("no_lists")
-@pytest.mark.parametrize(
-    ("tree", "batch_size", "family"),
-    slow_but(
-        {"static, batch"},
-        {
-            "dynamic, sampled": ("dynamic", 1, "llama"),
-            "static, batch": ([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]], 3, "gemma3"),
-        },
-    ),
-)
-@pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+@pytest.mark.parametrize(("make", "tree", "batch_size", "family"), slow_but(QUICK, STEPS))
 def test_a_step_reads_nothing_on_the_host(
     make: Callable[[Target], Drafter], tree: Any, family: str, batch_size: int
 ) -> None:

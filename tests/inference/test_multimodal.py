@@ -24,8 +24,8 @@ from inference import (
     stream,
 )
 from inference.pipelined.decoder import PipelinedDecoder
-from inference.pipelined.layer_groups import tie_layers
 from inference.targets.encoding import encode
+from inference.targets.layer_groups import tie_layers
 from inference.targets.model_config import find_auto_class
 from inference.targets.multimodal import read_media
 from tests import recurrent_families

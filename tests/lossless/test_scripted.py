@@ -20,7 +20,7 @@ POLICIES = {name: policy_of(name) for name in ("chain", "static", "dynamic")}
 @pytest.mark.parametrize(
     ("family", "policy", "attention"),
     [
-        # By default one policy for each family.
+        # By default one policy for each family, in turn.
         pytest.param(family, policy, attention, marks=() if (number + place) % 3 == 0 else pytest.mark.slow)
         for number, family in enumerate(CORE_FAMILIES)
         for place, (policy, attention) in enumerate(zip(POLICIES, ("sdpa", "eager", "sdpa"), strict=True))

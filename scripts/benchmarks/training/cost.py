@@ -195,7 +195,7 @@ def estimate(args: CostArguments, config: Any) -> dict[str, str]:
 
 
 def main() -> None:
-    with one_line_errors("cost.py"):
+    with one_line_errors("training/cost.py"):
         (args,) = ProgramParser([CostArguments], doc=__doc__).read()
         config = AutoConfig.from_pretrained(args.target).get_text_config()
         print(f"| {args.target} | |\n| --- | ---: |")

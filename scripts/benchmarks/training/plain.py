@@ -1,5 +1,4 @@
-"""A direct implementation of a training step, with which `speed.py` compares: same heads and loss, dense
-tensors.
+"""A direct implementation of a training step, with which `speed.py` compares: same heads and loss, dense tensors.
 
 - Attention of the unroll: keys and values of all steps so far in one tensor, under a mask [T, K * T]. The softmax runs
   in float32, as in transformers' eager attention and the papers' code, or attention is torch's own function.

@@ -353,7 +353,7 @@ def make_grid(measured: Sequence[tuple[Cell, dict[str, Timing]]]) -> Grid:
 
 
 def main() -> None:
-    with one_line_errors("speed.py"):
+    with one_line_errors("training/speed.py"):
         (args,) = ProgramParser([TrainingSpeedArguments], doc=__doc__).read()
         run(args, Console(width=None if sys.stdout.isatty() else 180))
 

@@ -98,7 +98,7 @@ def capture(decoder: Decoder) -> PoisoningExecutor:
     return executor
 
 
-# By default one drafter for each way in which drafters are called.
+# By default a few: heads that draft level by level, heads in the target's cache, n-grams, and plain decoding.
 QUICK = {"eagle3-0", "mtp-0", "kangaroo-0", "ngrams", "none"}
 
 

@@ -41,7 +41,7 @@ def compile_kernel(kernel: Any, capability: int, dtype: Any, width: int) -> Any:
     ("kernel", "capability"),
     [
         *(
-            pytest.param("_attend_tiles", capability, marks=() if capability == 90 else pytest.mark.slow)
+            pytest.param("_attend_tiles", capability, marks=() if capability == 80 else pytest.mark.slow)
             for capability in SHARED_MEMORY
         ),
         ("_finish", 80),

@@ -11,8 +11,8 @@ from transformers.generation import BaseStreamer
 
 from inference import Target, generate
 from inference.pipelined.decoder import PipelinedDecoder
-from inference.pipelined.layer_groups import LayerGroups, tie_layers
 from inference.pipelined.texts_in_flight import Segment, TextInFlight
+from inference.targets.layer_groups import LayerGroups, tie_layers
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
 LENGTHS = (5, 23, 1)

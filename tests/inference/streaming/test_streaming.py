@@ -178,7 +178,7 @@ def test_a_stream_has_no_other_reader(name: str) -> None:
         stream(MODEL, None, PROMPT, **GREEDY, **{name: print})
 
 
-@pytest.mark.parametrize("kind", ["small", pytest.param("kangaroo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [pytest.param("small", marks=pytest.mark.slow), "kangaroo"])
 def test_threads_share_a_target_and_heads(kind: str) -> None:
     """Each with a decoder of its own; the model's attention is switched by both."""
     target = Target(MODEL)

@@ -36,7 +36,11 @@ HALVES = (torch.bfloat16, torch.float16)
     ("family", "dtype"),
     [
         *(
-            pytest.param(family, torch.bfloat16, marks=() if family in CORE_FAMILIES else pytest.mark.slow)
+            pytest.param(
+                family,
+                torch.bfloat16,
+                marks=() if family in (*CORE_FAMILIES, "mixtral", "gpt_oss") else pytest.mark.slow,
+            )
             for family in FAMILIES
         ),
         *((family, torch.float16) for family in CORE_FAMILIES),

@@ -38,7 +38,7 @@ class LayerGroups:
             raise ValueError(
                 f"the layers of this {name} do not repeat, so tokens of several positions cannot share a pass over "
                 "the weights: pipelined decoding needs a model that was trained with tied layers "
-                "(inference.pipelined.layer_groups.tie_layers)"
+                "(inference.targets.layer_groups.tie_layers)"
             )
         self.num_groups = len(layers) // self.group_size
         self.group: Any = take_first_layers(causal_lm, self.group_size)
