@@ -22,7 +22,7 @@ install: $(STAMP) ## make the virtual environment and install into it
 demo: $(STAMP) ## train Medusa and EAGLE-3 heads on the embedded target and compare them with plain decoding
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py $(ARGS)
 
-test: $(STAMP) ## run the tests that are not marked slow (six minutes on two idle cores)
+test: $(STAMP) ## run the tests that are not marked slow (5 to 15 minutes on two idle cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(STAMP) ## run every test (half an hour)
