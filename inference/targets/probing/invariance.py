@@ -9,27 +9,18 @@ Legend: B batch, N tree nodes, V target vocabulary.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from inference.targets.model_config import find_attention
-from inference.targets.probing.probe_tree import draw_ids
+from inference.targets.probing.probe_tree import TreeNodes, draw_ids
 
 LEAST_ROWS = 4  # in float32, products of up to 3 rows have another kernel
 SMALL_PRODUCT = 4096  # multiplications; in bfloat16, products of at most as many have another kernel (torch 2.13, CPU)
 _NUM_NODES = 24
 _PATH = [0, 9, 22]  # far apart, and not in the first slots
-
-
-@dataclass(frozen=True)
-class _Nodes:
-    token_ids: Tensor
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
 
 
 def check_supported(causal_lm: Any, *, has_attention_interface: bool) -> None:
@@ -87,12 +78,8 @@ def _score(target: Any, prompts: Tensor, token_ids: Tensor, path: list[int]) -> 
     cache = target.new_cache(batch, 64)
     target.prefill(cache, prompts, torch.full((batch,), prompts.shape[1], device=device))
     cache.open_slots(max(num_nodes, target.least_rows))
-    parents, depths = (torch.full((num_nodes,), first, device=device) for first in (0, 1))
-    ancestors = torch.eye(num_nodes, dtype=torch.bool, device=device)
-    parents[0], depths[0], ancestors[:, 0] = -1, 0, True
-    for depth, (parent, node) in enumerate(itertools.pairwise(path), start=1):
-        parents[node], depths[node] = parent, depth
-        ancestors[node] |= ancestors[parent]
-    shared = (values.expand(batch, *values.shape) for values in (parents, depths, ancestors))
-    scores: Tensor = target.verify(cache, _Nodes(token_ids, *shared)).logits[-1, path]
+    parents = [-1] + [0] * (num_nodes - 1)
+    for parent, node in itertools.pairwise(path):
+        parents[node] = parent
+    scores: Tensor = target.verify(cache, TreeNodes.of(token_ids, parents)).logits[-1, path]
     return scores

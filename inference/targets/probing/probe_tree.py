@@ -37,6 +37,32 @@ class WrongNumbersError(ValueError):
 
 
 @dataclass(frozen=True)
+class TreeNodes:
+    """Nodes of trees for `Target.verify`, which `inference.targets.passes.Nodes` describes.
+
+    Attributes:
+        token_ids, parents, depths: [B, N] long.
+        ancestors: [B, N, N] bool; a node counts as its own ancestor.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+
+    @classmethod
+    def of(cls, token_ids: Tensor, parents: Sequence[int]) -> TreeNodes:
+        """The tree in which node i follows node parents[i] < i, or the text (-1). Each row has tokens of its own."""
+        ancestors, depths = torch.eye(len(parents), dtype=torch.bool), [0] * len(parents)
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                ancestors[node] |= ancestors[parent]
+                depths[node] = depths[parent] + 1
+        shared = (torch.tensor(parents), torch.tensor(depths), ancestors)
+        return cls(token_ids, *(x.to(token_ids.device).expand(len(token_ids), *x.shape) for x in shared))
+
+
+@dataclass(frozen=True)
 class ProbeTree:
     """A root, a child, another child, and the first child's twin.
 

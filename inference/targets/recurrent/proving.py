@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from inference.targets.model_config import chooses_experts
-from inference.targets.probing.probe_tree import WrongNumbersError, is_single
+from inference.targets.probing.probe_tree import TreeNodes, WrongNumbersError, is_single
 from inference.targets.recurrent.finding import name_arguments
 
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (5, 3)  # of the two rows' prompts
 _PARENTS = (-1, 0, 0, 1)
-_DEPTHS = (0, 1, 1, 2)
 _KEPT = ((0, 1, 3), (0, 2, 2))  # the accepted nodes of each row, padded
 _COUNTS = (3, 2)
-
-
-@dataclass(frozen=True)
-class _Nodes:
-    token_ids: Tensor
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-
-    @classmethod
-    def of(cls, token_ids: Tensor, parents: tuple[int, ...], depths: tuple[int, ...]) -> _Nodes:
-        ancestors = torch.eye(len(parents), dtype=torch.bool)
-        for node, parent in enumerate(parents):
-            if parent >= 0:
-                ancestors[node] |= ancestors[parent]
-        shared = (torch.tensor(numbers) for numbers in (parents, depths))
-        device = token_ids.device
-        return cls(token_ids, *(x.to(device).expand(len(token_ids), *x.shape) for x in (*shared, ancestors)))
 
 
 @torch.no_grad()
@@ -68,11 +48,11 @@ def _check_with(target: Any, first: int) -> None:
     cache = target.new_cache(2, 16)
     target.prefill(cache, prompts, torch.tensor(_LENGTHS, device=device))
     cache.open_slots(max(len(_PARENTS), target.least_rows))
-    target.verify(cache, _Nodes.of(tree_ids, _PARENTS, _DEPTHS))
+    target.verify(cache, TreeNodes.of(tree_ids, _PARENTS))
     cache.keep(torch.tensor(_KEPT, device=device), torch.tensor(_COUNTS, device=device))
     cache.raise_bound(max(_COUNTS))
     cache.open_slots(max(chain_ids.shape[1], target.least_rows))
-    found = target.verify(cache, _Nodes.of(chain_ids, (-1, 0, 1), (0, 1, 2))).logits
+    found = target.verify(cache, TreeNodes.of(chain_ids, (-1, 0, 1))).logits
     for row, (length, kept, count) in enumerate(zip(_LENGTHS, _KEPT, _COUNTS, strict=True)):
         later = torch.cat([tree_ids[row, list(kept[:count])], chain_ids[row]])
         wanted = _read_in_steps(target, prompts[row, :length], later)[-chain_ids.shape[1] :]
