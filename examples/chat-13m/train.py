@@ -1,7 +1,7 @@
 """Trains the embedded target further on conversations.
 
     python examples/chat-13m/train.py --dataset YOURS.jsonl.gz --eval_dataset HELD_OUT.jsonl.gz \\
-        --output_dir outputs/chat-13m --num_train_epochs 3 --bf16 true --torch_compile true --use_cpu true
+        --output_dir outputs/chat-13m --num_train_epochs 3 --bf16 true --compile_layers true
 
 Options are those of transformers' TrainingArguments, and the ones below. `--resume_from_checkpoint true` continues an
 interrupted run. The result is a model in bfloat16 with its tokenizer.
@@ -12,15 +12,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import datasets
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -52,47 +51,59 @@ class TargetArguments:
         default=None,
         metadata={"help": "Tie the layers: every group of so many layers gets the weights of the first (SPEED)."},
     )
+    compile_layers: bool = field(
+        default=False, metadata={"help": "Compile the layers: one graph for all, ready sooner than --torch_compile's."}
+    )
     early_weight: float = field(
         default=0.5, metadata={"help": "With tied layers: weight of a loss on what leaves the first group."}
     )
+    unlikelihood: float = field(
+        default=0.0, metadata={"help": "Weight of a loss on repeated 4-grams in the model's own greedy texts."}
+    )
+    own_texts: int = field(default=2048, metadata={"help": "Greedy texts that the model writes at a time."})
+    own_texts_steps: int = field(default=50, metadata={"help": "Steps after which it writes new ones."})
     prompts: str = field(
         default="examples/prompts.jsonl", metadata={"help": "Prompts for the share of repeated 4-grams at T = 0."}
     )
 
 
-def make_rows(path: str, tokenizer: Any, length: int, *, most_tokens: int | None = None) -> datasets.Dataset:
-    """Rows of `length` tokens, cut from all conversations one after another; user and assistant text alike."""
-
-    def cut() -> Iterator[dict[str, list[int]]]:
-        rest: list[int] = []
-        for row in load_conversations([path]):
-            messages = json.loads(row["conversation"])["messages"]
-            rest += tokenizer(
-                tokenizer.apply_chat_template(messages, tokenize=False), add_special_tokens=False
-            ).input_ids
-            while len(rest) >= length:
-                yield {"input_ids": rest[:length]}
-                rest = rest[length:]
-
-    rows = datasets.Dataset.from_generator(
-        cut, features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))})
-    )
-    return rows if most_tokens is None else rows.select(range(min(len(rows), most_tokens // length)))
+def make_rows(path: str, tokenizer: Any, length: int) -> Tensor:
+    """Rows of `length` tokens [N, length], cut from all conversations one after another; user and assistant text
+    alike."""
+    tokens: list[Tensor] = []
+    for batch in load_conversations([path]).iter(batch_size=1000):
+        texts = [
+            tokenizer.apply_chat_template(json.loads(conversation)["messages"], tokenize=False)
+            for conversation in batch["conversation"]
+        ]
+        ids = chain.from_iterable(tokenizer(texts, add_special_tokens=False).input_ids)
+        tokens.append(torch.tensor(list(ids), dtype=torch.int32))
+    stream = torch.cat(tokens)
+    return stream[: len(stream) // length * length].view(-1, length)
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    return {"input_ids": torch.tensor([row["input_ids"] for row in rows])}
+def collate(rows: list[Tensor]) -> dict[str, Tensor]:
+    return {"input_ids": torch.stack(rows).long()}
 
 
 class TargetTrainer(Trainer):  # type: ignore[misc, unused-ignore]
-    """Language modelling; with tied layers also a loss on the first group's prediction, which pipelined decoding
-    (SPEED, arXiv 2310.12072) goes on with."""
+    """Language modelling. With tied layers also a loss on the first group's prediction, which pipelined decoding
+    (SPEED, arXiv 2310.12072) goes on with. With texts of its own also a loss on their repetitions (unlikelihood
+    training, arXiv 1908.04319, section 5.2)."""
 
     def __init__(
-        self, *, muon_learning_rate: float, early_layer: int | None = None, early_weight: float = 0.0, **kwargs: Any
+        self,
+        *,
+        muon_learning_rate: float,
+        early_layer: int | None = None,
+        early_weight: float = 0.0,
+        own_texts: OwnTexts | None = None,
+        unlikelihood: float = 0.0,
+        **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self.muon_learning_rate, self.early_layer, self.early_weight = muon_learning_rate, early_layer, early_weight
+        self.muon_learning_rate, self.own_texts, self.unlikelihood = muon_learning_rate, own_texts, unlikelihood
+        self.early_layer, self.early_weight = early_layer, early_weight
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         trained: Any = self.model
@@ -115,6 +126,10 @@ class TargetTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             trained: Any = self.model
             early = trained.lm_head(trained.model.norm(outputs.hidden_states[self.early_layer]))
             loss = loss + self.early_weight * score_text(early, input_ids)
+        if self.own_texts is not None and model.training:
+            texts, is_repeated = self.own_texts.draw(self.model, input_ids, self.state.global_step)
+            own = model(input_ids=texts, use_cache=False).logits
+            loss = loss + self.unlikelihood * score_repetitions(own, texts, is_repeated)
         return (loss, outputs) if return_outputs else loss
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -126,6 +141,52 @@ class TargetTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 def score_text(logits: Tensor, input_ids: Tensor) -> Tensor:
     """The mean loss on the next tokens."""
     return cross_entropy(logits[:, :-1].float().flatten(0, 1), input_ids[:, 1:].flatten())
+
+
+def score_repetitions(logits: Tensor, texts: Tensor, is_repeated: Tensor) -> Tensor:
+    """Minus the mean log probability of not choosing the repeated tokens."""
+    chosen = logits[:, :-1].float().log_softmax(-1).gather(-1, texts[:, 1:, None]).squeeze(-1).exp()
+    unlikely = -torch.log1p(-chosen.clamp(max=1 - 1e-5)) * is_repeated[:, 1:]
+    return unlikely.sum() / is_repeated.sum().clamp(min=1)
+
+
+def find_repeated(texts: Tensor, special_ids: list[int]) -> Tensor:
+    """Which tokens of texts (N, L) end a 4-gram that occurred before in their text, without special tokens; (N, L)."""
+    grams = texts.unfold(1, 4, 1)
+    keys = (grams * torch.tensor([4096**3, 4096**2, 4096, 1], device=texts.device)).sum(-1)
+    occurred = (keys[:, :, None] == keys[:, None, :]).tril(-1).any(-1)
+    is_plain = ~torch.isin(grams, torch.tensor(special_ids, device=texts.device)).any(-1)
+    return torch.nn.functional.pad(occurred & is_plain, (3, 0))
+
+
+class OwnTexts:
+    """Greedy texts of the model in training, with their repeated tokens.
+
+    Args:
+        prefixes: [N, P] tokens that the texts go on from.
+    """
+
+    def __init__(self, prefixes: Tensor, special_ids: list[int], *, num_texts: int, num_steps: int) -> None:
+        self.prefixes, self.special_ids, self.num_texts, self.num_steps = prefixes, special_ids, num_texts, num_steps
+        self.texts, self.written_at = prefixes[:0], -1
+
+    def draw(self, model: Any, like: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """As many texts as `like` has rows, and which of their tokens are repeated."""
+        if self.written_at < 0 or step >= self.written_at + self.num_steps:
+            chosen = self.prefixes[torch.randperm(len(self.prefixes))[: self.num_texts]].to(like.device)
+            model.eval()
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                self.texts = model.generate(
+                    chosen,
+                    attention_mask=torch.ones_like(chosen),
+                    do_sample=False,
+                    max_new_tokens=128,
+                    eos_token_id=None,
+                )
+            model.train()
+            self.written_at = step
+        texts = self.texts[torch.randint(len(self.texts), (len(like),))].clone()
+        return texts, find_repeated(texts, self.special_ids)
 
 
 def repeated_4grams(folder: str, prompts: str) -> float:
@@ -154,19 +215,32 @@ def main(argv: list[str] | None = None) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, **attention)
         if args.tied_group_size is not None:
             tie_layers(model, args.tied_group_size)
+        if args.compile_layers:
+            for layer in model.model.layers:
+                layer.compile(dynamic=False)
+        rows, own_texts = make_rows(args.dataset, tokenizer, args.row_length), None
+        if args.unlikelihood:
+            own_texts = OwnTexts(
+                rows[:, :64].long(),
+                tokenizer.all_special_ids,
+                num_texts=args.own_texts,
+                num_steps=args.own_texts_steps,
+            )
         trainer = TargetTrainer(
             model=model,
             args=training,
-            train_dataset=make_rows(args.dataset, tokenizer, args.row_length),
+            train_dataset=rows,
             data_collator=collate,
             muon_learning_rate=args.muon_learning_rate,
             early_layer=args.tied_group_size,
             early_weight=args.early_weight,
+            own_texts=own_texts,
+            unlikelihood=args.unlikelihood,
         )
         resume = training.resume_from_checkpoint
         trainer.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume), resume))
         if args.eval_dataset is not None:
-            held_out = make_rows(args.eval_dataset, tokenizer, args.row_length, most_tokens=args.eval_tokens)
+            held_out = make_rows(args.eval_dataset, tokenizer, args.row_length)[: args.eval_tokens // args.row_length]
             console.print(f"perplexity {math.exp(trainer.evaluate(held_out)['eval_loss']):.2f}")
         model.to(torch.bfloat16)
         trainer._save(training.output_dir)

@@ -76,7 +76,7 @@ class _NormInFloat32(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         grad, normed = grads[0].float(), x.float() * scale
-        grad_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad_weight = (grad * normed).reshape(-1, x.shape[-1]).sum(0)
         grad = grad * weight.float()
         grad_x = (grad - normed * (grad * normed).mean(-1, keepdim=True)) * scale
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

@@ -114,7 +114,8 @@ def check_adapters(model: Any) -> None:
 
 def find_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which products with weights of `dtype` compute: autocast's, where it is on."""
-    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+    # Not `torch.amp.is_autocast_available`, which torch 2.11 does not compile.
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return dtype
     return torch.get_autocast_dtype(device.type)
 

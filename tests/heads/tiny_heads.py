@@ -74,10 +74,10 @@ def tiny_heads(head_type: str, target: Target, seed: int = 0, **overrides: Any) 
     heads = create_heads(head_type, target, **overrides)
     generator = torch.Generator().manual_seed(seed)
     if heads.wants_token_counts:
-        heads.fit_vocabulary(torch.randint(0, 1000, (target.vocab_size,), generator=generator))
+        heads.fit_vocabulary(torch.randint(0, 1000, (target.vocab_size,), generator=generator).to(target.device))
     with torch.no_grad():
         for parameter in filter(lambda parameter: parameter.requires_grad, heads.parameters()):
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
             if parameter.dim() > 1:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
             else:

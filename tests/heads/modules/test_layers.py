@@ -167,11 +167,12 @@ class TestDraftCache:
 class TestNarrowNorm:
     """An RMSNorm under autocast: a bfloat16 input, a float32 weight."""
 
-    def test_its_gradients_are_those_of_autograd(self) -> None:
+    @pytest.mark.parametrize("shape", [(2, 3, 16), (16,)], ids=str)
+    def test_its_gradients_are_those_of_autograd(self, shape: tuple[int, ...]) -> None:
         torch.manual_seed(0)
         norm = RMSNorm(16, 1e-6)
         torch.nn.init.normal_(norm.weight)
-        x = torch.randn(2, 3, 16).bfloat16().requires_grad_()
+        x = torch.randn(shape).bfloat16().requires_grad_()
         slope = torch.randn(2, 3, 16)
         found = torch.autograd.grad((norm(x).float() * slope).sum(), [x, norm.weight])
         wide = x.detach().float().requires_grad_()
