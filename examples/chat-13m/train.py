@@ -58,13 +58,26 @@ class TargetArguments:
         default=0.5, metadata={"help": "With tied layers: weight of a loss on what leaves the first group."}
     )
     unlikelihood: float = field(
-        default=0.0, metadata={"help": "Weight of a loss on repeated 4-grams in the model's own greedy texts."}
+        default=0.0,
+        metadata={"help": "Weight of a loss on repeated 4-grams in the model's own greedy texts (their mean)."},
     )
     own_texts: int = field(default=2048, metadata={"help": "Greedy texts that the model writes at a time."})
     own_texts_steps: int = field(default=50, metadata={"help": "Steps after which it writes new ones."})
     prompts: str = field(
         default="examples/prompts.jsonl", metadata={"help": "Prompts for the share of repeated 4-grams at T = 0."}
     )
+
+    def __post_init__(self) -> None:
+        if self.row_length < 2 or self.unlikelihood < 0 or min(self.own_texts, self.own_texts_steps) < 1:
+            raise ValueError(
+                f"got --row_length {self.row_length} --unlikelihood {self.unlikelihood:g} --own_texts {self.own_texts} "
+                f"--own_texts_steps {self.own_texts_steps}: give rows of 2 tokens or more, a weight of 0 or more, and "
+                "1 or more of the others"
+            )
+        if self.compile_layers and self.tied_group_size is not None:
+            raise ValueError(
+                "got --compile_layers with --tied_group_size, whose loss reads a state inside the model: leave one out"
+            )
 
 
 def make_rows(path: str, tokenizer: Any, length: int) -> Tensor:
@@ -144,23 +157,26 @@ def score_text(logits: Tensor, input_ids: Tensor) -> Tensor:
 
 
 def score_repetitions(logits: Tensor, texts: Tensor, is_repeated: Tensor) -> Tensor:
-    """Minus the mean log probability of not choosing the repeated tokens."""
+    """Minus the mean log of the probability of not choosing the repeated tokens."""
     chosen = logits[:, :-1].float().log_softmax(-1).gather(-1, texts[:, 1:, None]).squeeze(-1).exp()
     unlikely = -torch.log1p(-chosen.clamp(max=1 - 1e-5)) * is_repeated[:, 1:]
     return unlikely.sum() / is_repeated.sum().clamp(min=1)
 
 
 def find_repeated(texts: Tensor, special_ids: list[int]) -> Tensor:
-    """Which tokens of texts (N, L) end a 4-gram that occurred before in their text, without special tokens; (N, L)."""
-    grams = texts.unfold(1, 4, 1)
-    keys = (grams * torch.tensor([4096**3, 4096**2, 4096, 1], device=texts.device)).sum(-1)
-    occurred = (keys[:, :, None] == keys[:, None, :]).tril(-1).any(-1)
-    is_plain = ~torch.isin(grams, torch.tensor(special_ids, device=texts.device)).any(-1)
+    """Which tokens of texts [N, L] end a 4-gram that occurred before in their text; [N, L]. 4-grams with special tokens
+    do not count."""
+    same = texts[:, :, None] == texts[:, None, :]
+    num = texts.shape[1] - 3
+    equal = torch.stack([same[:, start : start + num, start : start + num] for start in range(4)]).all(0)
+    occurred = equal.tril(-1).any(-1)
+    special = torch.tensor(special_ids, device=texts.device)
+    is_plain = ~torch.isin(texts, special).unfold(1, 4, 1).any(-1)
     return torch.nn.functional.pad(occurred & is_plain, (3, 0))
 
 
 class OwnTexts:
-    """Greedy texts of the model in training, with their repeated tokens.
+    """Greedy texts of the model in training, with their repeated tokens. A resumed run writes new texts at once.
 
     Args:
         prefixes: [N, P] tokens that the texts go on from.
@@ -176,17 +192,19 @@ class OwnTexts:
             chosen = self.prefixes[torch.randperm(len(self.prefixes))[: self.num_texts]].to(like.device)
             model.eval()
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                self.texts = model.generate(
-                    chosen,
-                    attention_mask=torch.ones_like(chosen),
-                    do_sample=False,
-                    max_new_tokens=128,
-                    eos_token_id=None,
+                options = {"do_sample": False, "max_new_tokens": 128, "eos_token_id": None}
+                self.texts = torch.cat(
+                    [
+                        model.generate(part, attention_mask=torch.ones_like(part), **options)
+                        for part in chosen.split(1024)
+                    ]
                 )
             model.train()
             self.written_at = step
         texts = self.texts[torch.randint(len(self.texts), (len(like),))].clone()
-        return texts, find_repeated(texts, self.special_ids)
+        is_repeated = find_repeated(texts, self.special_ids)
+        is_repeated[:, : self.prefixes.shape[1]] = False  # not the model's own
+        return texts, is_repeated
 
 
 def repeated_4grams(folder: str, prompts: str) -> float:

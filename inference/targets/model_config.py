@@ -25,6 +25,10 @@ _RECURRENT_LAYER_TYPES = {
 _STATELESS_LAYER_TYPES = ("moe", "mlp")  # in models whose attention and MLPs are layers of their own
 _ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 # Packages whose layers and tensors hold quantised weights, also in models that transformers did not load as quantised.
+# Asked once: torch 2.11 does not compile the question.
+_WITH_AUTOCAST = tuple(
+    kind for kind in ("cpu", "cuda", "mps", "xpu", "hpu", "xla", "mtia") if torch.amp.is_autocast_available(kind)
+)
 _QUANTISERS = ("bitsandbytes.", "torchao.", "torch.ao.", "optimum.quanto.")
 
 
@@ -114,8 +118,7 @@ def check_adapters(model: Any) -> None:
 
 def find_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which products with weights of `dtype` compute: autocast's, where it is on."""
-    # Not `torch.amp.is_autocast_available`, which torch 2.11 does not compile.
-    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
+    if device.type not in _WITH_AUTOCAST or not torch.is_autocast_enabled(device.type):
         return dtype
     return torch.get_autocast_dtype(device.type)
 
