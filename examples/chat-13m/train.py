@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from inference import Decoder
 from inference.targets.layer_groups import tie_layers
+from inference.targets.model_config import request_states
 from scripts.measuring.measure import load_prompts
 from scripts.measuring.texts import share_of_repeated_ngrams
 from scripts.shared.model_loading import load_target
@@ -132,7 +133,9 @@ class TargetTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         input_ids = inputs["input_ids"]
         has_early = self.early_layer is not None and model.training
         outputs = model(
-            input_ids=input_ids, use_cache=False, output_hidden_states=[self.early_layer] if has_early else None
+            input_ids=input_ids,
+            use_cache=False,
+            output_hidden_states=request_states([self.early_layer] if has_early else []),
         )
         loss = score_text(outputs.logits, input_ids)
         if has_early:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from inference.kernels.attention import grouped_attention
-from inference.targets.model_config import refuse_training
+from inference.targets.model_config import refuse_training, request_states
 from inference.targets.recurrent.finding import name_arguments
 
 
@@ -114,8 +114,7 @@ class Backbone:
                 **name_arguments(self.causal_lm, token_ids, masks, positions, cache),
                 **(media or {}),
                 use_cache=cache is not None,
-                # A list keeps only these states; older releases take it as True and keep all.
-                output_hidden_states=sorted(set(layers)) or False,
+                output_hidden_states=request_states(layers),
                 return_dict=True,
             )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -25,6 +27,7 @@ _RECURRENT_LAYER_TYPES = {
 _STATELESS_LAYER_TYPES = ("moe", "mlp")  # in models whose attention and MLPs are layers of their own
 _ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 # Packages whose layers and tensors hold quantised weights, also in models that transformers did not load as quantised.
+_TAKES_CHOSEN_STATES = Version(transformers.__version__) >= Version("5.23")
 # Asked once: torch 2.11 does not compile the question.
 _WITH_AUTOCAST = tuple(
     kind for kind in ("cpu", "cuda", "mps", "xpu", "hpu", "xla", "mtia") if torch.amp.is_autocast_available(kind)
@@ -114,6 +117,13 @@ def check_adapters(model: Any) -> None:
                 f"choose the token from which it applies; they do not run here, so it would never apply. Use LoRA "
                 f"without alora_invocation_tokens, or remove the adapter with delete_adapter({name!r})"
             )
+
+
+def request_states(layers: Iterable[int]) -> list[int] | bool:
+    """The argument `output_hidden_states` that gives the states of these layers: all states, or none, in releases that
+    do not take a list, or count the layers of a list otherwise (transformers 5.17)."""
+    chosen = sorted(set(layers))
+    return chosen if chosen and _TAKES_CHOSEN_STATES else bool(chosen)
 
 
 def find_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

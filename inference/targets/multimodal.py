@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import Cache
 
 from inference.cache.tree_cache import TreeCache
-from inference.targets.model_config import refuse_training
+from inference.targets.model_config import refuse_training, request_states
 from inference.targets.passes import TargetOutput
 from inference.targets.target import Target
 
@@ -116,7 +116,7 @@ def read_media(target: Target, cache: TreeCache, media: Media, *, feature_layers
     own = {
         "past_key_values": _PromptCache(cache, slots, counts, num_given=media.arguments["input_ids"].shape[1]),
         "use_cache": True,
-        "output_hidden_states": sorted(set(feature_layers)) or False,
+        "output_hidden_states": request_states(feature_layers),
         "return_dict": True,
     }
     output = target.backbone.causal_lm(**media.arguments | own)

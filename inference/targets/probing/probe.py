@@ -29,6 +29,7 @@ from inference.targets.model_config import (
     find_types_without_attention,
     is_quantised,
     list_attention,
+    request_states,
 )
 from inference.targets.parts import ScaleLogits, find_logit_scaling
 from inference.targets.probing.probe_tree import (
@@ -106,7 +107,7 @@ def _examine_with(
         output = model.base_model(
             **name_arguments(model, token_ids, tree.masks, tree.positions, cache),
             use_cache=True,
-            output_hidden_states=[0],
+            output_hidden_states=request_states([0]),
             return_dict=True,
         )
     if getattr(output, "last_hidden_state", None) is None:
