@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -27,7 +26,7 @@ _RECURRENT_LAYER_TYPES = {
 _STATELESS_LAYER_TYPES = ("moe", "mlp")  # in models whose attention and MLPs are layers of their own
 _ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 # Packages whose layers and tensors hold quantised weights, also in models that transformers did not load as quantised.
-_TAKES_CHOSEN_STATES = Version(transformers.__version__) >= Version("5.23")
+_TAKES_CHOSEN_STATES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 # Asked once: torch 2.11 does not compile the question.
 _WITH_AUTOCAST = tuple(
     kind for kind in ("cpu", "cuda", "mps", "xpu", "hpu", "xla", "mtia") if torch.amp.is_autocast_available(kind)
