@@ -131,16 +131,13 @@ class TargetTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def compute_loss(self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
         input_ids = inputs["input_ids"]
-        has_early = self.early_layer is not None and model.training
-        outputs = model(
-            input_ids=input_ids,
-            use_cache=False,
-            output_hidden_states=request_states([self.early_layer] if has_early else []),
-        )
+        early_layers = [self.early_layer] if self.early_layer is not None and model.training else []
+        states = request_states(early_layers)
+        outputs = model(input_ids=input_ids, use_cache=False, output_hidden_states=states)
         loss = score_text(outputs.logits, input_ids)
-        if has_early:
+        for layer in early_layers:
             trained: Any = self.model
-            early = trained.lm_head(trained.model.norm(outputs.hidden_states[self.early_layer]))
+            early = trained.lm_head(trained.model.norm(outputs.hidden_states[layer]))
             loss = loss + self.early_weight * score_text(early, input_ids)
         if self.own_texts is not None and model.training:
             texts, is_repeated = self.own_texts.draw(self.model, input_ids, self.state.global_step)
