@@ -56,7 +56,7 @@ def test_random_heads_change_no_token(kind: str, do_sample: bool, device: torch.
     assert torch.equal(plain, drafted)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("do_sample", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", TRAINED_KINDS)
 def test_trained_heads_change_no_token(
     kind: str, do_sample: bool, device: torch.device, chat_target: PreTrainedModel
@@ -113,6 +113,7 @@ def test_a_step_waits_once(
     assert watch.num_reads == 1 + stats.num_host_syncs == 1 + stats.num_verify_passes
 
 
+@pytest.mark.slow  # to rehearse it on a CPU; `make gpu` runs it
 @pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
 def test_compiled_steps(kind: str, device: torch.device, request: pytest.FixtureRequest) -> None:
     if device.type == "cpu":

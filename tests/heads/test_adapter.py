@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from heads import DraftHeads, create_heads
 from heads.adapter import is_adapted
 from inference import Decoder, Target, generate
+from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
 
 peft = pytest.importorskip("peft", reason="peft is an optional extra")
@@ -65,9 +66,14 @@ def test_files_are_those_of_peft(stored: Path) -> None:
     assert (expected_logits(stored) - logits(tiny_target("llama"))).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("merge", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_texts_are_the_adapted_targets_own(stored: Path, merge: bool, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "merge"),
+    slow_but(
+        {"0.0-True", "1.0-False"},
+        {f"{temperature}-{merge}": (temperature, merge) for temperature in (0.0, 1.0) for merge in (False, True)},
+    ),
+)
+def test_texts_are_the_adapted_targets_own(stored: Path, temperature: float, merge: bool) -> None:
     heads: DraftHeads = DraftHeads.from_pretrained(stored)
     model = tiny_target("llama")
     target = heads.apply_adapter(model, merge=merge)

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from heads import HEAD_TYPES, DraftHeads, DraftStep, create_heads
 from inference import Target, generate
 from inference.targets.encoding import encode
-from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
+from tests.heads.tiny_heads import FIRST_BY_DEFAULT, VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import CORE_FAMILIES, random_prompt, target_of, tiny_target
 from training.losses.draft_loss import draft_loss
 from training.losses.teacher import compute_teacher
 
 every_kind = pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)
 _FIRST = {kind: index for index, (kind, _) in reversed([*enumerate(VARIANTS)])}
+first_of_each_kind = pytest.mark.parametrize(("head_type", "overrides"), FIRST_BY_DEFAULT)
 one_of_each_kind = pytest.mark.parametrize(
     ("head_type", "overrides"), [VARIANTS[index] for index in _FIRST.values()], ids=[*_FIRST]
 )
@@ -56,7 +57,7 @@ def assert_same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> Non
 
 
 class TestIndependenceOfTheTarget:
-    @every_kind
+    @first_of_each_kind
     def test_saved_and_loaded_heads_are_the_same(
         self, head_type: str, overrides: dict[str, Any], tmp_path: Path
     ) -> None:
@@ -89,7 +90,7 @@ class TestIndependenceOfTheTarget:
             assert set(file.keys()) == set(heads.state_dict())
         assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
 
-    @every_kind
+    @first_of_each_kind
     def test_the_target_stays_as_it_was(self, head_type: str, overrides: dict[str, Any]) -> None:
         model = tiny_target("llama")
         model.lm_head.weight.requires_grad_(False)
@@ -187,7 +188,7 @@ class TestTraining:
                     if (found := state_at(other, row, slot)) is not None:
                         torch.testing.assert_close(found, state_at(step, row, slot))
 
-    @every_kind
+    @first_of_each_kind
     def test_heads_learn_after_they_have_decoded(self, head_type: str, overrides: dict[str, Any]) -> None:
         """Decoding runs in inference mode, and what is kept from it must not enter a graph."""
         target = target_of("llama")

@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from heads import HEAD_TYPES, DraftHeads, create_heads
 from inference import Target
+from tests.params import slow_but
 from tests.tiny_targets import tiny_target
 
 # Head type -> the configurations that are tested; a kind that is not named here is tested with its defaults.
@@ -67,6 +68,10 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 VARIANTS = [(kind, overrides) for kind in HEAD_TYPES for overrides in _VARIANTS.get(kind, ({},))]
 VARIANT_IDS = [f"{kind}-{index}" for kind in HEAD_TYPES for index in range(len(_VARIANTS.get(kind, ({},))))]
+# For tests whose subject is the kind: the other configurations are marked slow.
+FIRST_BY_DEFAULT = slow_but(
+    {name for name in VARIANT_IDS if name.endswith("-0")}, dict(zip(VARIANT_IDS, VARIANTS, strict=True))
+)
 
 
 def tiny_heads(head_type: str, target: Target, seed: int = 0, **overrides: Any) -> DraftHeads:

@@ -127,7 +127,12 @@ SAMPLED = ("dynamic", 1, "llama")
 STEPS = {f"{name}, static, batch": (make, *STATIC) for name, make in DRAFTERS.items()} | {
     f"{name}, dynamic, sampled": (make, *SAMPLED) for name, make in DRAFTERS.items()
 }
-QUICK = {name for name in STEPS if "static" in name} | {
+# Heads that are like others but for norms, biases, or which blocks share weights.
+ALIKE = (
+    *("eagle-1", "eagle-2", "eagle3-2", "eagle3-3", "eagle3-4", "hydra-1", "hydra-3"),
+    *("medusa-1", "medusa-2", "mtp-1", "mtp-2", "parallel-2"),
+)
+QUICK = {name for name in STEPS if "static" in name and not name.startswith(ALIKE)} | {
     f"{name}, dynamic, sampled" for name in ("eagle3-0", "ngrams", "block + ngrams")
 }
 

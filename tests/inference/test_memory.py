@@ -14,6 +14,7 @@ from heads import DraftHeads, create_heads
 from inference import Decoder, Target
 from inference.kernels.attention import LONG_PASS
 from tests.memory_tracker import MemoryTracker, count_bytes
+from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
 
 FLOAT = 4  # bytes
@@ -81,7 +82,7 @@ def test_prompts_need_the_activations_of_one_chunk() -> None:
     assert extras[1] < 2 * extras[0]
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("do_sample", slow_but({"sampled"}, {"greedy": False, "sampled": True}))
 def test_a_step_holds_one_set_of_logits_however_many_steps_there_are(do_sample: bool) -> None:
     peaks = []
     for new in (3, 9):  # no more than one view of the cache, with a tree after it

@@ -192,6 +192,7 @@ def test_each_setting_changes_the_distribution(setting: str) -> None:
     assert NUM_ROWS * ((usual - changed) ** 2 / usual).sum() > 5 * float(chi2.isf(FALSE_ALARM, df=VOCAB**2 - 1))
 
 
+@pytest.mark.slow
 def test_noise_that_is_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """15% less noise: a temperature that is too low."""
     monkeypatch.setattr("inference.acceptance.sampler.gumbel_noise", lambda *args: 0.85 * gumbel_noise(*args))

@@ -19,7 +19,7 @@ from tests.lossless.matrix.drafters import DRAFTERS
 from tests.lossless.matrix.references import SAMPLING, Row, attentions_of, do_sample
 from tests.tiny_targets import FAMILIES
 
-NUM_EXAMPLES = int(os.environ.get("LOSSLESS_EXAMPLES", "12"))
+NUM_EXAMPLES = int(os.environ.get("LOSSLESS_EXAMPLES", "8"))
 SEED = 1_000_000 * int(os.environ.get("LOSSLESS_SEED", "0"))
 NEW_TOKENS = 20
 # Few prompts, so that examples share their references; some begin alike.

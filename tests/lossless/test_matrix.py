@@ -33,6 +33,7 @@ from tests.lossless.matrix.results import (
     from_json,
     run_cell,
 )
+from tests.params import slow_but
 from tests.tiny_targets import FAMILIES
 
 NEW_TOKENS = 16
@@ -152,7 +153,7 @@ def test_gaps_are_found() -> None:
     assert len(gaps) == 1 + 3 * (len(POLICIES) - 1) + len(BRANCHED)
 
 
-@pytest.mark.parametrize("policy", BRANCHED)
+@pytest.mark.parametrize("policy", slow_but({"dynamic"}, BRANCHED))
 def test_a_walk_that_never_takes_a_sibling_is_a_gap(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops before one, with the same token as its bonus token: all texts are right."""
     plain = DecodeStep.accept

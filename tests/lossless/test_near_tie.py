@@ -106,7 +106,7 @@ def join(text: Tensor, token: int) -> Tensor:
     return torch.cat([text, torch.tensor([token])])
 
 
-@pytest.mark.parametrize("kind", slow_but({"mixtral", "deepseek_v3"}, list(ROUTERS)))
+@pytest.mark.parametrize("kind", slow_but({"deepseek_v3"}, list(ROUTERS)))
 def test_a_near_tie_of_experts_is_shown(kind: str) -> None:
     model, text, expected, got = tied_router(kind)
     for pair in ((expected, got), (got, expected)):  # whichever side took the other way

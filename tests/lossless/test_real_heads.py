@@ -16,6 +16,7 @@ from heads import DraftHeads
 from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.lossless.near_tie import assert_same_text, explain_difference
+from tests.params import slow_but
 
 POLICIES: dict[str, TreePolicy] = {
     "chain": chain(4),
@@ -66,8 +67,11 @@ def check_greedy(target: Target, decoder: Decoder, prompt: Tensor, **options: An
     return output.stats.acceptance_length
 
 
-@pytest.mark.parametrize("policy", ["chain", "dynamic"])
-@pytest.mark.parametrize("kind", TRAINED_KINDS)
+GREEDY_CASES = {f"{kind}-{policy}": (kind, policy) for kind in TRAINED_KINDS for policy in ("chain", "dynamic")}
+QUICK = {name for name in GREEDY_CASES if "dynamic" in name} | {"eagle3-chain", "mtp-chain"}
+
+
+@pytest.mark.parametrize(("kind", "policy"), slow_but(QUICK, GREEDY_CASES))
 def test_chat_greedy(kind: str, policy: str) -> None:
     target = chat_target(torch.float32)
     decoder = Decoder(target, chat_heads(kind, target), tree=POLICIES[policy])
@@ -100,7 +104,7 @@ def plain_text(target: Target, prompt: int, options: tuple[tuple[str, Any], ...]
     ],
     ids=["static", "dynamic"],
 )
-@pytest.mark.parametrize("kind", TRAINED_KINDS)
+@pytest.mark.parametrize("kind", slow_but({"eagle3", "kangaroo", "mtp"}, TRAINED_KINDS))
 def test_chat_sampled(kind: str, policy: str, is_coupled: bool, settings: list[dict[str, Any]]) -> None:
     target = chat_target(torch.float32)
     decoder = Decoder(target, chat_heads(kind, target), tree=POLICIES[policy], is_coupled=is_coupled)
@@ -110,6 +114,7 @@ def test_chat_sampled(kind: str, policy: str, is_coupled: bool, settings: list[d
         assert torch.equal(decoder.generate(chat_prompts()[seed], **options).sequences, expected), options
 
 
+@pytest.mark.slow
 def test_chat_bfloat16_flips_are_near_ties() -> None:
     """In bf16 a pass over a tree may round otherwise than one over a single token: texts may part at near-ties only."""
     target = chat_target(torch.bfloat16)

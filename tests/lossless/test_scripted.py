@@ -9,6 +9,7 @@ from inference import GenerationStats, generate, prompts
 from tests.lossless.matrix.drafters import policy_of
 from tests.lossless.near_tie import assert_same_text
 from tests.lossless.watched_commits import Commits, watch_commits
+from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import CORE_FAMILIES, SLIDING_WINDOW, VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 from tests.watched_passes import watch_passes
@@ -64,7 +65,7 @@ def test_a_text_ends_at_any_place_of_a_step(place: int) -> None:
         assert output.stats.num_new_tokens == expected.shape[1] - 6
 
 
-@pytest.mark.parametrize("policy", ["none", "static", "dynamic"])
+@pytest.mark.parametrize("policy", slow_but({"none", "dynamic"}, ["none", "static", "dynamic"]))
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_batches_far_beyond_the_window(family: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in several chunks; rows end at their own EOS, the longest of them first."""

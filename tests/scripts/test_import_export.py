@@ -131,6 +131,7 @@ def test_a_wrong_convention_is_found(
     assert name in finding.advice
 
 
+@pytest.mark.slow
 def test_right_conventions_are_left_alone(published: Path, chat_target: Any, chat_tokenizer: Any) -> None:
     opened, target = open_published(str(published)), Target(chat_target)
     known = recognize(opened)
@@ -144,6 +145,7 @@ def test_right_conventions_are_left_alone(published: Path, chat_target: Any, cha
     assert finding.advice is None
 
 
+@pytest.mark.slow  # decodes with every convention
 def test_the_program_names_the_cure_and_takes_it(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

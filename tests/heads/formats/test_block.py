@@ -46,9 +46,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("known", "settings"), slow_but({"vLLM, DFlash", "vLLM, DSpark", "speculators, DSpark"}, VARIANTS)
-)
+@pytest.mark.parametrize(("known", "settings"), slow_but({"vLLM, DFlash", "speculators, DSpark"}, VARIANTS))
 def test_round_trip(known: Any, settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
     heads = tiny_heads("block", target, **settings)
     published = assert_round_trip(known, heads, tmp_path)

@@ -23,6 +23,7 @@ from inference.execution.drafting import TreeChoice
 from inference.trees.auto import gamma_chain
 from tests.inference.plain_passes import calm_target, run_plainly
 from tests.lossless.restless import make_restless
+from tests.params import slow_but
 from tests.tiny_targets import CORE_FAMILIES, pad_prompts, random_prompt, tiny_target
 
 
@@ -50,7 +51,13 @@ def check(draft: DraftLogits, model: PreTrainedModel, texts: list[list[int]], pa
             torch.testing.assert_close(draft.logits[row, node], wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "has_first"), [*zip(CORE_FAMILIES, itertools.cycle([True, False]), strict=False)])
+@pytest.mark.parametrize(
+    ("family", "has_first"),
+    slow_but(
+        {"llama-True", "mistral-False", "gemma3-True"},
+        {f"{family}-{place % 2 == 0}": (family, place % 2 == 0) for place, family in enumerate(CORE_FAMILIES)},
+    ),
+)
 def test_every_level_is_a_recompute_of_its_paths(family: str, has_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged rows, prompts in several passes, arrears, a row that waits, trees of several levels; windows of 8."""
     monkeypatch.setattr(small_model, "EXTEND_CHUNK", 7)
@@ -164,7 +171,7 @@ def test_vocabularies_may_differ_by_padding(small_size: int) -> None:
     assert int(expected.max()) >= 96, "tokens that a vocabulary of 96 does not have"
 
 
-@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("is_staged", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_small_model_drafts_for_targets_of_several_vocabularies(is_staged: bool) -> None:
     tokenizer = FakeTokenizer({"a": 0})
     small = SmallModelDrafter(tiny_target("llama"), tokenizer=tokenizer, target_tokenizer=tokenizer)
@@ -210,7 +217,8 @@ def test_real_tokenizers_are_compared(chat_tokenizer: Any, chat_target: PreTrain
     assert drafter.for_target(Target(chat_target)) is drafter
 
 
-@pytest.mark.parametrize("is_staged", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_staged", [False, True])
 def test_texts_beyond_the_small_models_positions_stay_right(is_staged: bool) -> None:
     model = tiny_target("llama", initializer_range=0.3)
     small = SmallModelDrafter(tiny_target("llama", initializer_range=0.3, max_position_embeddings=32))

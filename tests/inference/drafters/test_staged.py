@@ -16,6 +16,7 @@ from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
 from inference.targets.target import Target
 from tests.inference.drafters.test_small_model import check, rough_copy
+from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
 
 
@@ -35,8 +36,13 @@ def repeating_prompt(length: int = 6, times: int = 4, seed: int = 0) -> Tensor:
     return random_prompt(length, seed=seed).repeat(1, times)
 
 
-@pytest.mark.parametrize("is_agreeing", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "is_agreeing"),
+    slow_but(
+        {"llama-False", "gemma3-True"},
+        {f"{family}-{agrees}": (family, agrees) for family in ("llama", "gemma3") for agrees in (True, False)},
+    ),
+)
 def test_scores_are_a_recompute_whatever_the_loop_picks(
     family: str, is_agreeing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,7 +77,10 @@ def test_scores_are_a_recompute_whatever_the_loop_picks(
     assert (num_saved > 3) == is_agreeing
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.5, "seed": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"do_sample": False}, marks=pytest.mark.slow), {"do_sample": True, "temperature": 0.5, "seed": 4}],
+)
 @pytest.mark.parametrize("num_guesses", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_it_drafts_what_the_small_model_drafts(
     num_guesses: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

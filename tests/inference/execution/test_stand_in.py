@@ -146,8 +146,9 @@ def test_every_kind_of_heads_is_here() -> None:
     assert {name.split("-")[0] for name in DRAFTERS if "-" in name} == set(HEAD_TYPES)
 
 
-# By default one configuration of each kind of heads but Kangaroo, which the test with windows has, and n-grams.
-QUICK = {f"{kind}-0" for kind in HEAD_TYPES if kind != "kangaroo"} | {"ngrams"}
+# By default heads that draft level by level and all at once, and n-grams. The test of rules has Medusa, the test with
+# windows Kangaroo.
+QUICK = {"eagle3-0", "mtp-0", "block-0", "ngrams"}
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, list(DRAFTERS)))
@@ -238,9 +239,20 @@ def linted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("linted")
 @pytest.mark.parametrize(
-    "settings", [GREEDY, SAMPLED, {**GREEDY, "repetition_penalty": 1.2}], ids=["greedy", "sampled", "penalty"]
+    ("make", "settings"),
+    slow_but(
+        {"eagle3 + ngrams-greedy", "eagle3 + ngrams-sampled", "mtp-2-sampled", "mtp-2-penalty"},
+        {
+            f"{name}-{way}": (DRAFTERS[name], settings)
+            for name in ("eagle3 + ngrams", "mtp-2")
+            for way, settings in (
+                ("greedy", GREEDY),
+                ("sampled", SAMPLED),
+                ("penalty", {**GREEDY, "repetition_penalty": 1.2}),
+            )
+        },
+    ),
 )
-@pytest.mark.parametrize("make", [DRAFTERS["eagle3 + ngrams"], DRAFTERS["mtp-2"]], ids=["eagle3 + ngrams", "mtp-2"])
 def test_the_loop_builds_no_tensor_on_the_host(make: Callable[[Target], Drafter], settings: dict[str, Any]) -> None:
     """Rows of several lengths end at several steps, with a drafter that can drop rows and with one that cannot."""
     target = Target(tiny_target("llama"))

@@ -28,6 +28,7 @@ from tests.inference.kernels.kernel_checks import (
     check_numbers,
 )
 from tests.lossless.near_tie import assert_same_text
+from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -38,6 +39,7 @@ interpreted = pytest.mark.skipif(
     not IS_INTERPRETED, reason="runs inside test_the_others_in_a_process_of_their_own, under TRITON_INTERPRET=1"
 )
 CPU = torch.device("cpu")
+SHORT_CASES = [str(case) for case in CASES if case[6] < 1000]  # keys and values
 
 
 @pytest.fixture(autouse=True)
@@ -55,9 +57,10 @@ def product(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(IS_INTERPRETED, reason="it starts this process")
-def test_the_others_in_a_process_of_their_own() -> None:
+@pytest.mark.parametrize("chosen", ["not slow", "slow"], ids=["quick", "long"])
+def test_the_others_in_a_process_of_their_own(chosen: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-m", chosen],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=REPOSITORY,
         capture_output=True,
@@ -68,7 +71,7 @@ def test_the_others_in_a_process_of_their_own() -> None:
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", slow_but(SHORT_CASES, {str(case): (case,) for case in CASES}))
 def test_numbers(case: tuple[Any, ...], dtype: torch.dtype) -> None:
     check_numbers(case, dtype, CPU)
 
@@ -79,13 +82,13 @@ def test_a_wrong_ancestor_shows() -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("length", slow_but(["0"], {str(length): length for length in LENGTHS}))
 def test_a_row_does_not_depend_on_the_rest_of_the_pass(length: int) -> None:
     check_independence(length, torch.float32, CPU)
 
 
 @interpreted
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", slow_but(["mistral"], ["llama", "mistral"]))
 def test_a_whole_decode(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped heads; Mistral has a window of 8 tokens. The text is transformers' own, with near-ties shown."""
     from inference.kernels import triton_kernel
@@ -110,6 +113,7 @@ def test_a_whole_decode(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @interpreted
+@pytest.mark.slow
 def test_a_verify_pass_is_one_graph() -> None:
     target = Target(tiny_target("llama", num_hidden_layers=1))
     cache = target.new_cache(1, 128)
@@ -126,6 +130,7 @@ def test_a_verify_pass_is_one_graph() -> None:
 
 
 @interpreted
+@pytest.mark.slow
 def test_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recorder stands for CUDA graphs. The kernels run inside of them."""
     from inference.kernels import triton_kernel

@@ -16,6 +16,7 @@ from heads import HEAD_TYPES, create_heads
 from inference import Decoder, Target
 from inference.kernels import packed_weights
 from inference.kernels.packed_weights import PackedLinear, pack
+from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import FAMILIES, random_prompt, tiny_target
 
@@ -126,7 +127,7 @@ def test_a_model_and_its_twin_say_the_same(family: str) -> None:
     assert {id(weight) for weight in twin.parameters()} == {id(weight) for weight in model.parameters()}
 
 
-@pytest.mark.parametrize("kind", HEAD_TYPES)
+@pytest.mark.parametrize("kind", slow_but({"eagle3", "kangaroo", "block", "mtp"}, list(HEAD_TYPES)))
 def test_texts_are_those_of_transformers(kind: str) -> None:
     model = tiny_target("llama")
     heads, prompt = create_heads(kind, Target.of(model)), random_prompt(9)

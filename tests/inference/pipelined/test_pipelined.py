@@ -30,9 +30,9 @@ def tied_target(family: str = "llama", group_size: int = 2, **settings: Any) -> 
     [
         ("llama", 2, {}),
         ("llama", 1, {"initializer_range": 0.1}),
-        ("qwen3", 3, {}),
+        pytest.param("qwen3", 3, {}, marks=pytest.mark.slow),
         ("gemma3", 3, {}),
-        ("mistral", 2, {}),
+        pytest.param("mistral", 2, {}, marks=pytest.mark.slow),
         ("mixtral", 2, {}),
     ],
 )

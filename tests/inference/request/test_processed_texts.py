@@ -104,7 +104,7 @@ def check(
 
 @pytest.mark.parametrize("tree", [chain(3), StaticTree([[0], [1], [0, 0], [1, 0]]), DynamicTree(3, 3, 10)])
 @pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_text_is_that_of_transformers_processors(num_rows: int, options: dict[str, Any], tree: Any) -> None:
     stats = check(
         num_rows, options, lambda target, texts: Decoder(target, ScriptedDrafter(texts, VOCAB_SIZE), tree=tree)

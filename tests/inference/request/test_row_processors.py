@@ -18,6 +18,7 @@ from transformers import PrefixConstrainedLogitsProcessor, PreTrainedModel
 
 from inference import NgramDrafter, Target, generate
 from inference.request.row_processors import processors_of_row
+from tests.params import slow_but
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
 PROMPTS = [random_prompt(length, seed=length)[0] for length in (3, 17, 5, 9)]
@@ -41,9 +42,17 @@ def new_tokens(output: Tensor, length: int) -> list[list[int]]:
     return [row[: row.index(EOS) + 1] if EOS in row else row for row in rows]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("options", [{"repetition_penalty": 1.8}, {"repetition_penalty": 1.3, "pad_token_id": EOS}])
-def test_padding_is_not_penalised(side: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+PENALTIES = {"options0": {"repetition_penalty": 1.8}, "options1": {"repetition_penalty": 1.3, "pad_token_id": EOS}}
+
+
+@pytest.mark.parametrize(
+    ("options", "side"),
+    slow_but(
+        {"options0-right", "options1-left"},
+        {f"{name}-{side}": (options, side) for name, options in PENALTIES.items() for side in ("left", "right")},
+    ),
+)
+def test_padding_is_not_penalised(options: dict[str, Any], side: str, caplog: pytest.LogCaptureFixture) -> None:
     """Not where it is EOS either, as with most Llamas. The oldest transformers penalise it in their batches."""
     options = {**GREEDY, "eos_token_id": EOS, "pad_token_id": 0, **options}
     alone = [new_tokens(model().generate(p[None], **options), len(p))[0] for p in PROMPTS]

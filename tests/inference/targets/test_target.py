@@ -18,7 +18,13 @@ from tests.inference.plain_passes import (
     random_tree,
     run_plainly,
 )
-from tests.tiny_targets import FAMILIES, FAMILIES_AND_ATTENTION, SLIDING_WINDOW, random_prompt
+from tests.tiny_targets import (
+    FAMILIES,
+    FAMILIES_AND_ATTENTION,
+    SLIDING_WINDOW,
+    attention_implementations,
+    random_prompt,
+)
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 BELOW_WINDOW, BEYOND_WINDOW = (1, 3, 4), (9, 14, 21)
@@ -62,7 +68,20 @@ def check_tree(
         pytest.param(BEYOND_WINDOW, id="beyond-window"),
     ],
 )
-@pytest.mark.parametrize(("family", "implementation"), FAMILIES_AND_ATTENTION)
+# By default each family with transformers' own choice, and two of them with both.
+@pytest.mark.parametrize(
+    ("family", "implementation"),
+    [
+        pytest.param(
+            family,
+            implementation,
+            marks=()
+            if family in ("llama", "gemma3") or implementation == attention_implementations(family)[0]
+            else pytest.mark.slow,
+        )
+        for family, implementation in FAMILIES_AND_ATTENTION
+    ],
+)
 def test_tree_verification_equals_plain_passes_after_branching_commits(
     family: str, implementation: str, lengths: tuple[int, ...]
 ) -> None:

@@ -31,7 +31,7 @@ def test_virtual_prompt_tokens_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_peft_texts_follow_the_adapters(family: str) -> None:
     """One decoder, before and after adapters are switched, turned off and merged: always the model's own text."""
     peft = pytest.importorskip("peft", reason="peft is an optional extra")

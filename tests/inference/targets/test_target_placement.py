@@ -124,7 +124,7 @@ def decode_tree(target: Target, cache: TreeCache, **features: Any) -> list[Tenso
     return [part for part in outputs if part is not None]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_layers_on_two_devices(family: str, batch_size: int) -> None:
     """Tensors without values, whose devices torch checks: nothing of one device meets anything of another."""
@@ -145,7 +145,7 @@ def test_layers_on_two_devices(family: str, batch_size: int) -> None:
         assert {output.device for output in outputs} == {HERE}
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("first_there", [0, 1])
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_encoder_decoder_layers_on_two_devices(kind: str, first_there: int, batch_size: int) -> None:

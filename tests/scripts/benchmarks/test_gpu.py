@@ -36,6 +36,7 @@ def test_a_part_that_fails_is_reported(tmp_path: Path) -> None:
     assert part.read("md") == ""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the worker in /proc")
 def test_a_part_that_takes_too_long_ends_with_its_own_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "TIMEOUT", 5)

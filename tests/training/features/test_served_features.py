@@ -14,6 +14,7 @@ import openai
 import pytest
 import torch
 
+from tests.params import slow_but
 from tests.tiny_targets import tiny_target
 from tests.training.runner import Runner, assert_same
 from tests.training.states_server import StatesServer, serving_states
@@ -58,7 +59,9 @@ def wait_for_threads() -> None:
             thread.join(0.5)
 
 
-@pytest.mark.parametrize("options", [{}, {"packing": True, "per_device_train_batch_size": 1}], ids=["rows", "packed"])
+@pytest.mark.parametrize(
+    "options", slow_but({"rows"}, {"rows": {}, "packed": {"packing": True, "per_device_train_batch_size": 1}})
+)
 def test_heads_learn_as_online(
     options: dict[str, Any], train: Runner, server: StatesServer, caplog: pytest.LogCaptureFixture
 ) -> None:

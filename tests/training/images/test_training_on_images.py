@@ -101,6 +101,7 @@ def run_on_squares(folder: Path, tmp_path: Path, **options: Any) -> dict[str, fl
     return run(**{"max_steps": 3, "max_length": 128, "num_eval_prompts": 3, "head_overrides": None, **options})
 
 
+@pytest.mark.parametrize("family", slow_but({"llava", "qwen2_5_vl"}, FAMILIES), indirect=True)
 def test_heads_train_and_draft_behind_an_image(family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
     folder, processor = seeing
     metrics = run_on_squares(folder, tmp_path, report=family == "llava", do_eval=True, eval_strategy="epoch")

@@ -17,6 +17,7 @@ from heads import DraftHeads
 from inference import Target
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.inference.execution.stand_in import RefuseHostTensors
+from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.run.test_trainer import make_rows, make_trainer
 from training.data.collation import ConversationCollator
@@ -71,12 +72,14 @@ def run_batch(name: str, rows: list[dict[str, Any]], folder: Path) -> DraftHeads
     return heads
 
 
-# By default one configuration of each kind.
-MARKS = {name: [] if name.endswith("0") or name == "eagle3-1" else [pytest.mark.slow] for name in VARIANT_IDS}
+BATCHES = {f"{name}-packed": (name, PACKED) for name in VARIANT_IDS} | {
+    f"{name}-plain": (name, PLAIN) for name in VARIANT_IDS
+}
+# By default one configuration of each kind, packed, and two plain ones.
+QUICK = {name for name in BATCHES if name.endswith("0-packed")} | {"eagle3-1-packed", "eagle3-0-plain", "block-0-plain"}
 
 
-@pytest.mark.parametrize("rows", [PLAIN, PACKED], ids=["plain", "packed"])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS[name]) for name in VARIANT_IDS])
+@pytest.mark.parametrize(("name", "rows"), slow_but(QUICK, BATCHES))
 def test_a_batch_without_waiting(name: str, rows: list[dict[str, Any]], tmp_path: Path) -> None:
     heads = run_batch(name, rows, tmp_path)
     assert all(weight.grad is not None for weight in heads.parameters() if weight.requires_grad)

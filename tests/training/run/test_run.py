@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from heads import DraftHeads
 from inference import Target, generate
+from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.runner import (
     WORDS,
@@ -32,7 +33,7 @@ from training.run.trainer import HeadsTrainer
 
 
 class TestARun:
-    @pytest.mark.parametrize("head_type", ["medusa", "eagle3", "block"])
+    @pytest.mark.parametrize("head_type", slow_but({"eagle3", "block"}, ["medusa", "eagle3", "block"]))
     def test_learns_evaluates_and_saves(self, train: Runner, target_path: Path, head_type: str) -> None:
         options = {"max_steps": 30, "save_strategy": "steps", "save_steps": 30}
         metrics = train(head_type=head_type, head_overrides=None, **options)

@@ -41,7 +41,7 @@ class TestResume:
         shutil.rmtree(train.output_dir)
         return weights
 
-    @pytest.mark.parametrize("step", [5, 7])
+    @pytest.mark.parametrize("step", [pytest.param(5, marks=pytest.mark.slow), 7])
     def test_gives_the_weights_of_an_uninterrupted_run(
         self, train: Runner, uninterrupted: dict[str, Tensor], step: int
     ) -> None:
@@ -165,6 +165,7 @@ class TestBestCheckpoint:
         assert best["best_model_checkpoint"] == str(train.output_dir / "checkpoint-2")
         assert_same(train.weights(), load_file(train.output_dir / "checkpoint-2" / "model.safetensors"))
 
+    @pytest.mark.slow
     def test_early_stopping_goes_on_counting_after_an_interruption(
         self, train: Runner, monkeypatch: pytest.MonkeyPatch
     ) -> None:

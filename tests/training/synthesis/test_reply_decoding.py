@@ -23,7 +23,7 @@ def shared_decoder(family: str = "llama", *, has_drafter: bool = False) -> Decod
     return Decoder(tiny_target(family), drafter, tree=DynamicTree(depth=3, top_k=2, num_nodes=6) if drafter else None)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma3"])
 def test_turns_are_those_of_plain_generate(family: str) -> None:
     """Rows of a batch with a drafter against transformers' `generate` for each of them by itself."""
     decoder = shared_decoder(family, has_drafter=True)
@@ -42,7 +42,9 @@ def test_turns_are_those_of_plain_generate(family: str) -> None:
     assert writer.stats.num_new_tokens == sum(len(turn.token_ids) for turn in turns)
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 5}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [pytest.param({}, marks=pytest.mark.slow), {"temperature": 0.7, "top_p": 0.9, "top_k": 5}], ids=str
+)
 def test_sampled_turns_depend_on_their_seed_alone(settings: dict[str, Any]) -> None:
     """One by one and plain = together, backwards and drafted."""
     sampling = TurnSettings(max_new_tokens=20, **settings)

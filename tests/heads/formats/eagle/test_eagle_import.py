@@ -26,6 +26,7 @@ from tests.heads.formats.eagle.checkpoints import (
 from tests.heads.formats.round_trip import assert_damage_is_named, assert_lost_keys_are_refused, refusal_or_none
 from tests.heads.test_contract import assert_same_tensors
 from tests.heads.tiny_heads import tiny_heads
+from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
 
 # Damage.
@@ -216,7 +217,7 @@ NAMED_AS = {
 OTHER_VALUES: tuple[Any, ...] = ("text", -1, 0.5, [], ["text"], {"a": 1}, True)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("name", slow_but({"eagle3", "speculators"}, list(CHECKPOINTS)))
 def test_values_of_other_types_are_refused_or_read_and_nothing_else(name: str, target: Target) -> None:
     published = publish(name, target)
     layer = published.config.get("transformer_layer_config", {})
