@@ -12,8 +12,8 @@ position t; the root's is computed when drafting begins, since the target has no
 A draft of depth d costs d passes through l layers, the adapter and the whole LM head. Verification runs all layers over
 the drafted tokens, the first l included. The paper hands the states of the first l layers on instead. That reads the
 same weights as often: the last drafted tokens have not been through these layers, so they need one more pass there
-(d * l + L layers in all, either way). It would save arithmetic only: at most l/L of what verifying all nodes costs
-above verifying one.
+(d * l + L layers in all, either way). It would save arithmetic, at most l/L of what verifying all nodes costs above
+verifying one, and l layers in a step whose chosen tree happens to have no node of the last level.
 """
 
 from __future__ import annotations

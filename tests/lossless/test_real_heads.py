@@ -114,7 +114,6 @@ def test_chat_sampled(kind: str, policy: str, is_coupled: bool, settings: list[d
         assert torch.equal(decoder.generate(chat_prompts()[seed], **options).sequences, expected), options
 
 
-@pytest.mark.slow
 def test_chat_bfloat16_flips_are_near_ties() -> None:
     """In bf16 a pass over a tree may round otherwise than one over a single token: texts may part at near-ties only."""
     target = chat_target(torch.bfloat16)

@@ -217,8 +217,7 @@ def test_real_tokenizers_are_compared(chat_tokenizer: Any, chat_target: PreTrain
     assert drafter.for_target(Target(chat_target)) is drafter
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("is_staged", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_texts_beyond_the_small_models_positions_stay_right(is_staged: bool) -> None:
     model = tiny_target("llama", initializer_range=0.3)
     small = SmallModelDrafter(tiny_target("llama", initializer_range=0.3, max_position_embeddings=32))

@@ -39,7 +39,6 @@ def finished(target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     return runner
 
 
-@pytest.mark.slow
 def test_tensorboard_has_losses_and_acceptance(finished: Runner) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
