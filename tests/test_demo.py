@@ -119,6 +119,7 @@ def test_the_sample_stands_side_by_side(
     assert drafted.replace("[", "").replace("]", "") == plain
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_demo_from_training_to_report(args: demo.DemoArguments, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)

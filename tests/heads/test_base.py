@@ -187,6 +187,7 @@ class TestSaving:
         after = DraftHeads.from_pretrained(saved).state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
 
+    @pytest.mark.ci
     @pytest.mark.slow  # a process of its own
     def test_a_kill(self, saved: Path) -> None:
         """Kills a process while it writes the weights, and another one between two renames; then saves once more."""

@@ -381,6 +381,7 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: s
     assert message in str(error.value)
 
 
+@pytest.mark.ci
 @pytest.mark.slow  # a process of its own
 def test_the_program_finds_its_packages_without_being_installed(tmp_path: Path) -> None:
     command = [sys.executable, "-P", str(PROGRAM), "--help"]

@@ -145,6 +145,7 @@ def test_right_conventions_are_left_alone(published: Path, chat_target: Any, cha
     assert finding.advice is None
 
 
+@pytest.mark.ci
 @pytest.mark.slow  # decodes with every convention
 def test_the_program_names_the_cure_and_takes_it(
     published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

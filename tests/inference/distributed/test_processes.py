@@ -61,6 +61,7 @@ def check_fault(num_texts: int, fault: str, error: str) -> None:
     assert ranks[1].returncode == 0, "the other server is told to end"
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_texts_are_the_same_and_a_killed_server_ends_the_run() -> None:
     check_fault(12, "--kill", "RuntimeError: the target server of rank 2 has died")

@@ -56,7 +56,9 @@ def product(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(IS_INTERPRETED, reason="it starts this process")
-@pytest.mark.parametrize("chosen", ["not slow", "slow"], ids=["quick", "long"])
+@pytest.mark.parametrize(
+    "chosen", [pytest.param("not slow", id="quick", marks=pytest.mark.ci), pytest.param("slow", id="long")]
+)
 def test_the_others_in_a_process_of_their_own(chosen: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider", "-m", chosen],

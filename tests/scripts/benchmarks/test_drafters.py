@@ -51,6 +51,7 @@ def measure_table(target: str, folder: Path, prompts: Path, output: Path, **opti
     return drafters.run(args, Console(file=io.StringIO(), width=200))
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_one_table_of_all_drafters(
     small_chat: str, heads_folder: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

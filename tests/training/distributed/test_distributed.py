@@ -112,13 +112,16 @@ def start(words: list[str]) -> str:
 @pytest.mark.parametrize(
     ("config", "distributed", "sharding"),
     [
-        ("multi_gpu", {"distributed_type": "MULTI_CPU"}, "none"),
+        pytest.param("multi_gpu", {"distributed_type": "MULTI_CPU"}, "none", marks=pytest.mark.ci),
         ("fsdp2", {"distributed_type": "FSDP"}, "fsdp2"),
         pytest.param(
             "deepspeed_zero2", {"distributed_type": "DEEPSPEED", "zero_stage": 2}, "none", marks=needs_deepspeed
         ),
         pytest.param(
-            "deepspeed_zero3", {"distributed_type": "DEEPSPEED", "zero_stage": 3}, "fsdp2", marks=needs_deepspeed
+            "deepspeed_zero3",
+            {"distributed_type": "DEEPSPEED", "zero_stage": 3},
+            "fsdp2",
+            marks=[needs_deepspeed, pytest.mark.ci],
         ),
     ],
 )
@@ -168,6 +171,7 @@ def test_two_processes_train_as_one(
             assert resumed.record["metrics"][name] == value, name
 
 
+@pytest.mark.ci
 def test_a_tensor_parallel_target_trains_as_a_whole_one(train: Runner, alone: Result) -> None:
     pytest.importorskip("transformers.distributed.tensor_parallel", reason="this transformers keeps no LM head whole")
     launch("multi_gpu", train, shard_target="tp")

@@ -120,7 +120,7 @@ def kill(processes: Any, train: Runner, options: dict[str, Any], last: int, firs
 @pytest.mark.parametrize(
     ("options", "kills"),
     [
-        pytest.param(EAGLE, 2, id="eagle", marks=needs_muon),
+        pytest.param(EAGLE, 2, id="eagle", marks=[needs_muon, pytest.mark.ci]),
         pytest.param(BLOCK, 3, id="block"),
         pytest.param(STREAM, 1, id="stream"),
         pytest.param(JOINT, 2, id="heads and adapters"),
@@ -151,6 +151,7 @@ def finish_and_compare(processes: Any, train: Runner, options: dict[str, Any], e
     }
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @needs_muon
 def test_one_of_two_processes_is_killed(train: Runner, tmp_path: Path) -> None:

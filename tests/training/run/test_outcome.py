@@ -24,6 +24,7 @@ def run_program(train: Runner, monkeypatch: pytest.MonkeyPatch, **options: Any) 
 
 
 class TestLastWords:
+    @pytest.mark.ci
     @pytest.mark.slow
     def test_a_run_names_its_files_its_acceptance_length_and_the_next_command(
         self, train: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -100,6 +100,7 @@ class TestFullDisk:
         with pytest.raises(TrainingStoppedError, match=rf"{name} could not be written into .* MiB are free\."):
             train(max_steps=1)
 
+    @pytest.mark.ci
     @pytest.mark.slow
     def test_the_checkpoint_before_stays_and_is_resumed(self, train: Runner, tmp_path: Path) -> None:
         """The kernel itself refuses to write the file any further."""

@@ -144,6 +144,7 @@ def test_heads_bind() -> None:
     assert torch.equal(output.sequences, plain.sequences)
 
 
+@pytest.mark.ci
 @pytest.mark.slow  # a target of every family
 def test_the_table_of_families_is_what_is_found() -> None:
     page = (REPOSITORY / "docs/targets.md").read_text()
