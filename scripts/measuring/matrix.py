@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
@@ -261,5 +262,11 @@ def _measure_with_progress(contenders: Sequence[Contender], prompts: Sequence[Pr
     num_batches = len(make_batches(prompts, settings.batch_size))
     num_runs = settings.repeats * num_batches * sum(not contender.problem for contender in contenders)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("decoding", total=num_runs)
-        measure(contenders, prompts, settings, on_run=lambda: progress.advance(task))
+        task = progress.add_task("warming up", total=num_runs)  # compiling takes minutes
+        measure(
+            contenders,
+            prompts,
+            settings,
+            on_warm_up=lambda name: progress.update(task, description=f"warming up: {escape(name)}"),
+            on_run=lambda: progress.update(task, advance=1, description="decoding"),
+        )

@@ -179,6 +179,7 @@ def measure(
     prompts: Sequence[Prompt],
     settings: Settings,
     *,
+    on_warm_up: Callable[[str], None] = lambda name: None,
     on_run: Callable[[], None] = lambda: None,
 ) -> None:
     """Fills in the contenders' runs. The order of the contenders rotates from batch to batch, so that other load, warm
@@ -187,6 +188,7 @@ def measure(
     batches = make_batches(prompts, settings.batch_size)
     by_length = sorted(batches, key=lambda batch: batch.input_ids.shape[1])
     for contender in runnable:
+        on_warm_up(contender.name)
         start = time.perf_counter()
         if contender.is_compiled:  # graphs depend on the length of the cache: compile all of them
             for batch in (by_length[0], by_length[-1]):

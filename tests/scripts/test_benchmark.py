@@ -73,7 +73,11 @@ def test_contenders_take_turns_in_rotating_order() -> None:
         return Contender(name, decode=decode)
 
     contenders = [recording(name) for name in "ab"] + [Contender("c", problem="too deep")]
-    measure(contenders, [prompt(0), prompt(1), prompt(2)], Settings(max_new_tokens=100, repeats=2))
+    told: list[str] = []
+    prompts = [prompt(0), prompt(1), prompt(2)]
+    options = {"on_warm_up": told.append, "on_run": lambda: told.append("run")}
+    measure(contenders, prompts, Settings(max_new_tokens=100, repeats=2), **options)
+    assert told == ["a", "b"] + ["run"] * 12
     assert calls[:2] == [("a", 32), ("b", 32)], "warming up comes first and is short"
     assert [name for name, _ in calls[2:]] == ["a", "b", "b", "a", "a", "b"] + ["b", "a", "a", "b", "b", "a"]
     assert [len(runs) for runs in contenders[0].runs] == [3, 3]

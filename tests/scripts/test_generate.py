@@ -21,6 +21,7 @@ from scripts.terminal.arguments import GenerateArguments
 from scripts.terminal.printer import DEPTH_STYLES, ReplyPrinter, style_of
 from scripts.terminal.session import Conversation
 from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.params import slow_but
 
 ODD_TEXT = "Grüße, 日本語のテキスト 🙂👩‍👩‍👧 naïve\n\n  two spaces, ½ and \u0000 too"
 REPEATING = "one two three four five six seven. one two three four five six seven. one two three"
@@ -158,17 +159,19 @@ def test_each_line_of_the_standard_input_is_a_prompt_of_its_own(
     assert "\x1b" not in replies[0], "no colour where there is no terminal"
 
 
-def test_any_drafter_leaves_the_text_as_it_is(run_program: Callable[..., str]) -> None:
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "n-grams": {"ngrams": True},
+    "model": {"drafter_model": str(CHAT_TARGET), "tree": "chain:3"},
+    "staged": {"drafter_model": str(CHAT_TARGET), "tree": "chain", "staged": True},
+    "model and n-grams": {"drafter_model": str(CHAT_TARGET), "ngrams": True},
+    "heads and n-grams": {"heads": str(REPOSITORY / "examples" / "heads" / "eagle3"), "ngrams": True},
+}
+
+
+@pytest.mark.parametrize("name", slow_but({"staged", "heads and n-grams"}, list(DRAFTERS)))
+def test_any_drafter_leaves_the_text_as_it_is(name: str, run_program: Callable[..., str]) -> None:
     plain = run_program(prompt=REPEATING, max_new_tokens=24)
-    every: tuple[dict[str, Any], ...] = (
-        {"ngrams": True},
-        {"drafter_model": str(CHAT_TARGET), "tree": "chain:3"},
-        {"drafter_model": str(CHAT_TARGET), "tree": "chain", "staged": True},
-        {"drafter_model": str(CHAT_TARGET), "ngrams": True},
-        {"heads": str(REPOSITORY / "examples" / "heads" / "eagle3"), "ngrams": True},
-    )
-    for options in every:
-        assert run_program(prompt=REPEATING, max_new_tokens=24, **options) == plain, options
+    assert run_program(prompt=REPEATING, max_new_tokens=24, **DRAFTERS[name]) == plain
 
 
 def test_a_drafter_model_with_another_tokenizer_is_refused(

@@ -99,7 +99,7 @@ def capture(decoder: Decoder) -> PoisoningExecutor:
 
 
 # By default heads in the target's cache, n-grams, and plain decoding. Trained heads, below, draft level by level.
-QUICK = {"kangaroo-0", "ngrams", "none"}
+QUICK = {"kangaroo-0", "none"}
 
 
 def long_prompts(batch_size: int) -> dict[str, Tensor]:
