@@ -24,7 +24,7 @@ CORE = tuple(
     for place, family in enumerate(("qwen3_5", "mamba", "falcon_h1", "lfm2"))
     if family in RECURRENT_FAMILIES
 )
-QUICK_DRAFTERS = [("qwen3_5", "eagle3"), ("mamba", "ngram + small model")]
+QUICK_DRAFTERS = [("qwen3_5", "eagle3"), ("qwen3_5", "staged"), ("mamba", "ngram + small model")]
 POLICIES = ("chain", "dynamic", "static")
 # Of each kind of recurrence by itself, beside attention, and beside experts.
 QUICK_FAMILIES = ("qwen3_5", "kimi_linear", "mamba", "mamba2", "lfm2", "lfm3", "zaya")
@@ -55,7 +55,7 @@ def test_greedy_text_is_transformers_generate(family: str, policy: str) -> None:
     assert len(set(expected[0, 7:].tolist())) > 15, "the text repeats itself, and so tests little"
 
 
-@pytest.mark.parametrize("policy", slow_but({"dynamic"}, ["none", "chain", "dynamic"]))
+@pytest.mark.parametrize("policy", slow_but({"none", "dynamic"}, ["none", "chain", "dynamic"]))
 @pytest.mark.parametrize("family", CORE)
 def test_batches(family: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of several lengths, read in chunks, that end at different steps and then leave, or stay."""

@@ -36,7 +36,7 @@ def decode_all(**options: Any) -> tuple[list[dict[str, Any]], str]:
     return reports, console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_run_over_batch_sizes(
     temperature: float, small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path
 ) -> None:

@@ -98,7 +98,7 @@ def capture(decoder: Decoder) -> PoisoningExecutor:
     return executor
 
 
-# By default heads in the target's cache, n-grams, and plain decoding. Trained heads, below, draft level by level.
+# By default heads in the target's cache, and plain decoding. Trained heads and n-grams are below.
 QUICK = {"kangaroo-0", "none"}
 
 

@@ -146,9 +146,9 @@ def test_every_kind_of_heads_is_here() -> None:
     assert {name.split("-")[0] for name in DRAFTERS if "-" in name} == set(HEAD_TYPES)
 
 
-# By default heads that draft level by level and all at once. The test of rules has Medusa, the test with windows
-# Kangaroo, and the tests of the loop MTP and n-grams.
-QUICK = {"eagle3-0", "block-0"}
+# By default heads that draft level by level and all at once, and n-grams. The test of rules has Medusa, the test with
+# windows Kangaroo.
+QUICK = {"eagle3-0", "block-0", "ngrams"}
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, list(DRAFTERS)))

@@ -122,7 +122,7 @@ def test_compiled_heads_draft_what_they_draft_eagerly(target: Target) -> None:
 # The target's passes and acceptance, the same for all drafters, are traced by the tests of prompts and of one decoder.
 @pytest.mark.usefixtures("traced_alone")
 @pytest.mark.parametrize("traced_alone", ["_extend|expand_level|_draft_ranks"], indirect=True, ids=[""])
-@pytest.mark.parametrize("kind", slow_but({"mtp", "block"}, list(DRAFTERS)))
+@pytest.mark.parametrize("kind", slow_but({"hydra", "mtp", "block"}, list(DRAFTERS)))
 def test_every_drafter_is_traced_whole(target: Target, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "inference.execution.compiled")
     check_compiled_drafter(target, kind)

@@ -61,7 +61,7 @@ def draw_arrivals(target: Target, count: int, **settings: Any) -> list[Arrival]:
     return arrivals
 
 
-@pytest.mark.parametrize("name", slow_but({"plain", "oracle", "eagle3"}, list(DRAFTERS)))
+@pytest.mark.parametrize("name", slow_but({"plain", "oracle", "ngrams", "eagle3"}, list(DRAFTERS)))
 def test_a_text_depends_on_nobody_else_in_the_batch(name: str) -> None:
     """Rows of all options arrive while others run; more than there is room for; their prompts begin alike or not."""
     family, make = DRAFTERS[name]

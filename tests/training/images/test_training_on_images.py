@@ -119,6 +119,7 @@ def test_heads_train_and_draft_behind_an_image(family: str, seeing: tuple[Path, 
         assert "<image>" in (tmp_path / "heads" / "report.html").read_text().replace("&lt;", "<").replace("&gt;", ">")
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llava"], indirect=True)
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it

@@ -50,6 +50,7 @@ def test_a_resumed_run_evaluates_as_often_as_its_options_say(train: Runner) -> N
     assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [2, 4, 6, 9]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_resumed_run_is_as_patient_as_its_options_say(train: Runner) -> None:
     """And goes on counting where the interrupted one was."""

@@ -75,8 +75,8 @@ def run_batch(name: str, rows: list[dict[str, Any]], folder: Path) -> DraftHeads
 BATCHES = {f"{name}-packed": (name, PACKED) for name in VARIANT_IDS} | {
     f"{name}-plain": (name, PLAIN) for name in VARIANT_IDS
 }
-# By default one configuration of each kind, packed, and a plain one.
-QUICK = {name for name in BATCHES if name.endswith("0-packed")} | {"block-0-plain"}
+# By default one configuration of each kind, packed, one with its own options, and a plain one.
+QUICK = {name for name in BATCHES if name.endswith("0-packed")} | {"eagle3-1-packed", "block-0-plain"}
 
 
 @pytest.mark.parametrize(("name", "rows"), slow_but(QUICK, BATCHES))

@@ -268,6 +268,7 @@ class TestRuns:
         assert rates[1][1] == {0.002, 0.01}
         assert rates[-1][1] == {0.004, 0.02}
 
+    @pytest.mark.ci
     @pytest.mark.slow
     def test_resuming_changes_nothing(self, train: Runner) -> None:
         """Dropout draws random numbers; the third step is the first of both."""
@@ -310,6 +311,7 @@ class TestRuns:
         assert_same(stored_adapter(train.output_dir), stored_adapter(chosen))
         assert_same(train.weights(), load_file(chosen / "model.safetensors"))
 
+    @pytest.mark.ci
     @pytest.mark.slow
     def test_checkpointing_by_trainers_own_option(self, train: Runner) -> None:
         results = []
