@@ -118,7 +118,7 @@ WRONG = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "name", "changes"),
-    [pytest.param(*case, id=name, marks=pytest.mark.ci if "before" in name else ()) for name, case in WRONG.items()],
+    [pytest.param(*case, id=name, marks=pytest.mark.ci if "residual" in name else ()) for name, case in WRONG.items()],
 )
 def test_a_wrong_convention_is_found(
     keys: dict[str, Any], name: str, changes: dict[str, Any], published: Path, chat_target: Any, chat_tokenizer: Any
