@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -88,21 +89,27 @@ def train(args: AblationArguments, config: Path, options: Sequence[str]) -> dict
     """Trains until the run has its training record, and returns it.
 
     Raises:
+        ValueError: the folder has the record of a run with other options.
         ChildProcessError: the training failed; its log says why.
     """
     folder = Path(args.output) / config.stem
-    record = folder / "training_record.json"
-    if not record.exists():
+    words = ["--config", str(config), "--target", args.target, "--output_dir", str(folder), *options]
+    words += ["--resume_from_checkpoint", "true", "--disable_tqdm", "true"]
+    words += ["--dataset", args.dataset] if args.dataset is not None else []
+    words += [] if torch.accelerator.is_available() else ["--use_cpu", "true"]
+    path = folder / "training_record.json"
+    if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        words = ["--config", str(config), "--target", args.target, "--output_dir", str(folder), *options]
-        words += ["--resume_from_checkpoint", "true", "--disable_tqdm", "true"]
-        words += ["--dataset", args.dataset] if args.dataset is not None else []
-        words += [] if torch.accelerator.is_available() else ["--use_cpu", "true"]
         with (folder / "training.log").open("ab") as log:
             command = [sys.executable, str(TRAINING_PROGRAM), *words]
             if code := subprocess.run(command, stdout=log, stderr=log, check=False).returncode:
                 raise ChildProcessError(f"{config.stem}: the training ended with {code}, see {log.name}")
-    found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))["training"]
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if record["command"] != (wanted := shlex.join([TRAINING_PROGRAM.name, *words])):
+        raise ValueError(
+            f"{folder} has heads of {record['command']!r}, and not of {wanted!r}: give another --output, or remove it"
+        )
+    found: dict[str, Any] = record["training"]
     return found
 
 

@@ -43,7 +43,9 @@ def test_finished_runs_are_not_trained_again(
     (tmp_path / "more.jsonl").write_text('{"turns": ["Name three rivers."]}\n{"turns": ["Say hello."]}\n')
     first = measure_again(tmp_path, CONFIGS[:1], "1")
     with pytest.raises(ChildProcessError, match=r"hass: the training ended with 1, see .*training\.log"):
-        measure_again(tmp_path, CONFIGS, "nothing")
+        measure_again(tmp_path, CONFIGS[1:], "nothing")
+    with pytest.raises(ValueError, match=r"eagle3 has heads of .*_steps 1 .* not of .*_steps 2 .*--output"):
+        measure_again(tmp_path, CONFIGS, "2")
     both = measure_again(tmp_path, CONFIGS, "1")
     assert both["eagle3"] == first["eagle3"]
     page = (tmp_path / "out" / "ablation.md").read_text()
