@@ -34,7 +34,8 @@ from inference.streaming.detokenizer import IncrementalDetokenizer
 from inference.trees.options import resolve_policy
 from scripts.measuring.contenders import make_contenders
 from scripts.measuring.environment import describe_environment
-from scripts.measuring.measure import Contender, Prompt, Settings, load_prompts, measure
+from scripts.measuring.matrix import measure_with_progress
+from scripts.measuring.measure import Contender, Prompt, Settings, load_prompts
 from scripts.measuring.plot import draw_plot
 from scripts.measuring.render import make_grids
 from scripts.measuring.report import headline, make_report, make_rows, write_json
@@ -134,14 +135,12 @@ def gather_heads(trained: dict[str, Path], target: Target) -> dict[str, DraftHea
 
 
 def compare(
-    heads: dict[str, DraftHeads], target: Target, prompts: list[Prompt], args: DemoArguments, console: Console
+    heads: dict[str, DraftHeads], target: Target, prompts: list[Prompt], args: DemoArguments
 ) -> tuple[list[Contender], list[Row]]:
     """Decodes the prompts with all contenders in turns."""
     settings = make_settings(args)
     contenders = make_contenders(target, heads, [args.tree], settings, modes=(args.compile,))
-    num_runs = args.repeats * len(prompts) * len(contenders)
-    with console.status(f"decoding {len(prompts)} prompts in {len(contenders)} ways, {num_runs} texts"):
-        measure(contenders, prompts, settings)
+    measure_with_progress(contenders, prompts, settings)
     return contenders, make_rows(contenders, prompts, settings, target)
 
 
@@ -194,7 +193,7 @@ def run(args: DemoArguments, console: Console) -> list[Row]:
     trained = {kind: output / "trained" / kind for kind in find_recipes()}
     seconds = {kind: train(recipe, trained[kind], args, console) for kind, recipe in find_recipes().items()}
     heads = gather_heads(trained, target)
-    contenders, rows = compare(heads, target, prompts, args, console)
+    contenders, rows = compare(heads, target, prompts, args)
     environment = describe_environment(
         target,
         make_settings(args),

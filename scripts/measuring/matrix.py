@@ -214,7 +214,7 @@ def measure_combination(
             drafters = {NGRAMS: NgramDrafter(), **subject.drafters}
             contenders += make_distributed_contenders(target, drafters, settings, link)
     prompts, num_too_long = subject.prompts[path]
-    _measure_with_progress(contenders, prompts, settings)
+    measure_with_progress(contenders, prompts, settings)
     count_work(contenders, prompts)
     single_texts = (
         single_texts or texts_of_one_row(contenders, settings) or _decode_one_by_one(target, prompts, settings)
@@ -258,7 +258,8 @@ def _decode_one_by_one(target: Target, prompts: Sequence[Prompt], settings: Sett
     return [decode(Batch.of(prompt), settings).texts[0] for prompt in prompts]
 
 
-def _measure_with_progress(contenders: Sequence[Contender], prompts: Sequence[Prompt], settings: Settings) -> None:
+def measure_with_progress(contenders: Sequence[Contender], prompts: Sequence[Prompt], settings: Settings) -> None:
+    """`measure`, with a line that shows what warms up and how many texts are done, on a terminal's standard error."""
     num_batches = len(make_batches(prompts, settings.batch_size))
     num_runs = settings.repeats * num_batches * sum(not contender.problem for contender in contenders)
     with Progress(console=Console(stderr=True), transient=True) as progress:
