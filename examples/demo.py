@@ -68,7 +68,7 @@ class DemoArguments:
         default_factory=list, metadata={"help": "More training options, key=value (see draftsmith train --help)."}
     )
     # In float32, texts are identical to the last token, but every node of the tree costs a CPU time.
-    tree: str = field(default="dynamic:4,4,12", metadata={"help": "Token tree (see draftsmith bench --help)."})
+    tree: str = field(default="dynamic:2,2,4", metadata={"help": "Token tree (see draftsmith bench --help)."})
     dtype: str = field(
         default="float32", metadata={"help": "Dtype of target and heads while decoding.", "choices": list(DTYPES)}
     )
