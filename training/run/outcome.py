@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -111,6 +111,15 @@ class PreparedRun:
         return metrics
 
 
+def written_command(arguments: Sequence[str]) -> str:
+    """The command of a run as its record has it, with tokens of hubs and trackers cut off.
+
+    >>> written_command(["--target", "T", "--hub_token", "hf_secret"])
+    'train_heads.py --target T --hub_token ...'
+    """
+    return _SECRET.sub(r"\1...", shlex.join(["train_heads.py", *arguments]))
+
+
 def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
     """`training_record.json`: command, cost of the training, processes, versions, metrics."""
     state, processes = trainer.state, trainer.accelerator.state
@@ -118,7 +127,7 @@ def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float
     if processes.distributed_type == DistributedType.DEEPSPEED:
         distributed["zero_stage"] = processes.deepspeed_plugin.zero_stage
     return {
-        "command": _SECRET.sub(r"\1...", shlex.join(["train_heads.py", *sys.argv[1:]])),
+        "command": written_command(sys.argv[1:]),
         "training": {
             "seconds": round(seconds, 1),
             "threads": torch.get_num_threads(),

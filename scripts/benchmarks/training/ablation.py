@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,6 +32,7 @@ from scripts.shared.model_loading import TREE_HELP, load_heads, load_target
 from scripts.shared.one_line_errors import one_line_errors
 from scripts.shared.whole_files import write_text
 from training.options.program_parser import ProgramParser
+from training.run.outcome import written_command
 
 TRAINING_PROGRAM = Path(__file__).resolve().parents[3] / "training" / "train_heads.py"
 MEASURED = ("target", "prompts", "num_prompts", "max_new_tokens", "batch_size", "dtype", "seed")
@@ -97,20 +97,22 @@ def train(args: AblationArguments, config: Path, options: Sequence[str]) -> dict
     words += ["--resume_from_checkpoint", "true", "--disable_tqdm", "true"]
     words += ["--dataset", args.dataset] if args.dataset is not None else []
     words += [] if torch.accelerator.is_available() else ["--use_cpu", "true"]
-    path = folder / "training_record.json"
-    if not path.exists():
+    record = folder / "training_record.json"
+    if not record.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "training.log").open("ab") as log:
             command = [sys.executable, str(TRAINING_PROGRAM), *words]
             if code := subprocess.run(command, stdout=log, stderr=log, check=False).returncode:
                 raise ChildProcessError(f"{config.stem}: the training ended with {code}, see {log.name}")
-    record = json.loads(path.read_text(encoding="utf-8"))
-    if record["command"] != (wanted := shlex.join([TRAINING_PROGRAM.name, *words])):
-        raise ValueError(
-            f"{folder} has heads of {record['command']!r}, and not of {wanted!r}: give another --output, or remove it"
-        )
-    found: dict[str, Any] = record["training"]
-    return found
+    elif (found := _read(record)["command"]) != (wanted := written_command(words)):
+        raise ValueError(f"{folder} has heads of {found!r}, and not of {wanted!r}: give another --output, or remove it")
+    trained: dict[str, Any] = _read(record)["training"]
+    return trained
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
 def measure(
