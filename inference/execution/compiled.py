@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from inference.execution.cache_folder import keep_compiled_kernels
 from inference.execution.executor import Executor
+from inference.kernels.attention import grouped_attention
 
 # Each graph holds a packed copy of the weights it reads. Larger models would fill the memory.
 FREEZE_LIMIT_BYTES = 1 << 30
@@ -65,13 +66,14 @@ class CompiledExecutor(Executor):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Sets torch's limit of graphs, and whether weights are frozen, while functions run."""
+        """Sets torch's limit of graphs, whether weights are frozen, and models' attention, while functions run."""
         # Stored graphs would hold weights, and not be told apart by them.
         frozen = {"freezing": True, "fx_graph_cache": False}
         limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)  # in newer releases a thread's own
         with (
             torch._dynamo.config.patch(recompile_limit=limit),
             torch._inductor.config.patch(frozen if self.is_freezing else {}),
+            grouped_attention.everywhere(),
         ):
             yield
 

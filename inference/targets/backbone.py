@@ -57,6 +57,8 @@ class Backbone:
         # Models without this interface (Falcon) compare the implementation with "sdpa" and would take the name of
         # grouped attention for eager attention.
         self.has_attention_interface: bool = getattr(causal_lm, "_supports_attention_backend", False)
+        if self.has_attention_interface:
+            grouped_attention.register(self._text_config)
 
     def read(
         self,

@@ -94,6 +94,7 @@ class Watch:
         return kept
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("kind", sorted(HEAD_TYPES))

@@ -9,6 +9,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from inference import Target
+from inference.execution.compiled import CompiledExecutor
 from inference.kernels.attention import (
     EXACT_ROWS,
     GROUPED,
@@ -98,6 +99,28 @@ def test_verify_passes_go_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
     target.prefill(cache, prompt, torch.tensor([6]))
     assert len(calls) == target.num_layers
     assert model.config._attn_implementation == STOCK
+
+
+def test_traced_passes_go_through_it() -> None:
+    """Torch 2.11 does not see while it traces what the trace sets in a config, so the trace finds it set."""
+    model = tiny_target("llama")
+    target = Target(model)
+    calls: list[str] = []
+
+    def collect(graph: Any, _: Any) -> Any:
+        nodes = [node for node in graph.graph.nodes if "scaled_dot_product_attention" in str(node.target)]
+        calls.extend(node.meta["stack_trace"] for node in nodes)
+        return graph.forward
+
+    causal = torch.zeros(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1) > 0, torch.finfo(torch.float32).min)
+    read = torch.compile(target.backbone.read, backend=collect, fullgraph=True)
+    with CompiledExecutor([model]).active(), target.without_autograd():
+        found = read(random_prompt(6), None, causal).last
+        assert model.config._attn_implementation == GROUPED
+    assert model.config._attn_implementation == STOCK
+    torch.testing.assert_close(found, target.backbone.read(random_prompt(6), None).last.detach())
+    assert len(calls) == target.num_layers
+    assert all("attend_grouped" in call for call in calls)
 
 
 def test_two_threads_that_overlap_leave_the_pass_of_the_other_and_the_config_as_they_were() -> None:
