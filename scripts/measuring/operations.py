@@ -1,4 +1,5 @@
-"""Counts the operations of a program. torch counts products and its attention for GPUs; the kernel for CPUs is here."""
+"""Counts the operations of a program. torch counts products. Attention is counted here, as causal on every device:
+torch has no formula for its kernel for CPUs, and before 2.13 none for grouped heads."""
 
 from __future__ import annotations
 
@@ -31,11 +32,10 @@ class _NoModules(nullcontext[None]):
 
 def count_operations() -> FlopCounterMode:
     """A context; `get_total_flops()` of it is the number of operations inside, those that are repeated included."""
-    kernels = torch.ops.aten
-    mapping = {
-        kernels._scaled_dot_product_flash_attention_for_cpu: _forward,
-        kernels._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
-    }
+    mapping = {}
+    for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
+        mapping[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = _forward
+        mapping[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = _backward
     mode = FlopCounterMode(display=False, custom_mapping=mapping)
     mode.mod_tracker = _NoModules()  # type: ignore[assignment, unused-ignore]
     return mode

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from scripts.benchmarks.training.cost import find_draft_cost, find_target_cost
+from scripts.measuring.operations import count_operations
 
 SMALL = LlamaConfig(
     num_hidden_layers=5,
@@ -49,3 +50,14 @@ def test_recomputed_states_need_less_memory() -> None:
     assert less.parameters == whole.parameters
     assert less.kept_per_token < 0.7 * whole.kept_per_token
     assert less.unroll > whole.unroll
+
+
+@pytest.mark.parametrize(
+    ("kernel", "more"), [("flash_attention", (0.0, True)), ("efficient_attention", (None, False, 0.0, True))]
+)
+def test_attention_of_grouped_heads_counts_like_that_of_all_heads(kernel: str, more: tuple[object, ...]) -> None:
+    """The kernels for GPUs: torch 2.11 has no formula for groups. The sum is of the half that a causal mask leaves."""
+    query, key = (torch.empty(2, heads, 8, 16, device="meta") for heads in (4, 2))
+    with count_operations() as counter:
+        getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")(query, key, key, *more)
+    assert counter.get_total_flops() == 2 * (2 * 4) * 8 * 8 * 16
