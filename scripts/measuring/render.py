@@ -12,6 +12,8 @@ from rich.table import Table
 
 from scripts.measuring.rows import Row
 
+LABEL_WIDTH = 24  # of the first column, where it has to be folded
+BORDER = 3  # of a column: a line and two spaces
 STEP_PARTS = ("step", "draft", "grow", "verify", "accept", "commit", "other")
 
 
@@ -25,14 +27,30 @@ class Grid:
     notes: list[str] = field(default_factory=list)
 
     def print(self, console: Console) -> None:
-        table = Table(title=self.title, title_justify="left", title_style="bold")
-        for place, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if place == 0 else "right", overflow="fold")
-        for line in self.cells:
-            table.add_row(*line)
-        console.print(table)
+        """In a narrow terminal as several tables, so that no number is broken into pieces."""
+        widths = [self._least_width(place) for place in range(len(self.columns))]
+        label_width = min(max(map(len, [line[0] for line in self.cells] or [""])), LABEL_WIDTH)
+        parts: list[list[int]] = [[]]
+        for place in range(1, len(self.columns)):
+            needed = 1 + sum(width + BORDER for width in [label_width, *(widths[one] for one in [*parts[-1], place])])
+            if parts[-1] and needed > console.width:
+                parts.append([])
+            parts[-1].append(place)
+        for part in parts:
+            title = self.title if part is parts[0] else None
+            table = Table(title=title, title_justify="left", title_style="bold")
+            table.add_column(self.columns[0], overflow="fold")
+            for place in part:
+                table.add_column(self.columns[place], justify="right", overflow="fold", min_width=widths[place])
+            for line in self.cells:
+                table.add_row(line[0], *(line[place] for place in part))
+            console.print(table)
         for note in self.notes:
             console.print(note, markup=False, highlight=False, style="dim")
+
+    def _least_width(self, place: int) -> int:
+        """Of a column whose numbers, and whose header's words, are in one piece."""
+        return max(map(len, [*self.columns[place].split(), *(line[place] for line in self.cells)]))
 
     def to_markdown(self) -> str:
         lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.cells]
