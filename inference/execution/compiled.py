@@ -12,17 +12,19 @@ import logging
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from inference.execution.cache_folder import keep_compiled_kernels
 from inference.execution.executor import Executor
 from inference.kernels.attention import grouped_attention
+from inference.targets.model_config import has_attention_interface
 
 # Each graph holds a packed copy of the weights it reads. Larger models would fill the memory.
 FREEZE_LIMIT_BYTES = 1 << 30
@@ -54,6 +56,7 @@ class CompiledExecutor(Executor):
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         keep_compiled_kernels()
         self._functions: dict[tuple[Callable[..., Any], bool | None], _CompiledFunction] = {}
+        self._configs = _find_attention_configs(modules)
         weights = {id(p): p for module in modules for p in (*module.parameters(), *module.buffers())}.values()
         num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
         self.is_freezing = num_bytes <= FREEZE_LIMIT_BYTES and all(weight.device.type == "cpu" for weight in weights)
@@ -73,8 +76,10 @@ class CompiledExecutor(Executor):
         with (
             torch._dynamo.config.patch(recompile_limit=limit),
             torch._inductor.config.patch(frozen if self.is_freezing else {}),
-            grouped_attention.everywhere(),
+            ExitStack() as stack,
         ):
+            for config in self._configs:
+                stack.enter_context(grouped_attention(config))
             yield
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -197,6 +202,19 @@ _COMPILER_ERRORS: tuple[type[Exception], ...] = (
     torch._dynamo.exc.Unsupported,
     *((torch._inductor.exc.InductorError,) if hasattr(torch._inductor.exc, "InductorError") else ()),
 )
+
+
+def _find_attention_configs(modules: Iterable[nn.Module]) -> list[Any]:
+    """The text configs of the language models in the modules, as far as `Backbone` replaces their attention."""
+    models = (part for module in modules for part in module.modules() if isinstance(part, PreTrainedModel))
+    found = [
+        model.config.get_text_config()
+        for model in models
+        if has_attention_interface(model)
+        and not model.config.is_encoder_decoder
+        and model.get_output_embeddings() is not None  # not an image encoder
+    ]
+    return list({id(config): config for config in found}.values())
 
 
 def _prefers_onednn(dtypes: Iterable[torch.dtype]) -> bool:

@@ -15,10 +15,7 @@ import importlib.util
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -184,28 +181,14 @@ class grouped_attention:
     """A context in which layers of `config` call `attend_grouped` instead of transformers' sdpa.
 
     Another thread that runs the model itself at the same time gets the same results from either function. While a graph
-    is traced, it does nothing: torch 2.11 does not see there what is set, so `everywhere` is entered before."""
+    is traced it does nothing, since torch 2.11 does not see what is set there: `CompiledExecutor.active` is inside it
+    already."""
 
     _lock: ClassVar = threading.Lock()
     _num_inside: ClassVar[Counter[int]] = Counter()  # per config, by its id
-    _known: ClassVar[WeakValueDictionary[int, Any]] = WeakValueDictionary()  # configs, by their ids
 
     def __init__(self, config: Any) -> None:
         self.config = config
-
-    @classmethod
-    def register(cls, config: Any) -> None:
-        """Makes `everywhere` switch this config, too."""
-        cls._known[id(config)] = config
-
-    @classmethod
-    @contextmanager
-    def everywhere(cls) -> Iterator[None]:
-        """The context of all registered configs."""
-        with ExitStack() as stack:
-            for config in list(cls._known.values()):
-                stack.enter_context(cls(config))
-            yield
 
     def __enter__(self) -> None:
         if torch.compiler.is_compiling():

@@ -25,6 +25,7 @@ from inference.cache.tree_cache import TreeCache
 from inference.drafters.slots import NewSlots
 from inference.execution.cache_folder import cache_folder
 from inference.execution.step import DecodeStep
+from inference.targets.model_config import find_attention
 from inference.targets.target import Target
 from inference.trees.policy import TreePolicy
 
@@ -181,7 +182,7 @@ def _describe(step: DecodeStep, batch_size: int, sampler: Sampler) -> list[Any]:
         target.least_rows,
         _digest(target.text_config),
         str(target.dtype),
-        str(getattr(target.text_config, "_attn_implementation", "")),
+        find_attention(target.backbone.causal_lm),
         *_describe_drafter(step.drafter),
         [(tree.max_depth, tree.num_scratch, tree.num_nodes) for tree in policy.candidates],
         type(step.executor).__name__,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from inference.kernels.attention import grouped_attention
-from inference.targets.model_config import refuse_training, request_states
+from inference.targets.model_config import has_attention_interface, refuse_training, request_states
 from inference.targets.recurrent.finding import name_arguments
 
 
@@ -54,11 +54,7 @@ class Backbone:
         self.device = device
         self.dtype = dtype
         self._text_config = causal_lm.config.get_text_config()
-        # Models without this interface (Falcon) compare the implementation with "sdpa" and would take the name of
-        # grouped attention for eager attention.
-        self.has_attention_interface: bool = getattr(causal_lm, "_supports_attention_backend", False)
-        if self.has_attention_interface:
-            grouped_attention.register(self._text_config)
+        self.has_attention_interface = has_attention_interface(causal_lm)
 
     def read(
         self,
@@ -121,7 +117,8 @@ class Backbone:
             )
 
     def attention(self) -> AbstractContextManager[Any]:
-        """Active while the model runs: grouped attention in the place of transformers' sdpa."""
+        """Active while the model runs: grouped attention in the place of transformers' sdpa. Graphs get it from
+        `CompiledExecutor.active`."""
         return grouped_attention(self._text_config) if self.has_attention_interface else nullcontext()
 
 

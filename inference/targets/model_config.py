@@ -94,7 +94,13 @@ def is_recurrent(causal_lm: Any) -> bool:
 def find_attention(causal_lm: Any) -> str:
     """The attention implementation that the user has chosen."""
     implementation: str = causal_lm.config.get_text_config()._attn_implementation
-    return STOCK if implementation == GROUPED else implementation  # GROUPED: another thread is in the middle of a pass
+    return STOCK if implementation == GROUPED else implementation  # GROUPED: a pass, or a compiled text, is under way
+
+
+def has_attention_interface(causal_lm: Any) -> bool:
+    """Whether layers call the function of the implementation's name. Models without this interface (Falcon) compare the
+    name with "sdpa", and would take that of grouped attention for eager attention."""
+    return bool(getattr(causal_lm, "_supports_attention_backend", False))
 
 
 def refuse_training(model: nn.Module) -> None:

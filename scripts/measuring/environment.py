@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from inference import Target
+from inference.targets.model_config import find_attention
 from scripts.measuring.measure import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +30,7 @@ def describe_environment(target: Target, settings: Settings | None, /, **details
         **describe_machine(target.device),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "attention": target.text_config._attn_implementation,
+        "attention": find_attention(target.backbone.causal_lm),
         "batch": options.pop("batch_size", 1),
         **describe_program(),
         **options,

@@ -12,8 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.codegen.cpp import CppScheduling
 
+from inference import SmallModelDrafter
 from inference.execution import compiled
 from inference.execution.compiled import CompiledExecutor
+from inference.kernels.attention import GROUPED, STOCK
+from inference.targets.model_config import find_attention
+from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
+from tests.tiny_multimodal import tiny_multimodal
+from tests.tiny_targets import tiny_target
 
 
 def add(values: Tensor) -> Tensor:
@@ -104,3 +110,18 @@ def test_threads_may_compile_without_loops_over_loops() -> None:
     found.append(compiled._fuse_less(leave_last)())
     assert found == [False, False]
     assert fuses()
+
+
+def test_the_attention_of_target_and_small_model_is_switched_while_functions_run() -> None:
+    """That of language models only: an image encoder has a config of its own, and T5 attends with biases."""
+    target, small, other = tiny_target("llama"), tiny_target("qwen2"), tiny_target("llama")
+    multimodal, translating = tiny_multimodal("gemma3"), tiny_encoder_decoder("t5")
+    executor = CompiledExecutor([target, SmallModelDrafter(small), multimodal, translating])
+    switched = [model.config.get_text_config() for model in (target, small, multimodal)]
+    kept = [other.config, multimodal.config.vision_config, translating.config]
+    before = [config._attn_implementation for config in kept]
+    with executor.active():
+        assert [config._attn_implementation for config in switched] == [GROUPED] * 3
+        assert [find_attention(model) for model in (target, small, multimodal)] == [STOCK] * 3
+        assert [config._attn_implementation for config in kept] == before
+    assert [config._attn_implementation for config in switched] == [STOCK] * 3
