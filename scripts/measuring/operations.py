@@ -1,5 +1,5 @@
-"""Counts the operations of a program. torch counts products. Attention is counted here, as causal on every device:
-torch has no formula for its kernel for CPUs, and before 2.13 none for grouped heads."""
+"""Counts the operations of a program. torch counts products. Fused attention is counted here, as causal whatever its
+mask: torch has no formula for its kernel for CPUs, and before 2.13 none for grouped heads on GPUs."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +30,7 @@ class Grid:
     def print(self, console: Console) -> None:
         """In a narrow terminal as several tables, so that no number is broken into pieces."""
         widths = [self._least_width(place) for place in range(len(self.columns))]
-        label_width = min(max(map(len, [line[0] for line in self.cells] or [""])), LABEL_WIDTH)
+        label_width = min(max((cell_len(line[0]) for line in self.cells), default=0), LABEL_WIDTH)
         parts: list[list[int]] = [[]]
         for place in range(1, len(self.columns)):
             needed = 1 + sum(width + BORDER for width in [label_width, *(widths[one] for one in [*parts[-1], place])])
@@ -50,7 +51,7 @@ class Grid:
 
     def _least_width(self, place: int) -> int:
         """Of a column whose numbers, and whose header's words, are in one piece."""
-        return max(map(len, [*self.columns[place].split(), *(line[place] for line in self.cells)]))
+        return max(map(cell_len, [*self.columns[place].split(), *(line[place] for line in self.cells)]))
 
     def to_markdown(self) -> str:
         lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.cells]
