@@ -88,11 +88,14 @@ class ServeArguments:
     max_lanes: int = field(
         default=2, metadata={"help": "Most pairs of drafter and tree at once; each has a cache of its own."}
     )
-    threads: int | None = field(default=None, metadata={"help": "CPU threads of the engine; none = torch's default."})
+    threads: int | None = field(
+        default=None,
+        metadata={"help": "CPU threads of the engine; none = one fewer than torch's default, for the connections."},
+    )
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_length", "max_queue", "max_lanes"):
-            if getattr(self, name) < 1:
+        for name in ("max_batch_size", "max_length", "max_queue", "max_lanes", "threads"):
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"got --{name} {getattr(self, name)}: give at least 1")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"got --port {self.port}: give 0 to 65535")
@@ -125,8 +128,8 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
 
 
 def run(args: ServeArguments) -> None:
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    # Threads that wait for one another stand still while the connections have one of their cores.
+    torch.set_num_threads(args.threads or max(1, torch.get_num_threads() - 1))
     scheduler, tokenizer = build_scheduler(args)
     model = args.model_name or Path(args.target).name
     app = create_app(scheduler, tokenizer, model=model, api_key=args.api_key or os.environ.get(API_KEY_VARIABLE))

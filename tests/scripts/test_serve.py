@@ -79,6 +79,7 @@ def test_requests_are_repeated_until_the_time_has_passed(monkeypatch: pytest.Mon
     ("options", "message"),
     [
         ({"max_batch_size": 0}, "got --max_batch_size 0: give at least 1"),
+        ({"threads": 0}, "got --threads 0: give at least 1"),
         ({"port": 70000}, "got --port 70000"),
         ({"drain_seconds": -1.0}, "got --drain_seconds -1.0"),
         ({"tree": "chain"}, "got --tree chain without a drafter"),
