@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -14,11 +15,13 @@ def cache_folder() -> Path:
 
 def keep_compiled_kernels() -> None:
     """Lets inductor keep its kernels in the cache folder, not in a temporary one. Compiling them is nearly half of the
-    work of compiling. Nothing happens where the folder cannot be made, or $TORCHINDUCTOR_CACHE_DIR is set."""
+    work of compiling. Nothing happens where the folder cannot be made, or where $TORCHINDUCTOR_CACHE_DIR names a folder
+    of the user's. (Importing torch's compiler sets it to the temporary folder.)"""
     folder = cache_folder() / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return
-    if os.access(folder, os.W_OK):
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    usual = Path(tempfile.gettempdir(), "torchinductor_")  # with the user's name behind
+    if os.access(folder, os.W_OK) and os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(usual)).startswith(str(usual)):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
