@@ -102,7 +102,7 @@ def test_the_page_from_top_to_bottom(
                     run(words, place)
                     commands += 1
                 else:
-                    assert words[0] in ("git", "pip")
+                    assert words[0] in ("git", "cd", "pip")
         elif match["language"] == "python":
             code = match["code"].replace("cuda", "cpu").replace("compile=True", "compile=False")
             exec(compile(code.replace("Qwen/Qwen3-8B", place["Qwen/Qwen3-8B"]), str(PAGE), "exec"), namespace)
