@@ -15,8 +15,8 @@ def cache_folder() -> Path:
 
 def keep_compiled_kernels() -> None:
     """Lets inductor keep its kernels in the cache folder, not in a temporary one. Compiling them is nearly half of the
-    work of compiling. Nothing happens where the folder cannot be made, or where $TORCHINDUCTOR_CACHE_DIR names a folder
-    of the user's. (Importing torch's compiler sets it to the temporary folder.)"""
+    work of compiling. Nothing happens where the folder cannot be made, or where $TORCHINDUCTOR_CACHE_DIR names another
+    folder than torch's temporary `torchinductor_NAME`. (Importing torch's compiler sets the variable to that.)"""
     folder = cache_folder() / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True)
