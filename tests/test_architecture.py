@@ -18,7 +18,7 @@ from tests.conftest import REPOSITORY
 # Each may import those to its left, and itself.
 PACKAGES = ("inference", "heads", "training", "scripts")
 # What `inference` and `heads` may need: the base dependencies of pyproject.toml and what those bring along.
-BASE_DEPENDENCIES = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yaml"}
+BASE_DEPENDENCIES = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "yaml", "jinja2"}
 # What they import only inside a function, for users who have it.
 OPTIONAL_DEPENDENCIES = {
     "heads/adapter.py": {"peft"},

@@ -48,13 +48,6 @@ class Message(BaseModel):
                 raise ValueError(f"a part is of type {kind!r}: this server reads text; inference.generate reads images")
         return content
 
-    def for_template(self) -> dict[str, Any]:
-        """The given fields, with the parts of the content as one string."""
-        fields = self.model_dump(exclude_unset=True)
-        if isinstance(self.content, list):
-            fields["content"] = "".join(part.text for part in self.content)
-        return fields
-
 
 class CompletionOptions(Strict):
     """What both kinds of requests have."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from inference.drafters.base import Drafter
 from inference.noise import row_seeds
+from inference.request.chat_template import ConversationError, encode_prompt
 from inference.request.generate_arguments import make_request
 from inference.request.processors import OccurrencePenaltiesLogitsProcessor
 from inference.request.request import Request
@@ -33,11 +34,6 @@ from inference.targets.target import Target
 from inference.trees.options import resolve_policy
 
 MAX_TREE_NODES, MAX_TREE_DEPTH = 64, 16
-# Arguments of apply_chat_template that are no variables of the template.
-_NOT_FOR_TEMPLATES = {
-    *("conversation", "chat_template", "tools", "tokenize", "return_dict", "return_tensors", "padding", "truncation"),
-    *("max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"),
-}
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 # Files are not for requests, and trees that are chosen are measured, which takes seconds: without sizes there are two.
 TREE_NAMES = re.compile(r"auto|gamma|(dynamic|chain)(:\d{1,4}(,\d{1,4})*)?")
@@ -65,23 +61,12 @@ class RowMaker:
             raise RequestError("the target's tokenizer has no chat template: use /v1/completions")
         if body.tool_choice is not None and not body.tools:
             raise RequestError("tool_choice is given without tools: give tools, or leave it out", param="tool_choice")
-        options = dict(body.chat_template_kwargs or {})
-        if taken := options.keys() & _NOT_FOR_TEMPLATES:
-            raise RequestError(
-                f"chat_template_kwargs has {sorted(taken)[0]!r}, which is not for requests: leave it out",
-                param="chat_template_kwargs",
-            )
-        options.setdefault("add_generation_prompt", True)
-        if body.tools and body.tool_choice != "none":
-            options["tools"] = body.tools
+        messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+        tools = None if body.tool_choice == "none" else body.tools
         try:
-            messages = [message.for_template() for message in body.messages]
-            ids = self.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-        except Exception as error:  # the template is a program that reads the request
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-            raise RequestError(f"the chat template refuses the messages: {reason}", param="messages") from error
-        prompt: list[int] = ids["input_ids"]
-        return prompt
+            return encode_prompt(self.tokenizer, messages, tools=tools, variables=body.chat_template_kwargs)
+        except ConversationError as error:
+            raise RequestError(str(error), param=error.field) from error
 
     def encode_prompts(self, body: CompletionRequest) -> list[list[int]]:
         """The prompts of a completion, as token ids."""

@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from inference import GenerationStats, Target
 from inference.execution.compiled import count_graphs
 from scripts.measuring.roofline import Work
-from scripts.shared.model_loading import encode_messages
 from training.synthesis.prompts import read_prompts
 
 WARM_UP_TOKENS = 32
@@ -158,11 +157,11 @@ def load_prompts(
     for conversation in read_prompts(path):
         if len(prompts) == num_prompts:
             break
-        messages = conversation.messages_before_reply()
         if tokenizer.chat_template:
-            input_ids = encode_messages(tokenizer, messages)
+            ids = conversation.encode_prompt(tokenizer)
         else:
-            input_ids = tokenizer(messages[-1]["content"], return_tensors="pt")["input_ids"]
+            ids = tokenizer(conversation.messages_before_reply()[-1]["content"])["input_ids"]
+        input_ids = torch.tensor([ids])
         if limit is not None and input_ids.shape[1] + max_new_tokens > limit:
             num_too_long += 1
             continue

@@ -24,6 +24,7 @@ from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
 from inference.kernels.packed_weights import has_bfloat16
+from inference.request.chat_template import encode_prompt
 from inference.targets.model_config import find_auto_class_of
 from inference.trees.options import resolve_policy
 
@@ -200,9 +201,9 @@ def fit_tree(text: str, max_depth: int | None) -> str:
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Tensor:
-    """[1, L] int64: the messages under the tokenizer's chat template, ending where the assistant's reply begins."""
-    encoded = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    input_ids: Tensor = encoded["input_ids"]
-    return input_ids
+    """[1, L] int64: the messages under the tokenizer's chat template, ending where the assistant's reply begins.
+
+    Raises:
+        ConversationError: the template rejects them.
+    """
+    return torch.tensor([encode_prompt(tokenizer, list(messages))])

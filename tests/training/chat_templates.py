@@ -34,8 +34,15 @@ def reply_kind(messages: list[dict[str, Any]], index: int) -> str:
     return "reply" if is_learned(messages, index) else "template"
 
 
+def refuse_calls(message: dict[str, Any]) -> None:
+    """In a template that writes none."""
+    if message.get("tool_calls"):
+        raise RefusedError
+
+
 def chatml(messages: list[dict[str, Any]]) -> Iterator[Piece]:
     for index, message in enumerate(messages):
+        refuse_calls(message)
         yield f"<|im_start|>{message['role']}\n", "template"
         yield message["content"] + END, reply_kind(messages, index)
         yield "\n", "template"
@@ -64,6 +71,7 @@ DEFAULT_SYSTEM = ChatTemplate(
 def trimming(messages: list[dict[str, Any]]) -> Iterator[Piece]:
     yield "<s>", "template"
     for index, message in enumerate(messages):
+        refuse_calls(message)
         yield f"[{message['role']}]\n\n", "template"
         yield message["content"].strip() + END, reply_kind(messages, index)
 
@@ -82,6 +90,7 @@ def merging(messages: list[dict[str, Any]]) -> Iterator[Piece]:
     for index, message in enumerate(rest):
         if (message["role"] == "user") != (index % 2 == 0) or message["role"] in ("system", "tool"):
             raise RefusedError
+        refuse_calls(message)
         if message["role"] == "user":
             yield f"[INST] {system if index == 0 else ''}{message['content']} [/INST]", "template"
         else:

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from jinja2 import TemplateError
 from pyarrow import compute
 
+from inference.request.chat_template import ConversationError
 from training.data.conversations import IMAGES_FIRST, BadLineError
 from training.data.layouts import Messages
-from training.data.reply_spans import ChatRenderer, Span, find_special_ids
+from training.data.reply_spans import ReplyFinder, Span, find_special_ids
 from training.data.thoughts import find_thought_end
 from training.images.processor import ImageError, expand_images, load_processor
 
@@ -45,7 +45,7 @@ IMAGE_COLUMNS = {
     "media_end": datasets.Value("int32"),
 }
 # Part of the cache key of tokenized rows: raise it when the code below gives another result.
-_CACHE_VERSION = 7
+_CACHE_VERSION = 8
 # A process starts in about 0.1 s; this many short rows take 0.4 s.
 _ROWS_PER_PROCESS = 1000
 
@@ -183,6 +183,7 @@ def tokenize_row(
     conversation = json.loads(text)
     messages, tools = conversation["messages"], conversation.get("tools")
     row: dict[str, Any] = {}
+    problem = ""
     try:
         if processor is not None:
             input_ids, loss_mask, row = _tokenize_with_images(
@@ -194,11 +195,13 @@ def tokenize_row(
             )
     except ImageError:
         raise
-    except (TemplateError, ValueError) as error:
-        problem = f"the chat template rejects it ({error})" if isinstance(error, TemplateError) else str(error)
-        return {"input_ids": [], "loss_mask": [], "problem": problem}
+    except ConversationError as error:
+        problem = f"the chat template rejects it ({error.reason})"
+    except ValueError as error:
+        problem = str(error)
     if row and row["media_end"] > max_length:
         problem = f"its images end after max_length={max_length}"
+    if problem:
         return {"input_ids": [], "loss_mask": [], "problem": problem}
     input_ids, loss_mask = input_ids[:max_length], loss_mask[:max_length]
     problem = "" if any(loss_mask) else f"no token of the assistant's within max_length={max_length}"
@@ -215,9 +218,9 @@ def tokenize_conversation(
 
     Raises:
         ValueError: a reply cannot be found in the rendered text.
-        TemplateError: the template rejects the conversation.
+        ConversationError: the template rejects the conversation.
     """
-    text, spans = _render(ChatRenderer(tokenizer, tools), messages)
+    text, spans = _render(ReplyFinder(tokenizer, messages, tools), messages)
     input_ids, loss_mask, _ = _encode(text, spans, tokenizer, train_on_thinking=train_on_thinking)
     return input_ids, loss_mask
 
@@ -229,8 +232,9 @@ def _tokenize_with_images(
 
     Replies are found in the text with one mark for each image. The marks become longer, and so the replies move.
     """
-    renderer = ChatRenderer(tokenizer, conversation.get("tools"), template=processor.chat_template)
-    text, spans = _render(renderer, conversation["messages"])
+    messages = conversation["messages"]
+    finder = ReplyFinder(tokenizer, messages, conversation.get("tools"), template=processor.chat_template)
+    text, spans = _render(finder, messages)
     media = conversation.get("media")
     if not media:
         return *_encode(text, spans, tokenizer, train_on_thinking=train_on_thinking)[:2], {}
@@ -241,12 +245,12 @@ def _tokenize_with_images(
     return input_ids, loss_mask, {"media": media, "text": text, "media_end": media_end}
 
 
-def _render(renderer: ChatRenderer, messages: Messages) -> tuple[str, list[Span]]:
+def _render(finder: ReplyFinder, messages: Messages) -> tuple[str, list[Span]]:
     """The rendered conversation, and its replies."""
-    marked = renderer.find_marked(messages)
-    text, spans = marked or (renderer.render(messages), [])
+    marked = finder.find_marked(messages)
+    text, spans = marked or (finder.render(messages), [])
     if marked is None:
-        spans = list(renderer.find_replies(messages, text))
+        spans = list(finder.find_replies(messages, text))
     return text, spans
 
 

@@ -26,7 +26,7 @@ Messages = list[dict[str, Any]]
 _ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "function_call"), "assistant"),
-    **dict.fromkeys(("system", "developer"), "system"),
+    **{role: role for role in ("system", "developer")},
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
 # Columns of what heads are not trained on. The text alone would be another conversation.
@@ -255,13 +255,12 @@ def _join_parts(parts: Sequence[Any], role: str) -> str | list[dict[str, Any]]:
 
 
 def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A tool call with its arguments as an object: OpenAI writes text, chat templates expect an object."""
+    """A tool call that names a function."""
     call = {key: value for key, value in call.items() if value is not None}
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool call names no function: {json.dumps(call)[:80]}")
-    function = {**function, "arguments": _parse_json(function.get("arguments", {}))}
-    return {**call, "function": function} if "function" in call else function
+    return call
 
 
 def _parse_json(value: Any) -> Any:

@@ -10,14 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from jinja2 import TemplateError
-from transformers.utils.chat_template_utils import render_jinja_template
-
+from inference.request.chat_template import ChatRenderer, ConversationError
 from training.data.layouts import Messages
-from training.data.thoughts import THOUGHT_MARKS, name_thoughts
+from training.data.thoughts import THOUGHT_MARKS
 
 # No whitespace (templates trim), and no text that a conversation or a template could contain.
 _SENTINEL, _EARLIER_SENTINEL = "@@sentinel-7f3a@@", "@@sentinel-91c4@@"
@@ -42,74 +39,33 @@ def find_special_ids(tokenizer: Any) -> set[int]:
     return marked | set(tokenizer.all_special_ids)
 
 
-@cache
-def _reads_parts(template: str) -> bool:
-    """Whether a template loses content that is text: it then reads lists of parts."""
-    text = _SENTINEL
-    for content in (text, [{"type": "text", "text": text}]):
-        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
-        try:
-            rendered: Any = render_jinja_template([messages], chat_template=template)
-        except (TemplateError, TypeError):
-            continue
-        if text in rendered[0][0]:
-            return content is not text
-    return False
-
-
-class ChatRenderer:
-    """Renders conversations with a chat template; `tools` are JSON schemas of functions to call.
+class ReplyFinder:
+    """Finds the replies of a conversation; `tools` are JSON schemas of functions to call.
 
     Args:
         template: of a processor; None = the tokenizer's.
+
+    Raises:
+        ConversationError: the template does not write the conversation.
     """
 
-    def __init__(self, tokenizer: Any, tools: list[Any] | None = None, *, template: Any = None) -> None:
-        self.tokenizer, self.tools = tokenizer, tools
-        self.template: str = tokenizer.get_chat_template(template, tools=tools)
+    def __init__(
+        self, tokenizer: Any, messages: Messages, tools: list[Any] | None = None, *, template: Any = None
+    ) -> None:
+        self.renderer = ChatRenderer(tokenizer, messages, tools=tools, template=template)
+        self.render = self.renderer.render
         special = sorted(map(tokenizer.convert_ids_to_tokens, find_special_ids(tokenizer)), key=len, reverse=True)
         self.turn_end = re.compile(r"\s*(?:" + "|".join(map(re.escape, special)) + ")") if special else None
-
-    def render(self, messages: Messages, *, is_prompt: bool = False) -> str:
-        """Returns the conversation as text; `is_prompt` appends the header of the assistant's next turn.
-
-        Raises:
-            TemplateError: the template rejects the conversation.
-        """
-        text: str = self.tokenizer.apply_chat_template(
-            self._prepare(messages),
-            chat_template=self.template,
-            tools=self.tools,
-            tokenize=False,
-            add_generation_prompt=is_prompt,
-        )
-        return text
 
     def find_marked(self, messages: Messages) -> tuple[str, list[Span]] | None:
         """Returns the text, and the spans between the template's `{% generation %}` markers; None without markers.
 
         Some templates put the end of the turn after the marker: it belongs to the reply all the same.
         """
-        if not re.search(r"\{%-?\s*generation\b", self.template):
+        if not re.search(r"\{%-?\s*generation\b", self.renderer.template):
             return None
-        # Not `apply_chat_template`: its mask is wrong for empty replies and for characters without a token.
-        rendered: Any = render_jinja_template(
-            [self._prepare(messages)],
-            tools=self.tools,
-            chat_template=self.template,
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
-        (text,), (spans,) = rendered
+        text, spans = self.renderer.render_marked(messages)
         return text, [Span(begin, end, self._ends_turn(text[begin:end])) for begin, end in spans]
-
-    def _prepare(self, messages: Messages) -> Messages:
-        messages = name_thoughts(messages, self.template)
-        if not _reads_parts(self.template):
-            return messages
-        contents = [message["content"] for message in messages]
-        parts = [[{"type": "text", "text": text}] if isinstance(text, str) else text for text in contents]
-        return [{**message, "content": content} for message, content in zip(messages, parts, strict=True)]
 
     def _ends_turn(self, text: str) -> bool:
         """Whether the text ends with a special token, followed at most by whitespace."""
@@ -151,7 +107,7 @@ class ChatRenderer:
         written = self._replace(messages, index, _SENTINEL)
         try:
             around = self.render(written)
-        except TemplateError:  # for example, tool results without their call
+        except ConversationError:  # for example, tool results without their call
             return self._find_by_prefix(messages, index, text, before)
         if around.count(_SENTINEL) != 1:
             raise ValueError(

@@ -1,11 +1,8 @@
-"""Thoughts: how models mark them in text, and how chat templates name or drop them."""
+"""Thoughts: how models mark them in text."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-
-from training.data.layouts import Messages
 
 # How models mark their thoughts: Qwen, DeepSeek, GLM, ...; Mistral; gpt-oss; Kimi; Seed.
 THOUGHT_MARKS = (
@@ -15,8 +12,6 @@ THOUGHT_MARKS = (
     ("◁think▷", "◁/think▷"),
     ("<seed:think>", "</seed:think>"),
 )
-# A template's key for the thoughts of a message: the first one in nearly all, the second in gpt-oss.
-_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
 def find_thought_end(text: str, begin: int, end: int) -> int | None:
@@ -49,11 +44,3 @@ def split_thoughts(text: str, header: str = "") -> Iterator[tuple[str, str]]:
             thoughts, _, rest = text.removeprefix(opening).partition(closing)
             yield thoughts, rest
             yield thoughts.strip("\n"), rest.lstrip("\n")
-
-
-def name_thoughts(messages: Messages, template: str) -> Messages:
-    """Renames the messages' `reasoning_content` to the key that the chat template reads."""
-    key = next((name for name in _KEYS if re.search(rf"\w\.{name}\b|['\"]{name}['\"]", template)), _KEYS[0])
-    if key == _KEYS[0] or not any(_KEYS[0] in message for message in messages):
-        return messages
-    return [{key if name == _KEYS[0] else name: value for name, value in message.items()} for message in messages]

@@ -40,8 +40,7 @@ def eval_prompts(
         return [prompt for prompt in cut if prompt is not None]
     prompts: list[Prompt] = []
     for conversation in read_prompts(data_args.eval_prompts, option="eval_prompts")[: data_args.num_eval_prompts]:
-        messages = conversation.messages_before_reply()
-        ids = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        ids = conversation.encode_prompt(tokenizer)
         if limit.max_length is not None and len(ids) >= limit.max_length:
             raise ValueError(
                 f"{data_args.eval_prompts}: the prompt {conversation.id} has {len(ids)} tokens, the target takes "

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from jinja2 import TemplateError
-
 from inference import GenerationStats
+from inference.request.chat_template import ConversationError, change_calls, write_arguments
 from training.endpoint.client import MAX_RETRIES, EndpointClient
 from training.synthesis.reply_decoding import TurnSettings, find_problem
 from training.synthesis.reply_sources import Reply, TurnRequest, make_reply
@@ -90,7 +89,11 @@ class EndpointReplies:
         try:
             if request.role == "assistant":
                 own = {"reasoning_content": self._thoughts}  # the server's key
-                messages = [{own.get(key, key): value for key, value in m.items()} for m in request.messages]
+                messages = [
+                    {own.get(key, key): value for key, value in m.items()}
+                    | ({"tool_calls": change_calls(m, write_arguments)} if "tool_calls" in m else {})
+                    for m in request.messages
+                ]
                 body |= {"messages": messages} | ({"tools": request.tools} if request.tools else {})
                 answer = self.client.ask("/chat/completions", body)
             else:
@@ -103,8 +106,8 @@ class EndpointReplies:
                     "skip_special_tokens": False,
                 }
                 answer = self.client.ask("/completions", body)
-        except TemplateError as error:
-            return Reply("", 0, f"rejected by the chat template ({error})")
+        except ConversationError as error:
+            return Reply("", 0, f"rejected by the chat template ({error.reason})")
         return Reply("", 0, "prompt too long") if answer is None else self._judge(answer, request)
 
     def _take_thoughts(self, message: dict[str, Any]) -> str:

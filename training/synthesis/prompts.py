@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from inference.request.chat_template import ConversationError, encode_prompt
 from training.data.conversations import Place, iterate_place
 from training.data.layouts import AUTO, Messages, RecordFormat, parse_record
 from training.synthesis.turn_template import Role
@@ -57,6 +58,17 @@ class Conversation:
     def messages_before_reply(self) -> Messages:
         """Returns the given messages before the first turn to write."""
         return list(itertools.takewhile(lambda step: not isinstance(step, str), self.script))  # type: ignore[arg-type]
+
+    def encode_prompt(self, tokenizer: Any) -> list[int]:
+        """Returns the token ids of everything before the first turn to write.
+
+        Raises:
+            ValueError: the chat template rejects it; names the prompt.
+        """
+        try:
+            return encode_prompt(tokenizer, self.messages_before_reply(), tools=self.tools)
+        except ConversationError as error:
+            raise ValueError(f"the prompt {self.id}: {error}; leave it out") from error
 
     def add_turn(self, role: Role, text: str, num_tokens: int, thoughts: str = "") -> None:
         self.messages.append({"role": role, "content": text} | ({"reasoning_content": thoughts} if thoughts else {}))

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from jinja2 import TemplateError
-
 from inference import GenerationStats
+from inference.request.chat_template import ConversationError, Tools
 from training.data.layouts import Messages
 from training.synthesis.reply_decoding import TurnDecoder
-from training.synthesis.turn_template import Role, Tools, TurnTemplate
+from training.synthesis.turn_template import Role, TurnTemplate
 
 # The problem of a reply with marks that the chat template would write differently in training.
 UNWRITABLE = "with thoughts or calls that the chat template does not write back"
@@ -98,8 +97,8 @@ class DecodedReplies:
                 if request.role == role:
                     try:
                         prompts[request] = self.template.encode_prompt(request.messages, role, request.tools)
-                    except TemplateError as error:
-                        replies.append((request, Reply("", 0, f"rejected by the chat template ({error})")))
+                    except ConversationError as error:
+                        replies.append((request, Reply("", 0, f"rejected by the chat template ({error.reason})")))
             if not prompts:
                 continue
             turns = self.writer.write(

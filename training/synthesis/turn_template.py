@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from jinja2 import TemplateError
-
+from inference.request.chat_template import ChatRenderer, ConversationError, Tools
 from training.data.layouts import Messages
 from training.data.reply_spans import find_special_ids
-from training.data.thoughts import THOUGHT_MARKS, name_thoughts, split_thoughts
+from training.data.thoughts import THOUGHT_MARKS, split_thoughts
 from training.synthesis.reply_decoding import drop_marks
 
 Role = Literal["user", "assistant"]
-Tools = list[dict[str, Any]] | None
 
 # No whitespace (templates trim), and no text that a template could contain.
 _SENTINEL = "@@sentinel-7f3a@@"
@@ -59,14 +57,14 @@ class TurnTemplate:
         """Returns the token ids of everything before the role's next text.
 
         Raises:
-            jinja2.TemplateError: the template rejects these messages.
+            ConversationError: the template rejects these messages.
         """
         is_reply = role == "assistant"
         return self.encode(self.render_prompt(messages, tools) if is_reply else self.render_user_header(messages))
 
     def render_prompt(self, messages: Messages, tools: Tools = None) -> str:
         """Returns everything before the assistant's next text."""
-        return self._render(messages, tools, add_generation_prompt=True)
+        return self._render(messages, tools, is_prompt=True)
 
     def render_user_header(self, messages: Messages) -> str:
         """Returns everything before the user's next text. ChatML, first turn: `<|im_start|>user` and a line break."""
@@ -79,14 +77,14 @@ class TurnTemplate:
         """
         try:
             before = self.render_prompt(messages, tools)
-        except TemplateError:
+        except ConversationError:
             return None
         for thoughts, content in (("", text), *_split_channels(text), *split_thoughts(text, before)):
             reply = {"role": "assistant", "content": content} | ({"reasoning_content": thoughts} if thoughts else {})
             try:
                 if self._render([*messages, reply], tools).startswith(before + text):
                     return content, thoughts
-            except TemplateError:  # for example, marks within the content
+            except ConversationError:  # for example, marks within the content
                 continue
         return None
 
@@ -135,9 +133,8 @@ class TurnTemplate:
         is_mark = bool(ids) and ids[0] in self.special_ids
         return ids if is_mark and mark.startswith(self.tokenizer.convert_ids_to_tokens(ids[0])) else []
 
-    def _render(self, messages: Messages, tools: Tools = None, **options: Any) -> str:
-        named = name_thoughts(messages, self.tokenizer.get_chat_template(tools=tools))
-        return str(self.tokenizer.apply_chat_template(named, tools=tools, tokenize=False, **options))
+    def _render(self, messages: Messages, tools: Tools = None, *, is_prompt: bool = False) -> str:
+        return ChatRenderer(self.tokenizer, messages, tools=tools).render(messages, is_prompt=is_prompt)
 
     def _render_around(self, messages: Messages) -> tuple[str, str]:
         rendered = self._render(messages)

@@ -171,7 +171,7 @@ def test_parquet_files_read_as_json_does(tmp_path: Path) -> None:
     assert json.loads(tables[2])["messages"][1] == {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}],
+        "tool_calls": calls,
     }
     assert load_conversations([str(tmp_path)])["conversation"][:] == [*tables, *lines]
 

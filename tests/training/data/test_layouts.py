@@ -114,7 +114,7 @@ def test_formats_that_make_no_sense_are_refused(settings: dict[str, Any], messag
 
 
 def test_turns_keep_what_templates_read() -> None:
-    """Thoughts, tool calls with their arguments as an object, and what answers them; parts of text are joined."""
+    """Thoughts, tool calls, and what answers them; parts of text are joined."""
     function = {"name": "look", "arguments": '{"at": "x"}'}
     call = {"id": "c1", "type": "function", "function": function}
     record = {
@@ -129,21 +129,20 @@ def test_turns_keep_what_templates_read() -> None:
         ],
         "tools": '[{"type": "function", "function": {"name": "look", "parameters": {}}}]',
     }
-    parsed = {"name": "look", "arguments": {"at": "x"}}
     assert parse_record(record) == {
         "messages": [
-            SYSTEM,
+            {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": ADD},
             {
                 "role": "assistant",
                 "content": "",
                 "reasoning_content": "Hm.",
-                "tool_calls": [{"id": "c1", "type": "function", "function": parsed}],
+                "tool_calls": [call],
             },
             {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "look"},
             {"role": "tool", "content": "2"},
             {"role": "assistant", "content": "look()"},
-            {"role": "assistant", "content": "2", "tool_calls": [parsed]},
+            {"role": "assistant", "content": "2", "tool_calls": [function]},
         ],
         "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
     }

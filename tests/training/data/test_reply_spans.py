@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from inference.request.chat_template import ConversationError
 from tests.conftest import CHAT_TARGET
 from tests.training.chat_templates import TEMPLATES, ChatTemplate, RefusedError
 from tests.training.conversation_cases import learned_text
@@ -93,14 +93,14 @@ def test_the_mask_is_what_the_assistant_writes(name: str) -> None:
     TOKENIZER.chat_template = template.jinja
     num_learned = num_thoughts = 0
 
-    @settings(max_examples=30, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
+    @settings(max_examples=50, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
     @given(conversations())
     def compare(messages: list[dict[str, Any]]) -> None:
         nonlocal num_learned, num_thoughts
         try:
             text, mask = expected_mask(template, messages, train_on_thinking=True)
         except RefusedError:
-            with pytest.raises(TemplateError):
+            with pytest.raises(ConversationError):
                 tokenize_conversation(messages, TOKENIZER)
             return
         input_ids, loss_mask = tokenize_conversation(messages, TOKENIZER)
@@ -169,5 +169,5 @@ def test_markers_say_where_replies_are_to_the_character() -> None:
 
 def test_a_template_that_drops_what_the_assistant_says_is_named() -> None:
     TOKENIZER.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="writes a reply's text 0 times; it must write it once"):
+    with pytest.raises(ValueError, match="does not write the text of role 'assistant'"):
         tokenize_conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], TOKENIZER)

@@ -1,0 +1,313 @@
+"""Renders conversations with a target's chat template, for training and for everything that decodes.
+
+Templates differ in how they read the same thing: texts or lists of parts, the arguments of tool calls as objects or as
+JSON text, an empty text or null beside a call. What a template does not read vanishes, or is written as Python prints
+it. So a conversation is first rendered with a mark in place of each text, in one way after the other, until every mark
+is written. If none of the ways writes them all, the conversation is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, TemplateError, meta
+from transformers.utils.chat_template_utils import render_jinja_template
+
+Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]] | None
+
+# A template is a program: its own exceptions, and those of Python's operators, methods and filters.
+_FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+# A template's key for the thoughts of a message: the first one in nearly all, the second in gpt-oss.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_NO_VARIABLES = {"messages", "tools", "raise_exception", "strftime_now"}
+_MAX_REASON = 300
+
+
+class ConversationError(ValueError):
+    """A conversation that the chat template cannot write, or not all of it.
+
+    Attributes:
+        reason: one line, of which the template is the subject where it says "it".
+        field: what is wrong: "messages", "tools" or "chat_template_kwargs".
+    """
+
+    def __init__(self, reason: str, *, field: str = "messages") -> None:
+        super().__init__(f"the chat template rejects the conversation: {reason}")
+        self.reason, self.field = reason, field
+
+
+def encode_prompt(
+    tokenizer: Any, messages: Messages, *, tools: Tools = None, variables: dict[str, Any] | None = None
+) -> list[int]:
+    """The token ids of a conversation up to where the assistant's next turn begins.
+
+    Args: those of `ChatRenderer`.
+
+    Raises:
+        ConversationError: the template does not write all of it.
+    """
+    text = ChatRenderer(tokenizer, messages, tools=tools, variables=variables).render(messages, is_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way to hand a conversation to a template.
+
+    Attributes:
+        part_roles: roles whose texts are lists of parts.
+        has_text_arguments: the arguments of tool calls are JSON text, not objects.
+        has_null: a turn with tool calls and without a text has null, not "".
+    """
+
+    part_roles: frozenset[str] = frozenset()
+    has_text_arguments: bool = False
+    has_null: bool = False
+
+
+class ChatRenderer:
+    """Renders one conversation, whole or in parts.
+
+    Args:
+        messages: `role`, and `content`: text, null, or a list of parts. Further keys are the template's: `tool_calls`
+            (arguments: an object or JSON text), thoughts under any of their usual keys, and others. The role developer
+            is system where the template does not name it.
+        tools: JSON schemas of functions to call.
+        template: of a processor; None = the tokenizer's.
+        variables: of the template.
+
+    Raises:
+        ConversationError: the template raises, writes nothing of a turn or a call or the tools, or does not read a
+            variable.
+        ValueError: there is no template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        messages: Messages,
+        *,
+        tools: Tools = None,
+        template: str | None = None,
+        variables: dict[str, Any] | None = None,
+    ) -> None:
+        self.tools = tools or None
+        self.template: str = tokenizer.get_chat_template(template, tools=self.tools)
+        self._variables = {**tokenizer.special_tokens_map, **(variables or {})}
+        if variables:
+            self._check_variables(variables)
+        self._way = self._find_way(messages)
+        if self.tools:
+            self._check_tools(messages)
+
+    def render(self, messages: Messages, *, is_prompt: bool = False) -> str:
+        """Returns the conversation, or a part of it, as text.
+
+        Args:
+            is_prompt: append the header of the assistant's next turn.
+
+        Raises:
+            ConversationError: the template rejects these messages.
+        """
+        return self._apply(messages, self._way, add_generation_prompt=is_prompt)[0]
+
+    def render_marked(self, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text, and the first character and the end of each `{% generation %}` block of the template."""
+        # Not `apply_chat_template`: its mask is wrong for empty replies and for characters without a token.
+        return self._apply(messages, self._way, return_assistant_tokens_mask=True)
+
+    def _apply(self, messages: Messages, way: _Way, **options: Any) -> tuple[str, list[tuple[int, int]]]:
+        prepared = [self._hand_over(self._normalize(message), way) for message in messages]
+        options = {"tools": self.tools, **options, **self._variables}
+        try:
+            rendered: Any = render_jinja_template([prepared], chat_template=self.template, **options)
+            text: str = rendered[0][0]
+            text.encode()  # halves of a surrogate pair are no text
+        except _FAULTS as error:
+            name = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+            reason = f"{name}{error}".partition("\n")[0][:_MAX_REASON]
+            raise ConversationError(reason) from error
+        return text, next(iter(rendered[1]), [])
+
+    def _normalize(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The message without what says nothing, and with the names that the template knows."""
+        fields = {name: value for name, value in message.items() if value is not None and name not in _THOUGHTS}
+        if fields["role"] == "developer" and "developer" not in self.template:
+            fields["role"] = "system"
+        content = fields.get("content", "")
+        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            content = "".join(part["text"] for part in content)
+        thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
+        if thoughts is not None:
+            fields[_find_thoughts_key(self.template)] = thoughts
+        calls = fields.pop("tool_calls", [])
+        if not isinstance(calls, list):
+            raise ConversationError(f"tool_calls is {type(calls).__name__}, and templates read a list")
+        return {**fields, "content": content} | ({"tool_calls": calls} if calls else {})
+
+    @staticmethod
+    def _hand_over(message: dict[str, Any], way: _Way) -> dict[str, Any]:
+        content = message["content"]
+        if way.has_null and content == "" and "tool_calls" in message:
+            content = None
+        elif isinstance(content, str) and message["role"] in way.part_roles:
+            content = [{"type": "text", "text": content}]
+        handed = {**message, "content": content}
+        if "tool_calls" in message:
+            handed["tool_calls"] = change_calls(message, write_arguments if way.has_text_arguments else _read_arguments)
+        return handed
+
+    def _find_way(self, messages: Messages) -> _Way:
+        marked = [_mark(self._normalize(message), index) for index, message in enumerate(messages)]
+        given = frozenset(message["role"] for message, _ in marked if isinstance(message["content"], list))
+        faults: list[ConversationError] = []
+        losses: list[list[int]] = []
+        for first in _list_ways(message for message, _ in marked):
+            way = replace(first, part_roles=given)
+            for _ in range(2):  # the roles whose texts are lost in the first round have parts in the second
+                lost = list(range(len(marked)))
+                try:
+                    lost = self._find_lost(marked, way)
+                    losses.append(lost)
+                except ConversationError as error:
+                    faults.append(error)
+                if not lost:
+                    return way
+                way = replace(way, part_roles=given | {marked[index][0]["role"] for index in lost})
+        if not losses:
+            # What the template says itself tells more than what Python says.
+            raise min(faults, key=lambda error: type(error.__cause__) is not TemplateError)
+        index = min(losses, key=len)[0]
+        calls = " and ".join(repr(_find_function(call)["name"]) for call in messages[index].get("tool_calls") or ())
+        what = f"the call of {calls}" if calls else f"the text of role {messages[index]['role']!r}"
+        raise ConversationError(f"it does not write {what} (message {index + 1})")
+
+    def _find_lost(self, marked: Sequence[tuple[dict[str, Any], list[str]]], way: _Way) -> list[int]:
+        """Returns the indices of the messages that are not written whole, or are written as Python prints objects."""
+        messages = [message for message, _ in marked]
+        text, _ = self._apply(messages, way, add_generation_prompt=_is_open(messages))
+        lost = []
+        for index, (message, marks) in enumerate(marked):
+            handed = self._hand_over(message, way)
+            arguments = [_find_function(call)["arguments"] for call in handed.get("tool_calls", ())]
+            is_written = all(mark in text and f"'text': '{mark}'" not in text for mark in marks)
+            if not is_written or any(_is_printed_by_python(each, text) for each in arguments):
+                lost.append(index)
+        return lost
+
+    def _check_tools(self, messages: Messages) -> None:
+        options = {"add_generation_prompt": _is_open(messages)}
+        try:
+            without, _ = self._apply(messages, self._way, **options, tools=None)
+        except ConversationError:
+            return
+        if without == self._apply(messages, self._way, **options)[0]:
+            raise ConversationError("it writes nothing of the tools", field="tools")
+
+    def _check_variables(self, variables: dict[str, Any]) -> None:
+        read = _find_variables(self.template)
+        if unread := sorted(variables.keys() - read):
+            raise ConversationError(
+                f"it does not read {unread[0]!r}; it reads {', '.join(sorted(read)) or 'no variables'}",
+                field="chat_template_kwargs",
+            )
+
+
+def _is_open(messages: Messages) -> bool:
+    """Whether the assistant's turn is next."""
+    return bool(messages) and messages[-1]["role"] != "assistant"
+
+
+def _list_ways(messages: Iterator[dict[str, Any]]) -> list[_Way]:
+    """The ways to hand over tool calls, the best first."""
+    calling = [message for message in messages if "tool_calls" in message]
+    nulls = (False, True) if any(message["content"] == "" for message in calling) else (False,)
+    pairs = itertools.product((False, True) if calling else (False,), nulls)
+    return [_Way(has_text_arguments=is_text, has_null=is_null) for is_text, is_null in pairs]
+
+
+def _mark(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list[str]]:
+    """A message with marks in place of its texts, and those marks that must be written.
+
+    Of a message with calls these are the functions' names: several templates leave out a text beside calls.
+    """
+    mark, content = f"@@turn-{index}-7f3a@@", message["content"]
+    marks: list[str] = []
+    if isinstance(content, str) and content.strip():
+        content, marks = mark, [mark]
+    elif isinstance(content, list):
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        content = [{**part, "text": mark} if part.get("text") else part for part in parts]
+        marks = [mark] if content != parts else []
+    marked = {**message, "content": content}
+    if "tool_calls" in message:
+        marks = [f"call_{index}_{number}_7f3a" for number in range(len(message["tool_calls"]))]
+        names = iter(marks)
+        marked["tool_calls"] = change_calls(message, lambda function: {**function, "name": next(names)})
+    return marked, marks
+
+
+def change_calls(message: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the message's tool calls with each function (its `name` and `arguments`) changed.
+
+    Raises:
+        ConversationError: a call names no function.
+    """
+    functions = [(call, change(_find_function(call))) for call in message["tool_calls"]]
+    return [{**call, "function": function} if "function" in call else function for call, function in functions]
+
+
+def write_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    """A called function with its arguments as JSON text, as OpenAI's API has it."""
+    arguments = function["arguments"]
+    return {
+        **function,
+        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
+    }
+
+
+def _read_arguments(function: dict[str, Any]) -> dict[str, Any]:
+    """A called function with its arguments as an object, if they are the JSON text of one."""
+    arguments = function["arguments"]
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        read = None
+    return {**function, "arguments": read} if isinstance(read, dict) else function
+
+
+def _find_function(call: Any) -> dict[str, Any]:
+    """The called function; one without arguments gets an empty object."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ConversationError(f"a tool call names no function: {call!r:.80}")
+    return {**function, "arguments": function.get("arguments") or {}}
+
+
+def _is_printed_by_python(arguments: Any, text: str) -> bool:
+    """Whether an object stands in the text as `{'key': True}`, which is no JSON."""
+    printed = str(arguments)
+    return isinstance(arguments, dict) and printed != json.dumps(arguments, ensure_ascii=False) and printed in text
+
+
+@cache
+def _find_thoughts_key(template: str) -> str:
+    """The name under which a template reads the thoughts of a message."""
+    reads = (name for name in _THOUGHTS if re.search(rf"\w\.{name}\b|['\"]{name}['\"]", template))
+    return next(reads, _THOUGHTS[0])
+
+
+@cache
+def _find_variables(template: str) -> frozenset[str]:
+    """The variables of a template that its user may set."""
+    # Blocks of transformers' own, which Jinja cannot read, hold nothing back.
+    without = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without)
+    return frozenset(meta.find_undeclared_variables(parsed) - _NO_VARIABLES)
