@@ -136,6 +136,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
     "a missing file": (lambda folder, _: {"dataset": folder / "no.jsonl"}, "no.jsonl does not exist; give an existing"),
     "broken JSON": (lambda folder, _: {"dataset": write(folder / "a.jsonl", ["{"])}, "a.jsonl, line 1: Expecting prop"),
     "a template that refuses": (template("{{ raise_exception('never') }}"), r"the chat template rejects it \(never\)"),
+    "a template that adds no texts": (template("{{ messages[0].content + 1 }}"), r"rejects it \(TypeError: "),
     "no chat template": (template(None), "the target's tokenizer has no chat template: set tokenizer.chat_template"),
 }
 

@@ -103,6 +103,19 @@ def test_prompts_that_are_too_long_are_told_from_bad_requests(
         ask(connect())
 
 
+def test_a_server_gets_the_arguments_of_calls_as_text(
+    server: OpenAIServer, connect: Callable[..., EndpointReplies]
+) -> None:
+    """As OpenAI's API has it, whatever the data have."""
+    server.override = {"choices": [{"message": {"content": "word1"}, "finish_reason": "stop"}]}
+    calls = [{"function": {"name": "look", "arguments": given}} for given in ({"at": "é"}, '{"at":"x"}', None)]
+    messages = [*USER, {"role": "assistant", "content": "", "tool_calls": calls}]
+    connect().exchange([TurnRequest(messages, "assistant", 0)])
+    sent = [call["function"]["arguments"] for call in server.bodies[0]["messages"][1]["tool_calls"]]
+    assert sent == ['{"at": "é"}', '{"at":"x"}', "{}"]
+    assert messages[1]["tool_calls"] == calls
+
+
 @pytest.mark.parametrize(
     ("choice", "problem"),
     [

@@ -1,0 +1,138 @@
+"""What a chat template cannot write is refused with its reason, and what it writes is what the messages say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from inference.request.chat_template import ChatRenderer, ConversationError, encode_prompt
+from tests.chat_template_shapes import CALL, CALLING, SHAPES, TOOLS
+from tests.conftest import CHAT_TARGET
+
+HELLO = [{"role": "user", "content": "Hello"}]
+SIMPLE = SHAPES["SmolLM2"].jinja
+# The first Phi-3 mini: roles that it does not know vanish.
+TWO_ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+# As Qwen3's, with a variable.
+THINKING = SIMPLE + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(CHAT_TARGET)
+
+
+def render(tokenizer: Any, jinja: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    tokenizer.chat_template = jinja
+    return tokenizer.decode(encode_prompt(tokenizer, messages, **options))
+
+
+def with_role(role: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": "Be brief."}, *HELLO]
+
+
+@pytest.mark.parametrize(
+    ("jinja", "messages", "options", "reason", "field"),
+    [
+        (TWO_ROLES, with_role("system"), {}, "role 'system' (message 1)", "messages"),
+        (TWO_ROLES, with_role("developer"), {}, "role 'developer' (message 1)", "messages"),
+        (TWO_ROLES, [*HELLO, {"role": "critic", "content": "So?"}], {}, "role 'critic' (message 2)", "messages"),
+        (SIMPLE, CALLING, {}, "'look' (message 2)", "messages"),
+        (SIMPLE, HELLO, {"tools": TOOLS}, "tools", "tools"),
+        (SIMPLE, HELLO, {"variables": {"enable_thinking": False}}, "'enable_thinking'", "chat_template_kwargs"),
+        (THINKING, HELLO, {"variables": {"padding": True}}, "'padding'; it reads add_gen", "chat_template_kwargs"),
+        (THINKING, HELLO, {"variables": {"messages": []}}, "'messages'", "chat_template_kwargs"),
+        (SHAPES["Gemma: no system"].jinja, with_role("system"), {}, "System role not supported", "messages"),
+        ("{{ messages[0].content + 1 }}", HELLO, {}, "TypeError: ", "messages"),
+        ("{{ absent + 'x' }}", HELLO, {}, "'absent' is undefined", "messages"),
+        ("{{ messages[0].content.index('?') }}", HELLO, {}, "ValueError: ", "messages"),
+        ("{{ 1 // 0 }}", HELLO, {}, "ZeroDivisionError: ", "messages"),
+        (SIMPLE, [*HELLO, {"role": "assistant", "tool_calls": 5}], {}, "tool_calls is int", "messages"),
+        (SIMPLE, [*HELLO, {"role": "assistant", "tool_calls": ["x"]}], {}, "names no function: 'x'", "messages"),
+        (SIMPLE, [{"role": "user", "content": "\ud800"}], {}, "surrogates not allowed", "messages"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(
+    jinja: str, messages: list[dict[str, Any]], options: dict[str, Any], reason: str, field: str, tokenizer: Any
+) -> None:
+    with pytest.raises(ConversationError) as caught:
+        render(tokenizer, jinja, messages, **options)
+    assert reason in caught.value.reason
+    assert caught.value.field == field
+    assert caught.value.reason in str(caught.value)
+    assert "7f3a" not in str(caught.value)
+
+
+def test_what_the_template_itself_says_comes_first(tokenizer: Any) -> None:
+    """Whichever way of handing over the texts it comes with."""
+    alternating = "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    for jinja in (
+        alternating + "{{ messages[0].content[0].text + '' }}",
+        "{{ messages[0].content[0].text + '' }}" + alternating,
+    ):
+        with pytest.raises(ConversationError, match="roles must alternate"):
+            render(tokenizer, jinja, HELLO * 2)
+
+
+def test_developers_are_the_system_where_a_template_has_none(tokenizer: Any) -> None:
+    assert render(tokenizer, SIMPLE, with_role("developer")) == render(tokenizer, SIMPLE, with_role("system"))
+    knowing = SIMPLE.replace("{{ m.role }}", "{{ 'D' if m.role == 'developer' else m.role }}")
+    assert render(tokenizer, knowing, with_role("developer")).startswith("<|im_start|>D\nBe brief.")
+
+
+def test_variables_that_the_template_reads_reach_it(tokenizer: Any) -> None:
+    assert render(tokenizer, THINKING, HELLO, variables={"enable_thinking": False}).endswith("<think></think>")
+    same = render(tokenizer, THINKING, HELLO, variables={"enable_thinking": True})
+    assert same == render(tokenizer, THINKING, HELLO)
+    without = render(tokenizer, SIMPLE, HELLO, variables={"add_generation_prompt": False})
+    assert without == "<|im_start|>user\nHello<|im_end|>\n"
+    marked = "{% for m in messages %}{% generation %}{{ m.content }}{{ mood }}{%- endgeneration -%}{% endfor %}"
+    assert render(tokenizer, marked, HELLO, variables={"mood": "!"}) == "Hello!"
+
+
+@pytest.mark.parametrize("arguments", [{"at": "x"}, '{"at": "x"}', None, "", "{}", "no JSON"])
+def test_arguments_in_any_form(arguments: Any, tokenizer: Any) -> None:
+    """Text that is no JSON stays text; what is missing is an empty object."""
+    call = {**CALL, "function": {"name": "look", "arguments": arguments}}
+    messages = [CALLING[0], {**CALLING[1], "tool_calls": [call]}, *CALLING[2:]]
+    expected = '{"at": "x"}' if arguments and "at" in arguments else "{}"
+    adding, writing = (SHAPES[name].jinja for name in ("DeepSeek V3: adds texts", "Hermes: whole functions"))
+    if arguments == "no JSON":
+        assert "```json\nno JSON\n```" in render(tokenizer, adding, messages)
+        assert '"arguments": "no JSON"' in render(tokenizer, writing, messages)
+        return
+    assert f"```json\n{expected}\n```" in render(tokenizer, adding, messages)
+    assert f'"arguments": {expected}}}' in render(tokenizer, writing, messages)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_go_under_the_key_that_is_read(key: str, read: str, tokenizer: Any) -> None:
+    jinja = "{% for m in messages %}{% if m." + read + " %}<{{ m." + read + " }}>{% endif %}{{ m.content }}{% endfor %}"
+    messages = [*HELLO, {"role": "assistant", "content": "Yo", key: "Hm"}]
+    assert render(tokenizer, jinja, messages) == "Hello<Hm>Yo"
+
+
+def test_a_text_beside_a_call_may_be_left_out(tokenizer: Any) -> None:
+    """As Llama 3's template does it: the call is written, so the turn is not lost."""
+    jinja = SHAPES["Llama 3: objects, and no text beside a call"].jinja
+    messages = [CALLING[0], {**CALLING[1], "content": "I look."}]
+    assert "I look." not in render(tokenizer, jinja, messages)
+    assert render(tokenizer, jinja, messages) == render(tokenizer, jinja, CALLING[:2])
+
+
+def test_a_text_that_looks_like_a_lost_one_changes_nothing(tokenizer: Any) -> None:
+    """The reader's choice depends on the template, not on what the texts say."""
+    parts = SHAPES["SmolVLM"].jinja
+    for text in ("user", "a", "'text': 'Hi'", "{'at': True}"):
+        assert f"User: {text}<|im_end|>" in render(tokenizer, parts, [{"role": "user", "content": text}])
+
+
+def test_a_renderer_renders_parts_of_its_conversation(tokenizer: Any) -> None:
+    tokenizer.chat_template = SHAPES["SmolVLM"].jinja
+    messages = [*HELLO, {"role": "assistant", "content": "Yo"}]
+    renderer = ChatRenderer(tokenizer, messages)
+    assert renderer.render(messages[:1], is_prompt=True) == "<|im_start|>User: Hello<|im_end|>\nAssistant:"
+    assert renderer.render(messages) == "<|im_start|>User: Hello<|im_end|>\nAssistant: Yo<|im_end|>\n"
