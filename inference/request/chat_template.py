@@ -26,6 +26,7 @@ Tools = list[dict[str, Any]] | None
 _FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 # A template's key for the thoughts of a message: the first one in nearly all, the second in gpt-oss.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# What a template reads beside the variables that a user may set.
 _NO_VARIABLES = {"messages", "tools", "raise_exception", "strftime_now"}
 _MAX_REASON = 300
 
@@ -81,11 +82,11 @@ class ChatRenderer:
             is system where the template does not name it.
         tools: JSON schemas of functions to call.
         template: of a processor; None = the tokenizer's.
-        variables: of the template.
+        variables: values for variables that the template reads, such as `enable_thinking`.
 
     Raises:
-        ConversationError: the template raises, writes nothing of a turn or a call or the tools, or does not read a
-            variable.
+        ConversationError: the template raises; it does not write a text, a called function's name or the tools; it does
+            not read a variable.
         ValueError: there is no template.
     """
 
@@ -206,7 +207,7 @@ class ChatRenderer:
         options = {"add_generation_prompt": _is_open(messages)}
         try:
             without, _ = self._apply(messages, self._way, **options, tools=None)
-        except ConversationError:
+        except ConversationError:  # it needs them
             return
         if without == self._apply(messages, self._way, **options)[0]:
             raise ConversationError("it writes nothing of the tools", field="tools")
@@ -238,17 +239,16 @@ def _mark(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list[str
 
     Of a message with calls these are the functions' names: several templates leave out a text beside calls.
     """
-    mark, content = f"@@turn-{index}-7f3a@@", message["content"]
+    mark, content, calls = f"@@turn-{index}-7f3a@@", message["content"], message.get("tool_calls", [])
     marks: list[str] = []
-    if isinstance(content, str) and content.strip():
+    if isinstance(content, str) and (content or not calls):
         content, marks = mark, [mark]
     elif isinstance(content, list):
-        parts = [part if isinstance(part, dict) else {} for part in content]
-        content = [{**part, "text": mark} if part.get("text") else part for part in parts]
-        marks = [mark] if content != parts else []
+        content = [{**part, "text": mark} if isinstance(part, dict) and part.get("text") else part for part in content]
+        marks = [mark] if content != message["content"] else []
     marked = {**message, "content": content}
-    if "tool_calls" in message:
-        marks = [f"call_{index}_{number}_7f3a" for number in range(len(message["tool_calls"]))]
+    if calls:
+        marks = [f"call_{index}_{number}_7f3a" for number in range(len(calls))]
         names = iter(marks)
         marked["tool_calls"] = change_calls(message, lambda function: {**function, "name": next(names)})
     return marked, marks
@@ -267,10 +267,7 @@ def change_calls(message: dict[str, Any], change: Callable[[dict[str, Any]], dic
 def write_arguments(function: dict[str, Any]) -> dict[str, Any]:
     """A called function with its arguments as JSON text, as OpenAI's API has it."""
     arguments = function["arguments"]
-    return {
-        **function,
-        "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
-    }
+    return function if isinstance(arguments, str) else {**function, "arguments": _to_json(arguments)}
 
 
 def _read_arguments(function: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +291,11 @@ def _find_function(call: Any) -> dict[str, Any]:
 def _is_printed_by_python(arguments: Any, text: str) -> bool:
     """Whether an object stands in the text as `{'key': True}`, which is no JSON."""
     printed = str(arguments)
-    return isinstance(arguments, dict) and printed != json.dumps(arguments, ensure_ascii=False) and printed in text
+    return isinstance(arguments, dict) and printed != _to_json(arguments) and printed in text
+
+
+def _to_json(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 @cache

@@ -197,6 +197,10 @@ def test_prompts_of_both_formats_and_too_long_ones(target: Target, chat_tokenize
     assert chat_tokenizer.decode(prompts[0].input_ids[0]).endswith("Hi there<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(ValueError, match="no prompt that leaves room for 1024 tokens"):
         load_prompts(path, chat_tokenizer, target, num_prompts=None, max_new_tokens=1024)
+    path = tmp_path / "tools.jsonl"
+    path.write_text(json.dumps({"id": "p7", "turns": ["Hi"], "tools": [{"name": "look"}]}))
+    with pytest.raises(ValueError, match=r"tools\.jsonl: the prompt p7: .* tools"):
+        load_prompts(path, chat_tokenizer, target, num_prompts=None, max_new_tokens=8)
 
 
 # What the numbers say.

@@ -68,7 +68,7 @@ class Conversation:
         try:
             return encode_prompt(tokenizer, self.messages_before_reply(), tools=self.tools)
         except ConversationError as error:
-            raise ValueError(f"the prompt {self.id}: {error}; leave it out") from error
+            raise ValueError(f"{self.source}: the prompt {self.id}: {error}; leave it out") from error
 
     def add_turn(self, role: Role, text: str, num_tokens: int, thoughts: str = "") -> None:
         self.messages.append({"role": role, "content": text} | ({"reasoning_content": thoughts} if thoughts else {}))

@@ -126,7 +126,7 @@ def test_a_text_beside_a_call_may_be_left_out(tokenizer: Any) -> None:
 def test_a_text_that_looks_like_a_lost_one_changes_nothing(tokenizer: Any) -> None:
     """The reader's choice depends on the template, not on what the texts say."""
     parts = SHAPES["SmolVLM"].jinja
-    for text in ("user", "a", "'text': 'Hi'", "{'at': True}"):
+    for text in ("user", "a", "'text': 'Hi'", "{'at': True}", " ", ""):
         assert f"User: {text}<|im_end|>" in render(tokenizer, parts, [{"role": "user", "content": text}])
 
 

@@ -209,6 +209,10 @@ class TestBadInput:
             ('{"turns": ["a"]}\n{"turn": ["a"]}', r"prompts\.jsonl, line 2: got the columns \['turn'\]"),
             ('{"turns": ["a"]', r"prompts\.jsonl, line 1: Expecting ',' delimiter"),
             ('{"turns": ["' + "word1 " * 300 + '"]}', r"has 303 tokens, the target takes fewer than 256"),
+            (
+                '{"turns": ["word1"], "tools": [{"name": "look"}], "id": "p7"}',
+                r"prompts\.jsonl: the prompt p7: .* tools",
+            ),
             (None, r"eval_prompts .*prompts\.jsonl does not exist"),
         ],
     )
