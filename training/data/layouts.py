@@ -26,7 +26,8 @@ Messages = list[dict[str, Any]]
 _ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "function_call"), "assistant"),
-    **{role: role for role in ("system", "developer")},
+    "system": "system",
+    "developer": "developer",
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
 }
 # Columns of what heads are not trained on. The text alone would be another conversation.
