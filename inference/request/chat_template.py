@@ -275,7 +275,7 @@ def _read_arguments(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     try:
         read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
+    except (ValueError, RecursionError):
         read = None
     return {**function, "arguments": read} if isinstance(read, dict) else function
 

@@ -92,6 +92,22 @@ def test_variables_that_the_template_reads_reach_it(tokenizer: Any) -> None:
     assert render(tokenizer, marked, HELLO, variables={"mood": "!"}) == "Hello!"
 
 
+def test_odd_calls_end_in_a_text_or_a_refusal(tokenizer: Any) -> None:
+    """A client may send anything: no other error comes of it."""
+    refusals = []
+    odd: list[Any] = ["[" * 5_000, "[1]", "null", [1], 5, {"a": {"b": [None]}}, {}]
+    for name, shape in SHAPES.items():
+        for arguments in odd:
+            for call in ({"function": {"name": "x", "arguments": arguments}}, {"name": "x", "arguments": arguments}):
+                messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call, call]}]
+                try:
+                    assert "Hello" in render(tokenizer, shape.jinja, messages), name
+                except ConversationError as error:
+                    refusals.append(str(error))
+    assert refusals
+    assert not any("\n" in refusal for refusal in refusals)
+
+
 @pytest.mark.parametrize("arguments", [{"at": "x"}, '{"at": "x"}', None, "", "{}", "no JSON"])
 def test_arguments_in_any_form(arguments: Any, tokenizer: Any) -> None:
     """Text that is no JSON stays text; what is missing is an empty object."""
