@@ -185,10 +185,10 @@ class ChatRenderer:
         if not losses:
             # What the template says itself tells more than what Python says.
             raise min(faults, key=lambda error: type(error.__cause__) is not TemplateError)
-        # Few different reasons: dropped conversations are counted by them.
-        message = messages[min(losses, key=len)[0]]
-        what = "tool calls" if message.get("tool_calls") else f"the text of role {message['role']!r}"
-        raise ConversationError(f"it does not write {what}")
+        index = min(losses, key=len)[0]
+        calls = " and ".join(repr(_find_function(call)["name"]) for call in messages[index].get("tool_calls") or ())
+        what = f"the call of {calls}" if calls else f"the text of role {messages[index]['role']!r}"
+        raise ConversationError(f"it does not write {what} (message {index + 1})")
 
     def _find_lost(self, marked: Sequence[tuple[dict[str, Any], list[str]]], way: _Way) -> list[int]:
         """Returns the indices of the messages that are not written whole, or are written as Python prints objects."""

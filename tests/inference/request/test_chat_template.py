@@ -36,10 +36,10 @@ def with_role(role: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("jinja", "messages", "options", "reason", "field"),
     [
-        (TWO_ROLES, with_role("system"), {}, "role 'system'", "messages"),
-        (TWO_ROLES, with_role("developer"), {}, "role 'developer'", "messages"),
-        (TWO_ROLES, [*HELLO, {"role": "critic", "content": "So?"}], {}, "role 'critic'", "messages"),
-        (SIMPLE, CALLING, {}, "tool calls", "messages"),
+        (TWO_ROLES, with_role("system"), {}, "role 'system' (message 1)", "messages"),
+        (TWO_ROLES, with_role("developer"), {}, "role 'developer' (message 1)", "messages"),
+        (TWO_ROLES, [*HELLO, {"role": "critic", "content": "So?"}], {}, "role 'critic' (message 2)", "messages"),
+        (SIMPLE, CALLING, {}, "'look' (message 2)", "messages"),
         (SIMPLE, HELLO, {"tools": TOOLS}, "tools", "tools"),
         (SIMPLE, HELLO, {"variables": {"enable_thinking": False}}, "'enable_thinking'", "chat_template_kwargs"),
         (THINKING, HELLO, {"variables": {"padding": True}}, "'padding'; it reads add_gen", "chat_template_kwargs"),
