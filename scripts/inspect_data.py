@@ -116,6 +116,7 @@ def format_statistics(counts: dict[str, Any], data_args: DataArguments) -> str:
     lines = [
         f"{counts['name']}: {counts['num_conversations']} conversations of {counts['num_records']} records",
         *(f"  dropped {number}: {reason}" for reason, number in counts["dropped"].items()),
+        *(f"  {number} {note}" for note, number in counts["notes"].items()),
         f"  turns {counts['num_turns']}, of which {counts['num_replies']} are the assistant's",
         f"  tokens {counts['num_tokens']}, of which {counts['num_trained_tokens']} have a loss "
         f"({counts['trained_share']:.1%})",

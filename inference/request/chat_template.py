@@ -36,12 +36,13 @@ class ConversationError(ValueError):
 
     Attributes:
         reason: one line, of which the template is the subject where it says "it".
+        kind: the reason without names and numbers, to count conversations by.
         field: what is wrong: "messages", "tools" or "chat_template_kwargs".
     """
 
-    def __init__(self, reason: str, *, field: str = "messages") -> None:
+    def __init__(self, reason: str, *, kind: str = "", field: str = "messages") -> None:
         super().__init__(f"the chat template rejects the conversation: {reason}")
-        self.reason, self.field = reason, field
+        self.reason, self.kind, self.field = reason, kind or reason, field
 
 
 def encode_prompt(
@@ -187,8 +188,11 @@ class ChatRenderer:
             raise min(faults, key=lambda error: type(error.__cause__) is not TemplateError)
         index = min(losses, key=len)[0]
         calls = " and ".join(repr(_find_function(call)["name"]) for call in messages[index].get("tool_calls") or ())
-        what = f"the call of {calls}" if calls else f"the text of role {messages[index]['role']!r}"
-        raise ConversationError(f"it does not write {what} (message {index + 1})")
+        role = f"the text of role {messages[index]['role']!r}"
+        raise ConversationError(
+            f"it does not write {f'the call of {calls}' if calls else role} (message {index + 1})",
+            kind=f"it does not write {'tool calls' if calls else role}",
+        )
 
     def _find_lost(self, marked: Sequence[tuple[dict[str, Any], list[str]]], way: _Way) -> list[int]:
         """Returns the indices of the messages that are not written whole, or are written as Python prints objects."""

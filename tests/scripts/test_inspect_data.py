@@ -18,6 +18,7 @@ from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.training.conversation_cases import sharegpt, write
 from tests.training.runner import Runner, save_chat_target
 from training.data.chat_tokens import tokenize_conversation
+from training.data.learned_turns import EMPTY, UNLEARNED
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,38 @@ def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytes
     output = capsys.readouterr().out
     assert f"{files[0]}: 21 conversations of 24 records\n  dropped 2: no token" in output
     assert "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Yo<|im_end|>]]\n" in output
+
+
+def test_what_is_not_learned_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Calls that the template does not write, empty replies, and replies and columns that the data or we leave out."""
+    user, good, empty = (
+        {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", ""))
+    )
+    call = {**empty, "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
+    other = {**empty, "tool_calls": [{"function": {"name": "jump", "arguments": "{}"}}]}
+    records = [
+        {"messages": [user, call, user, good]},
+        {"messages": [user, good, user, other]},
+        {"messages": [user, empty]},
+        {"messages": [user, empty, user, empty, user, good]},
+        {"messages": [user, {**good, "weight": 0}, user, good]},
+        {"messages": [{"role": "system", "content": "x"}, user, good], "system": "y"},
+        {"prompt": "a", "completion": "b", "label": False},
+    ]
+    report = tmp_path / "counts.json"
+    inspect("--dataset", write(tmp_path / "a.jsonl", records), "--json", report, "--num_rows", 0)
+    found = json.loads(report.read_text())
+    (counts,) = found["sets"]
+    assert (counts["num_records"], counts["num_conversations"]) == (7, 3)
+    assert sorted(counts["dropped"].values()) == [1, 1, 2]
+    assert counts["dropped"]["the chat template rejects it (it does not write tool calls)"] == 2
+    assert counts["dropped"][f"nothing to learn: {EMPTY}"] == 1
+    (note,) = counts["notes"].keys() - {EMPTY, UNLEARNED}
+    assert "`system`" in note
+    assert counts["notes"] == {EMPTY: 2, UNLEARNED: 1, note: 1}
+    assert found["total"]["notes"] == counts["notes"]
+    output = capsys.readouterr().out
+    assert f"\n  2 {EMPTY}\n  1 {UNLEARNED}\n" in output
 
 
 def test_rows_end_where_the_targets_positions_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Chat templates that behave as those of well-known models do, each beside the same in plain Python.
 
-`pieces(messages)` returns what the template writes, piece by piece, with what each is: "template" (not learned) or
-"reply".
+`pieces(messages)` returns what the template writes, piece by piece, with what each is: "template" (not learned, also
+an empty reply) or "reply".
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def is_learned(messages: list[dict[str, Any]], index: int) -> bool:
     return messages[index]["role"] == "assistant" and any(m["role"] != "assistant" for m in messages[:index])
 
 
-def reply_kind(messages: list[dict[str, Any]], index: int) -> str:
-    return "reply" if is_learned(messages, index) else "template"
+def reply_kind(messages: list[dict[str, Any]], index: int, said: str) -> str:
+    """`said`: what the template writes of the turn; marks of thoughts say nothing."""
+    is_empty = not said.replace("<think>", "").replace("</think>", "").strip()
+    return "reply" if is_learned(messages, index) and not is_empty else "template"
 
 
 def refuse_calls(message: dict[str, Any]) -> None:
@@ -44,7 +46,7 @@ def chatml(messages: list[dict[str, Any]]) -> Iterator[Piece]:
     for index, message in enumerate(messages):
         refuse_calls(message)
         yield f"<|im_start|>{message['role']}\n", "template"
-        yield message["content"] + END, reply_kind(messages, index)
+        yield message["content"] + END, reply_kind(messages, index, message["content"])
         yield "\n", "template"
 
 
@@ -73,7 +75,7 @@ def trimming(messages: list[dict[str, Any]]) -> Iterator[Piece]:
     for index, message in enumerate(messages):
         refuse_calls(message)
         yield f"[{message['role']}]\n\n", "template"
-        yield message["content"].strip() + END, reply_kind(messages, index)
+        yield message["content"].strip() + END, reply_kind(messages, index, message["content"])
 
 
 # Llama 3: trims every text, and nothing stands between two turns.
@@ -94,7 +96,7 @@ def merging(messages: list[dict[str, Any]]) -> Iterator[Piece]:
         if message["role"] == "user":
             yield f"[INST] {system if index == 0 else ''}{message['content']} [/INST]", "template"
         else:
-            yield " " + message["content"].strip() + END, "reply"
+            yield " " + message["content"].strip() + END, reply_kind(rest, index, message["content"])
 
 
 # Mistral: the system prompt joins the first user turn, user and assistant must alternate, no header for a reply.
@@ -150,10 +152,11 @@ def thinking(messages: list[dict[str, Any]], *, opens: bool = False) -> Iterator
             text = f"<result>{message['content']}</result>" if message["role"] == "tool" else message["content"]
             yield f"<|im_start|>{role}\n{text}{END}\n", "template"
             continue
-        kind = reply_kind(messages, index)
         yield "<|im_start|>assistant\n", "template"
         thought, content = split_thought(message)
-        if index > last_question and (index == len(messages) - 1 or thought):
+        thinks = index > last_question and (index == len(messages) - 1 or thought)
+        kind = reply_kind(messages, index, (thought if thinks else "") + content + calls(message))
+        if thinks:
             yield "<think>\n", "template" if opens else kind
             yield f"{thought.strip(chr(10))}\n</think>\n\n", kind
             content = content.lstrip("\n")
@@ -194,7 +197,8 @@ def forgetting(messages: list[dict[str, Any]]) -> Iterator[Piece]:
             yield f"<|im_start|>{message['role']}: {message['content']}", "template"
             continue
         yield "<|im_start|>assistant: ", "template"
-        yield message["content"].split("</think>")[-1] + calls(message) + END, reply_kind(messages, index)
+        said = message["content"].split("</think>")[-1] + calls(message)
+        yield said + END, reply_kind(messages, index, said)
 
 
 # DeepSeek-R1: the prompt opens a thought, and no reply has any, not even the last; refuses system prompts.
@@ -216,7 +220,8 @@ def strict_about_results(messages: list[dict[str, Any]]) -> Iterator[Piece]:
         ):
             raise RefusedError
         yield f"<|im_start|>{message['role']}\n", "template"
-        yield message["content"] + calls(message) + END, reply_kind(messages, index)
+        said = message["content"] + calls(message)
+        yield said + END, reply_kind(messages, index, said)
         yield "\n", "template"
 
 

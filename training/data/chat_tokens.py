@@ -17,8 +17,9 @@ import logging
 import os
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from pyarrow import compute
 from inference.request.chat_template import ConversationError
 from training.data.conversations import IMAGES_FIRST, BadLineError
 from training.data.layouts import Messages
-from training.data.reply_spans import ReplyFinder, Span, find_special_ids
+from training.data.learned_turns import EMPTY, UNLEARNED, find_learned_turns
+from training.data.reply_spans import Span, find_special_ids
 from training.data.thoughts import find_thought_end
 from training.images.processor import ImageError, expand_images, load_processor
 
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 # The columns of a training row.
 ROW = {"input_ids": datasets.Sequence(datasets.Value("int32")), "loss_mask": datasets.Sequence(datasets.Value("int8"))}
-_PROBLEM = {"problem": datasets.Value("string")}
+_PROBLEM = {"problem": datasets.Value("string"), "notes": datasets.Sequence(datasets.Value("string"))}
 # More columns of sets with images: references to the images, the rendered text with their marks, and the tokens up to
 # the end of the last image. Pixels are made from them for each batch.
 IMAGE_COLUMNS = {
@@ -45,7 +47,8 @@ IMAGE_COLUMNS = {
     "media_end": datasets.Value("int32"),
 }
 # Part of the cache key of tokenized rows: raise it when the code below gives another result.
-_CACHE_VERSION = 8
+_CACHE_VERSION = 9
+_UNUSABLE: dict[str, Any] = {"input_ids": [], "loss_mask": [], "notes": []}
 # A process starts in about 0.1 s; this many short rows take 0.4 s.
 _ROWS_PER_PROCESS = 1000
 
@@ -119,20 +122,39 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def drop_unusable(rows: datasets.Dataset) -> datasets.Dataset:
-    """Returns the rows that can be trained on, without the column `problem`; a warning counts the others.
+def drop_unusable(rows: datasets.Dataset, counts: Counter[str] | None = None) -> datasets.Dataset:
+    """Returns the rows that can be trained on, without the columns `problem` and `notes`; warnings count both.
+
+    Args:
+        counts: the reasons of dropped rows and the notes of the others are added.
 
     Raises:
         ValueError: no row is left.
     """
-    problems = Counter(problem for problem in rows["problem"] if problem)
-    if problems.total() == len(rows):
-        raise ValueError(f"no conversation can be used; reasons and how often: {dict(problems)}")
-    for problem, count in problems.items():
-        logger.warning("dropped %d of %d conversations: %s", count, len(rows), problem)
-    if problems:
-        rows = rows.select([row for row, problem in enumerate(rows["problem"]) if not problem])
-    return rows.remove_columns("problem")
+    dropped, notes, used = count_problems(rows)
+    if not used:
+        raise ValueError(f"no conversation can be used; reasons and how often: {dict(dropped)}")
+    log_problems(dropped, notes, len(rows))
+    if counts is not None:
+        counts.update({f"dropped: {problem}": count for problem, count in dropped.items()})
+        counts.update(notes)
+    return (rows if len(used) == len(rows) else rows.select(used)).remove_columns([*_PROBLEM])
+
+
+def count_problems(rows: datasets.Dataset) -> tuple[Counter[str], Counter[str], list[int]]:
+    """Counts the reasons of rows that cannot be used, and the notes of the others; returns also the others' numbers."""
+    problems = rows["problem"][:]
+    used = [row for row, problem in enumerate(problems) if not problem]
+    notes = Counter(chain.from_iterable(rows.select(used)["notes"]))
+    return Counter(filter(None, problems)), notes, used
+
+
+def log_problems(dropped: Mapping[str, int], notes: Mapping[str, int], num_rows: int) -> None:
+    """Warns of dropped conversations and of what is left out; what the data ask for is only told."""
+    for problem, count in dropped.items():
+        logger.warning("dropped %d of %d conversations: %s", count, num_rows, problem)
+    for note, count in notes.items():
+        logger.log(logging.INFO if note == UNLEARNED else logging.WARNING, "%d %s", count, note)
 
 
 def check_tokenizer(tokenizer: Any, max_length: int) -> None:
@@ -159,7 +181,7 @@ def _tokenize_rows(
                 raise BadLineError(
                     f"{error}. Correct it, or skip such conversations with --skip_bad_lines true"
                 ) from None
-            made.append({"input_ids": [], "loss_mask": [], "problem": "an image cannot be read"})
+            made.append({**_UNUSABLE, "problem": "an image cannot be read"})
     if images:
         made = [{"media": [], "text": "", "media_end": 0, **row} for row in made]
     return {name: [row[name] for row in made] for name in made[0]}
@@ -180,32 +202,22 @@ def tokenize_row(
     Raises:
         ImageError: an image cannot be read.
     """
-    conversation = json.loads(text)
-    messages, tools = conversation["messages"], conversation.get("tools")
-    row: dict[str, Any] = {}
-    problem = ""
     try:
-        if processor is not None:
-            input_ids, loss_mask, row = _tokenize_with_images(
-                conversation, tokenizer, processor, train_on_thinking=train_on_thinking
-            )
-        else:
-            input_ids, loss_mask = tokenize_conversation(
-                messages, tokenizer, tools=tools, train_on_thinking=train_on_thinking
-            )
+        row = _tokenize(json.loads(text), tokenizer, processor, train_on_thinking=train_on_thinking)
     except ImageError:
         raise
     except ConversationError as error:
-        problem = f"the chat template rejects it ({error.reason})"
+        return {**_UNUSABLE, "problem": f"the chat template rejects it ({error.kind})"}
     except ValueError as error:
-        problem = str(error)
-    if row and row["media_end"] > max_length:
-        problem = f"its images end after max_length={max_length}"
-    if problem:
-        return {"input_ids": [], "loss_mask": [], "problem": problem}
-    input_ids, loss_mask = input_ids[:max_length], loss_mask[:max_length]
-    problem = "" if any(loss_mask) else f"no token of the assistant's within max_length={max_length}"
-    return {**row, "input_ids": input_ids, "loss_mask": loss_mask, "problem": problem}
+        return {**_UNUSABLE, "problem": str(error)}
+    if row.get("media_end", 0) > max_length:
+        return {**_UNUSABLE, "problem": f"its images end after max_length={max_length}"}
+    problem = (
+        "" if any(row["loss_mask"][:max_length]) else f"no token of the assistant's within max_length={max_length}"
+    )
+    if not any(row["loss_mask"]) and (context := {EMPTY, UNLEARNED} & {*row["notes"]}):
+        problem = f"nothing to learn: {' and '.join(sorted(context))}"
+    return {**row, **{name: row[name][:max_length] for name in ROW}, "problem": problem}
 
 
 def tokenize_conversation(
@@ -220,38 +232,40 @@ def tokenize_conversation(
         ValueError: a reply cannot be found in the rendered text.
         ConversationError: the template rejects the conversation.
     """
-    text, spans = _render(ReplyFinder(tokenizer, messages, tools), messages)
-    input_ids, loss_mask, _ = _encode(text, spans, tokenizer, train_on_thinking=train_on_thinking)
-    return input_ids, loss_mask
+    row = _tokenize({"messages": messages, "tools": tools}, tokenizer, train_on_thinking=train_on_thinking)
+    return row["input_ids"], row["loss_mask"]
 
 
-def _tokenize_with_images(
-    conversation: dict[str, Any], tokenizer: Any, processor: Any, *, train_on_thinking: bool
-) -> tuple[list[int], list[int], dict[str, Any]]:
-    """As `tokenize_conversation`, with placeholders for images; also the columns of images.
+def _tokenize(
+    conversation: dict[str, Any], tokenizer: Any, processor: Any = None, *, train_on_thinking: bool
+) -> dict[str, Any]:
+    """The columns of `tokenize_row`, not cut.
 
     Replies are found in the text with one mark for each image. The marks become longer, and so the replies move.
     """
-    messages = conversation["messages"]
-    finder = ReplyFinder(tokenizer, messages, conversation.get("tools"), template=processor.chat_template)
-    text, spans = _render(finder, messages)
-    media = conversation.get("media")
+    turns = find_learned_turns(
+        tokenizer,
+        conversation["messages"],
+        tools=conversation.get("tools"),
+        template=None if processor is None else processor.chat_template,
+        train_on_thinking=train_on_thinking,
+    )
+    text, spans, media = turns.text, turns.spans, conversation.get("media")
+    if media:
+        expanded = expand_images(processor, text, media)
+        text = expanded.text
+        spans = [replace(span, begin=expanded.move(span.begin), end=expanded.move(span.end)) for span in spans]
+    input_ids, loss_mask, starts = _encode(text, spans, tokenizer, train_on_thinking=train_on_thinking)
+    notes = [*turns.notes, *([conversation["note"]] if "note" in conversation else [])]
+    row = {"input_ids": input_ids, "loss_mask": loss_mask, "notes": notes}
     if not media:
-        return *_encode(text, spans, tokenizer, train_on_thinking=train_on_thinking)[:2], {}
-    expanded = expand_images(processor, text, media)
-    moved = [replace(span, begin=expanded.move(span.begin), end=expanded.move(span.end)) for span in spans]
-    input_ids, loss_mask, starts = _encode(expanded.text, moved, tokenizer, train_on_thinking=train_on_thinking)
-    media_end = bisect_left(starts, expanded.move(expanded.places[-1][0]))
-    return input_ids, loss_mask, {"media": media, "text": text, "media_end": media_end}
-
-
-def _render(finder: ReplyFinder, messages: Messages) -> tuple[str, list[Span]]:
-    """The rendered conversation, and its replies."""
-    marked = finder.find_marked(messages)
-    text, spans = marked or (finder.render(messages), [])
-    if marked is None:
-        spans = list(finder.find_replies(messages, text))
-    return text, spans
+        return row
+    return {
+        **row,
+        "media": media,
+        "text": turns.text,
+        "media_end": bisect_left(starts, expanded.move(expanded.places[-1][0])),
+    }
 
 
 def _encode(

@@ -20,7 +20,7 @@ from typing import Any
 from training.images.references import is_image_part, place_images
 
 # A message has `role` and `content` (text, or a list of parts if it has images), and optionally `reasoning_content`
-# (thoughts), `tool_calls`, `tool_call_id` and `name`.
+# (thoughts), `tool_calls`, `tool_call_id`, `name`, and `learn`: False for a reply that is context only.
 Messages = list[dict[str, Any]]
 
 _ROLES = {
@@ -34,6 +34,13 @@ _ROLES = {
 _MEDIA = ("video", "videos", "audio", "audios")
 # Keys of a turn that hold its thoughts; we keep the first name, which most chat templates read.
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+# Keys of a turn that say whether it is learned: OpenAI's, ms-swift's two, Axolotl's two.
+_LEARNS = ("weight", "loss", "loss_scale", "train", "training")
+# Axolotl's keys for parts of a turn.
+_LEARNS_PARTS = ("train_detail", "training_detail")
+# Columns of a record that say whether its reply is wanted: KTO's, and LLaMA-Factory's name for the same.
+IS_WANTED = ("label", "kto_tag")
+_LEFT_OUT = "columns `{}`, which are left out: the conversation begins with another system turn"
 
 
 @dataclass(frozen=True)
@@ -42,13 +49,14 @@ class Layout:
 
     A layout has either `turns` (a list of turns; with `alternates`, also a list of texts by user and assistant in
     turn), or `prompt` and `response` (texts, or lists of turns). The other columns are optional: `context` is appended
-    to the prompt.
+    to the prompt, and `history` has the turns before the prompt.
     """
 
     turns: str = ""
     prompt: str = ""
     response: str = ""
     context: str = ""
+    history: str = "history"
     system: str = "system"
     tools: str = "tools"
     alternates: bool = False
@@ -73,7 +81,7 @@ LAYOUTS: dict[str, Layout] = {
     "prompt and response": Layout(prompt="prompt", response="response"),
     "preferences": Layout(prompt="prompt", response="chosen"),
 }
-COLUMN_ROLES = ("messages", "prompt", "response", "context", "system", "tools")
+COLUMN_ROLES = ("messages", "prompt", "response", "context", "history", "system", "tools")
 
 
 @dataclass(frozen=True)
@@ -115,9 +123,10 @@ class RecordFormat:
             if role not in COLUMN_ROLES:
                 raise ValueError(f"got columns {role}={self.columns[role]}: name one of {', '.join(COLUMN_ROLES)}")
         is_complete = "messages" in self.columns or {"prompt", "response"} <= self.columns.keys()
-        if not is_complete or {"messages", "prompt"} <= self.columns.keys():
+        if not is_complete or ("messages" in self.columns and self.columns.keys() - {"messages", "system", "tools"}):
             raise ValueError(
-                f"got columns {dict(self.columns)}: name messages=COLUMN, or prompt=COLUMN and response=COLUMN"
+                f"got columns {dict(self.columns)}: name messages=COLUMN, or prompt=COLUMN and response=COLUMN (and "
+                "context=, history=)"
             )
 
     def find_layout(self, record: Mapping[str, Any]) -> Layout:
@@ -133,7 +142,7 @@ class RecordFormat:
             )
         if self.columns:
             named = {("turns" if role == "messages" else role): column for role, column in self.columns.items()}
-            return Layout(**{"system": "", "tools": "", **named}, alternates=True)
+            return Layout(**{"history": "", "system": "", "tools": "", **named}, alternates=True)
         for layout in LAYOUTS.values():
             if all(record.get(column) is not None for column in layout.required):
                 return layout
@@ -151,7 +160,7 @@ def parse_record(record: Any, record_format: RecordFormat = AUTO, folder: Path |
     """Returns a record as `messages`, and `tools` if the record has any.
 
     If there are images, the first key is `media`, their references in order (`training.images.references`), and the
-    content of a message with images is a list of parts.
+    content of a message with images is a list of parts. `note` says what was left out.
 
     Args:
         folder: of the record's file.
@@ -166,18 +175,28 @@ def parse_record(record: Any, record_format: RecordFormat = AUTO, folder: Path |
             f"the conversation has `{'`, `'.join(others)}`, and heads are trained on text and images; heads that were "
             "trained on text also draft after videos and sounds"
         )
+    if not record_format.columns and (column := next((name for name in IS_WANTED if record.get(name) is False), "")):
+        raise ValueError(
+            f"`{column}` is false, which marks a reply to avoid, and heads learn every reply: leave the record out; "
+            "where the column means something else, name the columns to read with --columns"
+        )
     layout = record_format.find_layout(record)
     if layout.turns:
         messages = _parse_turns(record[layout.turns], layout.turns, alternates=layout.alternates)
     else:
-        messages = _parse_pair(record, layout)
+        messages = [*_parse_history(record, layout), *_parse_pair(record, layout)]
     system = record.get(layout.system)
-    if system and messages[0]["role"] != "system":
-        if not isinstance(system, str):
-            raise ValueError(f"`{layout.system}` is {type(system).__name__}, expected text")
+    if system and not isinstance(system, str):
+        raise ValueError(f"`{layout.system}` is {type(system).__name__}, expected text")
+    note = ""
+    if system and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": system})
+    elif system and messages[0]["content"] != system:
+        note = _LEFT_OUT.format(layout.system)
     media = place_images(record, messages, Path(record_format.media_folder or folder or "").expanduser())
-    parsed = {"media": media, "messages": messages} if media else {"messages": messages}
+    parsed: dict[str, Any] = {"media": media, "messages": messages} if media else {"messages": messages}
+    if note:
+        parsed["note"] = note
     tools = _parse_json(record.get(layout.tools))
     if not tools:
         return parsed
@@ -202,6 +221,16 @@ def _parse_pair(record: Mapping[str, Any], layout: Layout) -> Messages:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
 
 
+def _parse_history(record: Mapping[str, Any], layout: Layout) -> Messages:
+    """The turns before the prompt: a list of turns, or of pairs of texts (prompt, response)."""
+    history = record.get(layout.history)
+    if not history:
+        return []
+    has_pairs = isinstance(history, list) and all(isinstance(item, list) and len(item) == 2 for item in history)
+    turns = [text for pair in history for text in pair] if has_pairs else history
+    return _parse_turns(turns, layout.history, alternates=has_pairs)
+
+
 def _parse_turns(turns: Any, column: str, *, alternates: bool = False) -> Messages:
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"expected a non-empty list `{column}`, got {turns!r:.60}")
@@ -220,6 +249,9 @@ def _parse_turn(turn: Any) -> dict[str, Any]:
         raise ValueError(f"unknown role {role!r}; known roles: {', '.join(_ROLES)}")
     message: dict[str, Any] = {"role": _ROLES[role]}
     calls = _parse_json(turn.get("tool_calls"))
+    if role == "function_call" or "function_call" in turn:
+        calls = _parse_function_call(content if role == "function_call" else turn["function_call"])
+        content = None if role == "function_call" else content
     if isinstance(content, list):
         content = _join_parts(content, role)
     if content is None and calls:
@@ -237,7 +269,26 @@ def _parse_turn(turn: Any) -> dict[str, Any]:
     for name in ("tool_call_id", "name"):
         if isinstance(turn.get(name), str):
             message[name] = turn[name]
+    if not _is_learned(turn, message["role"]):
+        message["learn"] = False
     return message
+
+
+def _is_learned(turn: Mapping[str, Any], role: str) -> bool:
+    """Whether a turn may be learned; False only for the assistant's turns."""
+    if part := next((key for key in _LEARNS_PARTS if key in turn), ""):
+        raise ValueError(f"a {role} turn has {part}, and heads learn whole turns: split the turn, or leave {part} out")
+    marks = {key: turn[key] for key in _LEARNS if key in turn}
+    for key, value in marks.items():
+        if value not in (0, 1):
+            raise ValueError(f"{key} of a {role} turn is {value!r}, expected 1 or true (learned), 0 or false (not)")
+    if role == "assistant":
+        return all(marks.values())
+    if wanted := next((key for key, value in marks.items() if value and key != "weight"), ""):
+        raise ValueError(
+            f"{wanted} of a {role} turn is {marks[wanted]!r}, and heads learn the assistant's turns only: leave it out"
+        )
+    return True
 
 
 def _join_parts(parts: Sequence[Any], role: str) -> str | list[dict[str, Any]]:
@@ -262,6 +313,15 @@ def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool call names no function: {json.dumps(call)[:80]}")
     return call
+
+
+def _parse_function_call(value: Any) -> list[Any]:
+    """The calls of ShareGPT's `function_call` turns and of OpenAI's former key: one function, or a list of them."""
+    calls = _parse_json(value)
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not (isinstance(calls, list) and calls and all(isinstance(call, dict) for call in calls)):
+        raise ValueError(f"a function_call is {value!r:.60}, expected JSON with the function's name and arguments")
+    return [call if "function" in call else {"type": "function", "function": call} for call in calls]
 
 
 def _parse_json(value: Any) -> Any:

@@ -8,13 +8,12 @@ Without markers, other renderings of the same conversation are compared with thi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from inference.request.chat_template import ChatRenderer, ConversationError
 from training.data.layouts import Messages
-from training.data.thoughts import THOUGHT_MARKS
+from training.data.thoughts import split_visible
 
 # No whitespace (templates trim), and no text that a conversation or a template could contain.
 _SENTINEL, _EARLIER_SENTINEL = "@@sentinel-7f3a@@", "@@sentinel-91c4@@"
@@ -71,20 +70,15 @@ class ReplyFinder:
         """Whether the text ends with a special token, followed at most by whitespace."""
         return self.turn_end is not None and any(not text[end.end() :].strip() for end in self.turn_end.finditer(text))
 
-    def find_replies(self, messages: Messages, text: str) -> Iterator[Span]:
-        """Yields the span of each reply in `text`, the rendered conversation.
+    def find_reply(self, messages: Messages, index: int, text: str) -> Span:
+        """Returns the span of the reply at `index` in `text`, the rendered conversation.
 
         Raises:
-            ValueError: a reply cannot be found, or the template changed it.
+            ValueError: the reply cannot be found, or the template changed it.
         """
-        for index, message in enumerate(messages):
-            # An opening by the assistant answers no prompt, so it is not learned.
-            is_opening = all(earlier["role"] == "assistant" for earlier in messages[:index])
-            if message["role"] != "assistant" or is_opening:
-                continue
-            before = self.render(messages[:index], is_prompt=True)
-            plain = self._find_unchanged(message, text, before)
-            yield plain or self._find_by_comparison(messages, index, text, before)
+        before = self.render(messages[:index], is_prompt=True) if index else ""
+        plain = self._find_unchanged(messages[index], text, before)
+        return plain or self._find_by_comparison(messages, index, text, before)
 
     def _find_unchanged(self, message: dict[str, Any], text: str, before: str) -> Span | None:
         """Finds a reply that the template writes, with its end of turn, right after `before`; None if it does not."""
@@ -119,8 +113,7 @@ class ReplyFinder:
             begin = len(left) - self._count_given_by_template(messages, index, written)
             if not text.startswith(left[:begin]):
                 raise ValueError(_CHANGED)
-        content = messages[index]["content"]
-        visible = next((content.rpartition(close)[2] for _, close in THOUGHT_MARKS if close in content), content)
+        _, visible = split_visible(messages[index]["content"])
         if not text.endswith(right) or begin > end or visible.strip() not in text[begin:end]:
             raise ValueError(_CHANGED)
         return Span(begin, end, has_turn_end=False)

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import pyarrow.compute
 
-from training.data.chat_tokens import tokenize_conversations
+from training.data.chat_tokens import count_problems, tokenize_conversations
 from training.data.conversations import Place, iterate_place, parse_row, read_place
 from training.data.options import DataArguments
 
@@ -26,6 +26,7 @@ class MeasuredSet:
     Attributes:
         num_records: lines or rows that were read; each is a conversation or is in `dropped`.
         dropped: reason -> number of records, malformed lines included.
+        notes: what is not learned in the conversations (`training.data.learned_turns`) -> how often.
         turns: role -> number of messages of the conversations.
         rows: the usable rows, `input_ids` and `loss_mask`.
     """
@@ -33,6 +34,7 @@ class MeasuredSet:
     name: str
     num_records: int
     dropped: Counter[str]
+    notes: Counter[str]
     turns: Counter[str]
     rows: datasets.Dataset
 
@@ -45,6 +47,7 @@ class MeasuredSet:
             "num_records": self.num_records,
             "num_conversations": len(lengths),
             "dropped": dict(self.dropped.most_common()),
+            "notes": dict(self.notes.most_common()),
             "num_turns": self.turns.total(),
             "num_replies": self.turns["assistant"],
             "num_tokens": num_tokens,
@@ -87,6 +90,7 @@ def join_sets(parts: Sequence[MeasuredSet]) -> MeasuredSet:
         name="all",
         num_records=sum(part.num_records for part in parts),
         dropped=sum((part.dropped for part in parts), Counter()),
+        notes=sum((part.notes for part in parts), Counter()),
         turns=sum((part.turns for part in parts), Counter()),
         rows=datasets.concatenate_datasets([part.rows for part in parts]),
     )
@@ -108,12 +112,12 @@ def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> Meas
         train_on_thinking=data_args.train_on_thinking,
         skip_bad_lines=True,
     )
-    problems = rows["problem"][:]
-    dropped.update(problem for problem in problems if problem)
-    used = [row for row, problem in enumerate(problems) if not problem]
+    unusable, notes, used = count_problems(rows)
+    dropped.update(unusable)
     texts = conversations.select(used)["conversation"]
     turns = Counter(message["role"] for text in texts for message in json.loads(text)["messages"])
-    return MeasuredSet(place.label, len(records), dropped, turns, rows.select(used).remove_columns("problem"))
+    rows = rows.select(used).remove_columns(["problem", "notes"])
+    return MeasuredSet(place.label, len(records), dropped, notes, turns, rows)
 
 
 def _read(place: Place, data_args: DataArguments) -> datasets.Dataset:

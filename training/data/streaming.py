@@ -21,7 +21,7 @@ import datasets
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import TrainingArguments
 
-from training.data.chat_tokens import ROW, check_tokenizer, tokenize_row
+from training.data.chat_tokens import ROW, check_tokenizer, log_problems, tokenize_row
 from training.data.conversations import IMAGES_FIRST, BadLineError, Place, iterate_place, parse_row
 from training.data.options import DataArguments
 from training.data.packing import WINDOW, pack_window
@@ -119,6 +119,7 @@ class ConversationStream(IterableDataset[Row]):
 
     def _tokenize(self, conversations: Iterator[dict[str, str]], *, may_be_empty: bool = False) -> Iterator[Row]:
         dropped: Counter[str] = Counter()
+        notes: Counter[str] = Counter()
         num_rows = 0
         args = self.data_args
         for conversation in conversations:
@@ -133,9 +134,9 @@ class ConversationStream(IterableDataset[Row]):
                 dropped[problem] += 1
                 continue
             num_rows += 1
+            notes.update(row.pop("notes"))
             yield row
-        for problem, times in dropped.items():
-            logger.warning("dropped %d of %d conversations: %s", times, num_rows + dropped.total(), problem)
+        log_problems(dropped, notes, num_rows + dropped.total())
         if not num_rows and not may_be_empty:
             worker = get_worker_info()
             raise NoConversationError(

@@ -30,6 +30,18 @@ def find_thought_end(text: str, begin: int, end: int) -> int | None:
     return None
 
 
+def split_visible(content: str) -> tuple[str, str]:
+    """Returns (thoughts, visible text) of a reply's content; no thoughts where no mark closes them.
+
+    Worked example: ("a", "b") for "<think>a</think>b".
+    """
+    for opening, closing in THOUGHT_MARKS:
+        if closing in content:
+            thoughts, _, visible = content.rpartition(closing)
+            return thoughts.replace(opening, ""), visible
+    return "", content
+
+
 def split_thoughts(text: str, header: str = "") -> Iterator[tuple[str, str]]:
     """Yields (thoughts, rest) for each way to read a reply's text: by kind of mark, with and without line breaks.
 

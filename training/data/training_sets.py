@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,13 @@ def cut_to_limit(data_args: DataArguments, limit: LengthLimit, *, has_warning: b
 
 
 def load_datasets(
-    data_args: DataArguments, tokenizer: Any, *, seed: int, rank: int = 0, num_processes: int = 1
+    data_args: DataArguments,
+    tokenizer: Any,
+    *,
+    seed: int,
+    rank: int = 0,
+    num_processes: int = 1,
+    counts: Counter[str] | None = None,
 ) -> tuple[datasets.Dataset | ConversationStream, datasets.Dataset | None]:
     """Returns tokenized training rows and held-out rows; the latter None when nothing is held out.
 
@@ -42,6 +49,7 @@ def load_datasets(
 
     Args:
         rank: this process, of `num_processes`; each reads its part of a stream. All share the rows of stored sets.
+        counts: of stored sets: dropped conversations by reason, and turns that are not learned, are added.
     """
     limit = data_args.max_eval_samples or None
     if data_args.streaming:
@@ -52,7 +60,7 @@ def load_datasets(
         )
         eval_set = stream.held_out_rows(limit) if holds_out else None
     else:
-        parts = [_hold_out(rows, data_args, seed=seed) for rows in _load_sets(data_args, tokenizer)]
+        parts = [_hold_out(rows, data_args, seed=seed) for rows in _load_sets(data_args, tokenizer, counts)]
         held_out = [rows for _, rows in parts if rows is not None]
         if 0 < len(held_out) < len(parts):
             raise ValueError(
@@ -62,7 +70,7 @@ def load_datasets(
         train_set = _first(mix([train for train, _ in parts], data_args, seed=seed), data_args.max_samples)
         eval_set = mix(held_out, data_args, seed=seed) if len(held_out) == len(parts) else None
     if data_args.eval_dataset:
-        eval_set = _load_held_out(data_args, tokenizer)
+        eval_set = _load_held_out(data_args, tokenizer, counts)
     return train_set, None if eval_set is None else _first(eval_set, limit)
 
 
@@ -74,20 +82,20 @@ def load_every_row(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset
     return datasets.concatenate_datasets(parts)
 
 
-def _load_sets(data_args: DataArguments, tokenizer: Any) -> list[datasets.Dataset]:
+def _load_sets(data_args: DataArguments, tokenizer: Any, counts: Counter[str] | None = None) -> list[datasets.Dataset]:
     """All sets in order as one, up to `max_samples`; with weights each set, up to `max_samples` of each."""
     names, splits = data_args.dataset, data_args.splits
     if not data_args.dataset_weights:
-        return [_load(data_args, tokenizer, names, splits, data_args.max_samples)]
+        return [_load(data_args, tokenizer, names, splits, data_args.max_samples, counts)]
     return [
-        _load(data_args, tokenizer, [name], [split], data_args.max_samples)
+        _load(data_args, tokenizer, [name], [split], data_args.max_samples, counts)
         for name, split in zip(names, splits, strict=True)
     ]
 
 
-def _load_held_out(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset:
+def _load_held_out(data_args: DataArguments, tokenizer: Any, counts: Counter[str] | None = None) -> datasets.Dataset:
     splits = [data_args.eval_split] * len(data_args.eval_dataset)
-    return _load(data_args, tokenizer, data_args.eval_dataset, splits, data_args.max_eval_samples or None)
+    return _load(data_args, tokenizer, data_args.eval_dataset, splits, data_args.max_eval_samples or None, counts)
 
 
 def mix(parts: Sequence[datasets.Dataset], data_args: DataArguments, *, seed: int) -> datasets.Dataset:
@@ -107,7 +115,12 @@ def mix(parts: Sequence[datasets.Dataset], data_args: DataArguments, *, seed: in
 
 
 def _load(
-    data_args: DataArguments, tokenizer: Any, paths: Sequence[str], splits: Sequence[str], max_samples: int | None
+    data_args: DataArguments,
+    tokenizer: Any,
+    paths: Sequence[str],
+    splits: Sequence[str],
+    max_samples: int | None,
+    counts: Counter[str] | None,
 ) -> datasets.Dataset:
     conversations = load_conversations(
         paths,
@@ -124,7 +137,7 @@ def _load(
         train_on_thinking=data_args.train_on_thinking,
         skip_bad_lines=data_args.skip_bad_lines,
     )
-    return drop_unusable(rows)
+    return drop_unusable(rows, counts)
 
 
 def _hold_out(

@@ -44,6 +44,7 @@ class PreparedRun:
 
     Attributes:
         checkpoint: the run goes on from here; None = from the beginning.
+        counts: dropped conversations by reason, and turns that are not learned; empty for a stream.
         makes_folder: `output_dir` did not exist before the run.
     """
 
@@ -52,6 +53,7 @@ class PreparedRun:
     checkpoint: Path | None
     tokenizer: Any
     settings: dict[str, Any]
+    counts: Mapping[str, int]
     wants_report: bool = True
     makes_folder: bool = True
 
@@ -62,7 +64,7 @@ class PreparedRun:
         metrics = self._measure()
         with explain_full_disk(trainer, "the trained heads"):
             trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
-        record = make_record(trainer, metrics, seconds)
+        record = {**make_record(trainer, metrics, seconds), "data": dict(self.counts)}
         if trainer.args.process_index == 0:
             # transformers' pickle of the options, which training_config.yaml holds as text
             (self.output_dir / "training_args.bin").unlink(missing_ok=True)
@@ -223,7 +225,7 @@ def _render_report(
         },
         history=trainer.state.log_history,
         options=settings,
-        data=count_rows(rows) if isinstance(rows, datasets.Dataset) else {},
+        data={**count_rows(rows), **record["data"]} if isinstance(rows, datasets.Dataset) else {},
         examples=examples,
         stats=stats,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,10 +76,11 @@ class _Models:
 
 @dataclass
 class _Rows:
-    """processor: reads the images of the rows; None = they have none."""
+    """processor: reads the images of the rows; None = they have none. counts: of `load_datasets`."""
 
     train_set: Any
     eval_set: Any | None
+    counts: Counter[str]
     processor: Any = None
 
 
@@ -127,7 +129,16 @@ def prepare_run(*parts: Any) -> PreparedRun:
     if is_main_process and not options.run.dry_run:  # now, so that an interrupted run has its configuration
         output_dir.mkdir(parents=True, exist_ok=True)
         write_text(trainer, "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
-    return PreparedRun(trainer, output_dir, checkpoint, models.tokenizer, settings, options.run.report, makes_folder)
+    return PreparedRun(
+        trainer,
+        output_dir,
+        checkpoint,
+        models.tokenizer,
+        settings,
+        rows.counts,
+        wants_report=options.run.report,
+        makes_folder=makes_folder,
+    )
 
 
 def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
@@ -185,7 +196,7 @@ def _name_target(heads: DraftHeads, target: Target) -> None:
 
 def _load_rows(options: RunOptions, models: _Models) -> _Rows:
     """Tokenized conversations; heads with a reduced draft vocabulary choose it from them."""
-    args = options.training
+    args, counts = options.training, Counter[str]()
     with one_process_first():
         train_set, eval_set = load_datasets(
             options.data,
@@ -193,6 +204,7 @@ def _load_rows(options: RunOptions, models: _Models) -> _Rows:
             seed=seed_of_data(args),
             rank=args.process_index,
             num_processes=args.world_size,
+            counts=counts,
         )
     if models.heads.wants_token_counts:
         is_stream = isinstance(train_set, ConversationStream)
@@ -201,9 +213,9 @@ def _load_rows(options: RunOptions, models: _Models) -> _Rows:
     for stored in (train_set, eval_set):
         refuse_placeholders(stored, models.target.model.config)
     if not any("media" in getattr(rows, "column_names", ()) for rows in (train_set, eval_set)):
-        return _Rows(train_set, eval_set)
+        return _Rows(train_set, eval_set, counts)
     refuse_with_images(options)
-    return _Rows(train_set, eval_set, load_processor(options.model.target))
+    return _Rows(train_set, eval_set, counts, load_processor(options.model.target))
 
 
 def _find_prompts(options: RunOptions, models: _Models, rows: _Rows, limit: LengthLimit) -> list[Prompt]:

@@ -107,7 +107,7 @@ class EndpointReplies:
                 }
                 answer = self.client.ask("/completions", body)
         except ConversationError as error:
-            return Reply("", 0, f"rejected by the chat template ({error.reason})")
+            return Reply("", 0, f"rejected by the chat template ({error.kind})")
         return Reply("", 0, "prompt too long") if answer is None else self._judge(answer, request)
 
     def _take_thoughts(self, message: dict[str, Any]) -> str:

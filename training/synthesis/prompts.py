@@ -13,8 +13,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +23,10 @@ from typing import Any
 
 from inference.request.chat_template import ConversationError, encode_prompt
 from training.data.conversations import Place, iterate_place
-from training.data.layouts import AUTO, Messages, RecordFormat, parse_record
+from training.data.layouts import AUTO, IS_WANTED, Messages, RecordFormat, parse_record
 from training.synthesis.turn_template import Role
+
+logger = logging.getLogger(__name__)
 
 # The roles that the assistant answers.
 _ASKING = ("user", "tool")
@@ -120,6 +123,7 @@ def read_prompts(
         ValueError: a line that is not a conversation, or has the id of another prompt; names file and line.
     """
     prompts: dict[str, tuple[Conversation, list[dict[str, Any] | Role]]] = {}
+    notes: Counter[str] = Counter()
     place = Place.find(str(name), split, option=option)
     for where, record in iterate_place(place):
         try:
@@ -127,6 +131,7 @@ def read_prompts(
         except ValueError as error:
             raise ValueError(f"{where}: {error}. Correct it or leave it out") from error
         messages = parsed["messages"]
+        notes.update([parsed["note"]] if "note" in parsed else [])
         script = list(_strip_replies(messages, max_turns))
         if "assistant" not in script:
             continue  # there is nothing to answer
@@ -138,6 +143,8 @@ def read_prompts(
                 f"{where}: an earlier prompt has the id {identity!r} too, so a resumed run would skip this one: give "
                 "each prompt its own id, or none"
             )
+    for note, count in notes.items():
+        logger.warning("%s: %d %s", name, count, note)
     if not prompts:
         raise ValueError(f"{option} {name} has nothing to answer: give conversations with user turns")
     return [conversation for conversation, _ in prompts.values()]
@@ -156,10 +163,11 @@ def _parse_prompt(record: Any, record_format: RecordFormat) -> dict[str, Any]:
     """Returns `messages`, and `tools` if there are any."""
     if isinstance(record, Exception):
         raise ValueError(str(record))
-    turns = record.get("turns") if isinstance(record, dict) else None
-    if isinstance(turns, list):
-        record = {**record, "messages": [{"role": "user", "content": turn} for turn in turns]}
-        record_format = AUTO
+    if isinstance(record, dict):  # replies are written anew, so it does not matter whether one is to be avoided
+        record = {column: value for column, value in record.items() if column not in IS_WANTED}
+        if isinstance(turns := record.get("turns"), list):
+            record["messages"] = [{"role": "user", "content": turn} for turn in turns]
+            record_format = AUTO
     parsed = parse_record(record, record_format)
     if "media" in parsed:
         raise ValueError("the prompt has images, and prompts of text only are decoded here")

@@ -98,7 +98,7 @@ class DecodedReplies:
                     try:
                         prompts[request] = self.template.encode_prompt(request.messages, role, request.tools)
                     except ConversationError as error:
-                        replies.append((request, Reply("", 0, f"rejected by the chat template ({error.reason})")))
+                        replies.append((request, Reply("", 0, f"rejected by the chat template ({error.kind})")))
             if not prompts:
                 continue
             turns = self.writer.write(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -36,6 +37,14 @@ RECORDS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     ({"instruction": ADD, "input": "", "output": "2"}, PLAIN),
     ({"instruction": ADD, "input": "1, 1", "output": "2", "text": "..."}, WITH_INPUT),
     ({"instruction": ADD, "output": "2", "system": "Be brief."}, [SYSTEM, *PLAIN]),
+    (
+        {"instruction": ADD, "output": "2", "history": [[ADD, "2"], [ADD, "2"]], "system": "Be brief."},
+        [SYSTEM, *PLAIN * 3],
+    ),
+    ({"prompt": ADD, "response": "2", "history": PLAIN}, PLAIN * 2),
+    ({"instruction": ADD, "output": "2", "history": []}, PLAIN),
+    ({"prompt": ADD, "completion": "2", "label": True}, PLAIN),
+    ({"prompt": ADD, "completion": "2", "label": 0}, PLAIN),
     ({"instruction": ADD, "context": "1, 1", "response": "2", "category": "qa"}, WITH_INPUT),
     ({"prompt": ADD, "completion": "2"}, PLAIN),
     ({"prompt": PLAIN[:1], "completion": PLAIN[1:]}, PLAIN),
@@ -66,6 +75,9 @@ def test_columns_can_be_named() -> None:
     }
     columns = {"prompt": "problem", "response": "solution"}
     assert parse_record(record, RecordFormat(columns=columns))["messages"] == PLAIN
+    assert parse_record({**record, "label": False, "history": 3}, RecordFormat(columns=columns))["messages"] == PLAIN
+    earlier = RecordFormat(columns={**columns, "history": "earlier"})
+    assert parse_record({**record, "earlier": [[ADD, "2"]]}, earlier)["messages"] == PLAIN * 2
     columns |= {"context": "given", "system": "persona"}
     assert parse_record(record, RecordFormat(columns=columns))["messages"] == [SYSTEM, *WITH_INPUT]
     assert parse_record({"dialog": [ADD, "2"]}, RecordFormat(columns={"messages": "dialog"}))["messages"] == PLAIN
@@ -93,6 +105,30 @@ def test_columns_can_be_named() -> None:
         ({"conversations": SHAREGPT, "system": 3}, {}, "`system` is int, expected text"),
         ({"messages": [{"role": "gpt", "content": "", "tool_calls": "x"}]}, {}, "tool_calls of a gpt turn are str"),
         ({"messages": [{"role": "gpt", "content": "", "tool_calls": [{"id": "1"}]}]}, {}, "names no function"),
+        (
+            {"conversations": [{"from": "function_call", "value": "look()"}]},
+            {},
+            "expected JSON with the function's name",
+        ),
+        ({"conversations": [{"from": "function_call", "value": '{"at": 1}'}]}, {}, "names no function"),
+        ({"messages": [{"role": "assistant", "content": "a", "function_call": "look"}]}, {}, "expected JSON with the"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, {}, "weight of a assistant turn is 0.5"),
+        ({"messages": [{"role": "assistant", "content": "a", "train": "no"}]}, {}, "expected 1 or true"),
+        ({"messages": [{"role": "user", "content": "a", "train": True}]}, {}, "heads learn the assistant's turns only"),
+        (
+            {"messages": [{"role": "gpt", "content": "a", "train_detail": []}]},
+            {},
+            "train_detail, and heads learn whole",
+        ),
+        ({"prompt": ADD, "completion": "2", "label": False}, {}, "`label` is false, which marks a reply to avoid"),
+        ({"messages": PLAIN, "kto_tag": False}, {}, "`kto_tag` is false"),
+        ({"instruction": ADD, "output": "2", "history": "1"}, {}, "expected a non-empty list `history`"),
+        (
+            {"instruction": ADD, "output": "2", "history": [["1"]]},
+            {},
+            "expected a turn with role and content, got list",
+        ),
+        ({"messages": [SYSTEM, *PLAIN], "system": 3}, {}, "`system` is int, expected text"),
     ],
 )
 def test_what_cannot_be_read_is_named(record: dict[str, Any], settings: dict[str, Any], message: str) -> None:
@@ -105,6 +141,7 @@ def test_what_cannot_be_read_is_named(record: dict[str, Any], settings: dict[str
     [
         ({"columns": {"prompt": "a"}}, "name messages=COLUMN, or prompt=COLUMN and response=COLUMN"),
         ({"columns": {"prompt": "a", "response": "b", "messages": "c"}}, "name messages=COLUMN, or"),
+        ({"columns": {"messages": "a", "history": "b"}}, "name messages=COLUMN, or"),
         ({"columns": {"promt": "a", "response": "b"}}, "got columns promt=a: name one of messages, prompt"),
     ],
 )
@@ -124,7 +161,7 @@ def test_turns_keep_what_templates_read() -> None:
             {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]},
             {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "look"},
             {"role": "ipython", "content": "2"},
-            {"from": "function_call", "value": "look()"},
+            {"from": "function_call", "value": json.dumps(function)},
             {"role": "assistant", "content": "2", "tool_calls": [function]},
         ],
         "tools": '[{"type": "function", "function": {"name": "look", "parameters": {}}}]',
@@ -141,8 +178,45 @@ def test_turns_keep_what_templates_read() -> None:
             },
             {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "look"},
             {"role": "tool", "content": "2"},
-            {"role": "assistant", "content": "look()"},
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
             {"role": "assistant", "content": "2", "tool_calls": [function]},
         ],
         "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
     }
+
+
+def test_a_turn_that_is_not_to_be_learned_is_marked() -> None:
+    turns = [{**turn, "weight": 0, "train": False} for turn in PLAIN]
+    assert parse_record({"messages": turns})["messages"] == [PLAIN[0], {**PLAIN[1], "learn": False}]
+    turns = [{**PLAIN[1], "loss": 1, "train": 0}]
+    assert parse_record({"messages": turns})["messages"] == [{**PLAIN[1], "learn": False}]
+    turns = [{**PLAIN[0], "weight": 1}, {**PLAIN[1], "loss": True, "training": 1, "loss_scale": 1.0}]
+    assert parse_record({"messages": turns})["messages"] == PLAIN
+
+
+@pytest.mark.parametrize("system", ["Be kind.", "Be brief."])
+def test_a_system_column_beside_a_system_turn_is_noted(system: str) -> None:
+    parsed = parse_record({"messages": [SYSTEM, *PLAIN], "system": system})
+    assert parsed["messages"] == [SYSTEM, *PLAIN]
+    assert ("note" in parsed) == (system != SYSTEM["content"])
+    assert "`system`" in parsed.get("note", "`system`")
+    developer = [{**SYSTEM, "role": "developer"}, *PLAIN]
+    assert parse_record({"messages": developer, "system": system})["messages"] == developer
+
+
+def test_a_function_call_is_a_tool_call() -> None:
+    """ShareGPT's turns, of one call or several, and OpenAI's former key, also beside text."""
+    function = {"name": "look", "arguments": '{"at": "x"}'}
+    call = {"type": "function", "function": function}
+    for value, number in (
+        (json.dumps(function), 1),
+        (json.dumps([function, function]), 2),
+        (function, 1),
+        (json.dumps([call]), 1),
+    ):
+        (message,) = parse_record({"conversations": [{"from": "function_call", "value": value}]})["messages"]
+        assert message == {"role": "assistant", "content": "", "tool_calls": [call] * number}
+    for content in (None, "I look."):
+        turn = {"role": "assistant", "content": content, "function_call": function}
+        (message,) = parse_record({"messages": [turn]})["messages"]
+        assert message == {"role": "assistant", "content": content or "", "tool_calls": [call]}

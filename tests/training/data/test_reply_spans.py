@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from inference.request.chat_template import ConversationError
 from tests.conftest import CHAT_TARGET
-from tests.training.chat_templates import TEMPLATES, ChatTemplate, RefusedError
+from tests.training.chat_templates import END, TEMPLATES, ChatTemplate, RefusedError
 from tests.training.conversation_cases import learned_text
 from training.data.chat_tokens import tokenize_conversation
 from training.data.thoughts import find_thought_end
@@ -81,6 +81,8 @@ def expected_mask(
             opened = "" if re.search(r"<think>\s*$", text) else r"\s*<think>"
             match = re.match(rf"{opened}.*?(</think>|$)", written, re.DOTALL)
             thought = match[0] if match else ""
+            if not written.removeprefix(thought).removesuffix(END).strip():
+                thought = written  # nothing but thoughts
         text += written
         is_learned += [False] * len(thought) + [kind == "reply"] * (len(written) - len(thought))
     offsets = TOKENIZER(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -150,7 +152,7 @@ def test_tools_are_rendered_and_calls_are_learned() -> None:
 
 
 def test_markers_say_where_replies_are_to_the_character() -> None:
-    """An empty reply, and thoughts between the markers; transformers' own mask takes the empty one for all the rest."""
+    """Thoughts between markers; and an empty reply, for which transformers' own mask takes all the rest."""
     TOKENIZER.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
         "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
@@ -161,9 +163,8 @@ def test_markers_say_where_replies_are_to_the_character() -> None:
         for reply in replies
         for message in ({"role": "user", "content": "a"}, {"role": "assistant", "content": reply})
     ]
-    said = ["<|im_end|>", "<think>a</think>Yo<|im_end|>", "Hi <|im_end|>"]
-    assert learned_text(messages, TOKENIZER) == said
-    answers = ["<|im_end|>", "Yo<|im_end|>", "Hi <|im_end|>"]
+    assert learned_text(messages, TOKENIZER) == ["<think>a</think>Yo<|im_end|>", "Hi <|im_end|>"]
+    answers = ["Yo<|im_end|>", "Hi <|im_end|>"]
     assert learned_text(messages, TOKENIZER, train_on_thinking=False) == answers
 
 

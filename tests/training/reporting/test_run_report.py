@@ -13,6 +13,7 @@ import yaml
 
 from heads import DraftHeads
 from tests.training.runner import Runner, write_conversations
+from training.data.learned_turns import EMPTY, UNLEARNED
 from training.reporting.model_card import render_card
 from training.reporting.report import render_report
 from training.run import outcome
@@ -23,7 +24,12 @@ class TestReport:
     @classmethod
     def finished(cls, target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
         folder = tmp_path_factory.mktemp("reported")
-        runner = Runner(target_path, write_conversations(folder / "conversations.jsonl"), folder / "heads")
+        conversations = write_conversations(folder / "conversations.jsonl")
+        user, reply = {"role": "user", "content": "word1"}, {"role": "assistant", "content": "word2"}
+        rest = [[user, {**reply, "content": ""}, user, reply], [user, {**reply, "train": False}], [user]]
+        with conversations.open("a") as file:
+            file.writelines(json.dumps({"messages": messages}) + "\n" for messages in rest)
+        runner = Runner(target_path, conversations, folder / "heads")
         runner(report=True, eval_strategy="steps", eval_steps=4, max_steps=8)
         return runner
 
@@ -37,6 +43,10 @@ class TestReport:
         assert f">{record['metrics']['eval_acceptance_length']:.4g}</td>" in text
         assert "<th>learning_rate</th><td>0.003</td>" in text
         assert "<th>tokens in the loss</th>" in text
+        nothing = f"dropped: nothing to learn: {UNLEARNED}"
+        assert record["data"] == {nothing: 1, "dropped: no token of the assistant's within max_length=64": 1, EMPTY: 1}
+        for name in (nothing, EMPTY):
+            assert f'<th>{name}</th><td class="number">1</td>' in text
         assert text.count("<h3>") == 2
         assert text.count('<span class="drafted">') > 1, "something is drafted and accepted, besides the legend"
 

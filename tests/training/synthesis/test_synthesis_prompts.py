@@ -36,6 +36,7 @@ def chat(*turns: str) -> dict[str, Any]:
         {"turns": ["Hi", "Bye"]},
         {"conversations": [{"from": a, "value": b} for a, b in [("human", "Hi"), ("gpt", "Yo"), ("user", "Bye")]]},
         chat("user:Hi", "user:Bye"),
+        {**chat("user:Hi", "assistant:Yo", "user:Bye", "assistant:Yo"), "label": False},
         chat("assistant:Welcome", "user:Hi", "assistant:Yo", "user:Bye", "assistant:Yo"),
     ],
     ids=str,

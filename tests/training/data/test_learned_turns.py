@@ -1,0 +1,149 @@
+"""Which replies are learned: not those that the template does not write, and not those that the data exclude."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.training.chat_templates import CHATML, FORGETTING, THINKING
+from tests.training.conversation_cases import (
+    HARMONY_TEMPLATE,
+    MARKED_TEMPLATE,
+    TWO_TURNS,
+    learned_text,
+    to_dataset,
+)
+from training.data.chat_tokens import drop_unusable, tokenize_conversations, tokenize_row
+from training.data.layouts import parse_record
+from training.data.learned_turns import EMPTY, UNLEARNED
+
+USER = {"role": "user", "content": "Where?"}
+GOOD = {"role": "assistant", "content": "There."}
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+RESULT = {"role": "tool", "content": "x"}
+# Only the last reply is learned, and calls are written outside of the markers.
+MARKED_LAST = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.tool_calls or [] %}{{ c.function.name }}()\n"
+    "{% endfor %}{% if m.role == 'assistant' and loop.last %}{% generation %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tokenize(record: dict[str, Any], tokenizer: Any, **options: Any) -> dict[str, Any]:
+    return tokenize_row(json.dumps(parse_record(record)), tokenizer, 200, **options)
+
+
+@pytest.mark.parametrize("says", ["", "I look.", "I look("])
+@pytest.mark.parametrize("template", [CHATML.jinja, MARKED_TEMPLATE])
+def test_calls_that_the_template_does_not_write_end_the_conversation(
+    template: str, says: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The text before a call may have the function's name, and so may the schemas of the tools."""
+    tokenizer.chat_template = "{{ tools | tojson if tools }}" + template
+    messages = [USER, {"role": "assistant", "content": says, "tool_calls": [CALL]}, RESULT, GOOD]
+    row = tokenize({"messages": messages, "tools": [{"name": "look"}]}, tokenizer)
+    assert (row["input_ids"], row["loss_mask"]) == ([], [])
+    assert row["problem"] == "the chat template rejects it (it does not write tool calls)"
+    assert len(drop_unusable(tokenize_conversations(to_dataset(messages, TWO_TURNS), tokenizer, max_length=64))) == 1
+    assert "dropped 1 of 2 conversations: the chat template rejects it (it does not write tool calls)" in caplog.text
+
+
+def test_every_call_must_be_written(tokenizer: Any) -> None:
+    """A template that writes the first call only."""
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    tokenizer.chat_template = THINKING.jinja.replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]")
+    assert tokenize({"messages": messages}, tokenizer)["problem"] == ""
+    messages[1]["tool_calls"] *= 2
+    assert "does not write" in tokenize({"messages": messages}, tokenizer)["problem"]
+    tokenizer.chat_template = THINKING.jinja
+    assert tokenize({"messages": messages}, tokenizer)["problem"] == ""
+    tokenizer.chat_template = MARKED_LAST
+    assert learned_text([*messages, RESULT, GOOD], tokenizer) == ["There.<|im_end|>"]
+
+
+THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "Hm"}
+# Template, reply, and whether it is learned as the first of two, as the last of two.
+REPLIES: dict[str, tuple[str, dict[str, Any], tuple[bool, bool]]] = {
+    "empty": (CHATML.jinja, {"content": ""}, (False, False)),
+    "blank": (CHATML.jinja, {"content": " \n"}, (False, False)),
+    "thoughts that no reply has": (CHATML.jinja, THOUGHT, (False, False)),
+    "thoughts that only the last reply has": (THINKING.jinja, THOUGHT, (False, True)),
+    "thoughts in the text": (THINKING.jinja, {"content": "<think>Hm</think>"}, (False, True)),
+    "thoughts in the text, which are dropped": (FORGETTING.jinja, {"content": "<think>Hm</think>"}, (False, False)),
+    "an empty thought": (THINKING.jinja, {"content": ""}, (False, False)),
+    "channels": (HARMONY_TEMPLATE, THOUGHT, (False, True)),
+    "markers": (MARKED_TEMPLATE, {"content": ""}, (False, False)),
+    "markers, thoughts that no reply has": (MARKED_TEMPLATE, THOUGHT, (False, False)),
+    "a call": (THINKING.jinja, {"content": "", "tool_calls": [CALL]}, (True, True)),
+}
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_replies_without_text_are_context(name: str, tokenizer: Any) -> None:
+    tokenizer.chat_template, reply, learned = REPLIES[name]
+    reply = {"role": "assistant", **reply}
+    for messages, is_learned in zip(([USER, reply, USER, GOOD], [USER, GOOD, USER, reply]), learned, strict=True):
+        row = tokenize({"messages": messages}, tokenizer)
+        assert row["notes"] == [EMPTY] * (not is_learned)
+        texts = learned_text(messages, tokenizer)
+        assert len(texts) == 1 + is_learned
+        assert sum("." in text for text in texts) == 1  # of GOOD, whose first token may begin in the header
+        assert not any(text.strip() == "<|im_end|>" for text in texts)
+
+
+def test_thoughts_alone_are_context_where_thoughts_are_not_learned(tokenizer: Any) -> None:
+    tokenizer.chat_template = THINKING.jinja
+    row = tokenize({"messages": [USER, THOUGHT]}, tokenizer, train_on_thinking=False)
+    assert row["problem"] == f"nothing to learn: {EMPTY}"
+    assert learned_text([USER, THOUGHT], tokenizer) == ["<think>\nHm\n</think>\n\n<|im_end|>"]
+
+
+EMPTY_RECORDS: list[dict[str, Any]] = [
+    {"instruction": "Add.", "input": "", "output": ""},
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": ""}]},
+    {"messages": [USER, {"role": "assistant", "content": "", "reasoning_content": "Hm"}]},
+]
+
+
+@pytest.mark.parametrize("record", EMPTY_RECORDS)
+def test_conversations_of_nothing_but_empty_replies_are_dropped(record: dict[str, Any], tokenizer: Any) -> None:
+    row = tokenize(record, tokenizer)
+    assert row["problem"] == f"nothing to learn: {EMPTY}"
+    assert not any(row["loss_mask"])
+
+
+@pytest.mark.parametrize("template", [CHATML.jinja, MARKED_TEMPLATE])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"loss": 0}, {"loss": False}, {"train": False}, {"training": False}])
+def test_turns_that_the_data_exclude_are_context(template: str, mark: dict[str, Any], tokenizer: Any) -> None:
+    tokenizer.chat_template = template
+    wrong = {"role": "assistant", "content": "Nowhere.", **mark}
+    opening = {"role": "assistant", "content": "Hello.", **mark}
+    record = {"messages": [opening, USER, wrong, USER, {**GOOD, "weight": 1, "train": True}]}
+    messages = parse_record(record)["messages"]
+    assert learned_text(messages, tokenizer) == ["There.<|im_end|>"]
+    text = tokenizer.decode(tokenize(record, tokenizer)["input_ids"])
+    assert "<|im_start|>assistant\nNowhere.<|im_end|>" in text
+    row = tokenize({"messages": [USER, wrong]}, tokenizer)
+    assert (row["problem"], row["notes"]) == (f"nothing to learn: {UNLEARNED}", [UNLEARNED])
+
+
+def test_what_is_left_out_is_counted(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    empty = {"role": "assistant", "content": ""}
+    excluded = {**GOOD, "learn": False}
+    conversations = to_dataset([USER, empty, USER, GOOD, USER, excluded], [USER, empty], [USER, excluded, USER, GOOD])
+    counts = Counter[str]()
+    with caplog.at_level(logging.INFO):
+        rows = drop_unusable(tokenize_conversations(conversations, tokenizer, max_length=64), counts)
+    assert rows.column_names == ["input_ids", "loss_mask"]
+    assert counts == {f"dropped: nothing to learn: {EMPTY}": 1, EMPTY: 1, UNLEARNED: 2}
+    told = {(record.levelname, record.getMessage()) for record in caplog.records}
+    assert told == {
+        ("WARNING", f"dropped 1 of 3 conversations: nothing to learn: {EMPTY}"),
+        ("WARNING", f"1 {EMPTY}"),
+        ("INFO", f"2 {UNLEARNED}"),
+    }

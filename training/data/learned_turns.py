@@ -1,0 +1,96 @@
+"""Decides which replies of a conversation are learned: those with text that the chat template writes.
+
+An empty reply would teach that the end of a turn follows the header. It stays in the conversation as context, as does a
+turn that the data mark as not to be learned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from training.data.layouts import Messages
+from training.data.reply_spans import ReplyFinder, Span
+from training.data.thoughts import split_visible
+
+EMPTY = "empty replies, which are context only"
+UNLEARNED = "replies that the data mark as not to be learned"
+
+
+@dataclass(frozen=True)
+class LearnedTurns:
+    """A rendered conversation.
+
+    Attributes:
+        text: all of it.
+        spans: the replies to learn.
+        notes: EMPTY or UNLEARNED for each reply that is context only.
+    """
+
+    text: str
+    spans: list[Span]
+    notes: list[str]
+
+
+def find_learned_turns(
+    tokenizer: Any,
+    messages: Messages,
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    template: str | None = None,
+    train_on_thinking: bool = True,
+) -> LearnedTurns:
+    """Renders a conversation and finds the replies to learn.
+
+    The template's `{% generation %}` markers decide where there are any; replies that are context only are left out.
+
+    Args:
+        template: of a processor; None = the tokenizer's.
+
+    Raises:
+        ConversationError: the template does not write the conversation.
+        ValueError: a reply cannot be found in the rendered text.
+    """
+    plain = [{key: value for key, value in message.items() if key != "learn"} for message in messages]
+    finder = ReplyFinder(tokenizer, plain, tools, template=template)
+    marked = finder.find_marked(plain)
+    text, spans = marked or (finder.render(plain), [])
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    if marked is None:  # an opening by the assistant answers no prompt, so it is not learned
+        places = [place for place in places if any(earlier["role"] != "assistant" for earlier in messages[:place])]
+    else:
+        places = [place for place in places if not (_says_something(messages[place]) and _is_wanted(messages[place]))]
+    found = {place: finder.find_reply(plain, place, text) for place in places}
+    notes = {
+        place: _find_note(messages[place], text[span.begin : span.end], train_on_thinking=train_on_thinking)
+        for place, span in found.items()
+    }
+    context = [found[place] for place, note in notes.items() if note]
+    if marked is None:
+        spans = [found[place] for place, note in notes.items() if not note]
+    else:
+        spans = [span for span in spans if not any(span.begin <= one.end and one.begin <= span.end for one in context)]
+    return LearnedTurns(text, spans, [note for note in notes.values() if note])
+
+
+def _is_wanted(message: dict[str, Any]) -> bool:
+    return bool(message.get("learn", True))
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    """Whether a reply has a tool call, or text besides its thoughts."""
+    return bool(message.get("tool_calls")) or bool(split_visible(message["content"])[1].strip())
+
+
+def _find_note(message: dict[str, Any], written: str, *, train_on_thinking: bool) -> str:
+    """Why a reply is context only, or "".
+
+    Args:
+        written: the reply as the template writes it.
+    """
+    if not _is_wanted(message):
+        return UNLEARNED
+    if _says_something(message):
+        return ""
+    thoughts = (message.get("reasoning_content") or split_visible(message["content"])[0]).strip()
+    return "" if train_on_thinking and thoughts and thoughts in written else EMPTY
