@@ -66,8 +66,9 @@ class Line:
 def read_records(path: Path, share: Share = WHOLE) -> Iterator[tuple[Line, Any]]:
     """Yields (place, parsed record or an error) for each record of a file, or of a reader's part.
 
-    Lines are counted; in a Parquet file rows, and in a JSON file with one array (ShareGPT's original form) its items.
-    If the file is damaged, the last item is the error.
+    Lines are counted; in a Parquet file rows, and in a JSON file with one value its records: the items of an array
+    (ShareGPT's original form), or of the list `data` of an object. Any other object is one record. If the file is
+    damaged, the last item is the error.
     """
     line = Line(path, 0)
     form = path.name.removesuffix(".gz").rpartition(".")[2]
@@ -136,12 +137,22 @@ def _read_json(path: Path, share: Share) -> Iterator[tuple[Line, Any]]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         text = file.read().decode("utf-8-sig")
     records: Iterable[Any]
-    if text.lstrip().startswith("["):
-        try:
-            records = json.loads(text)
-        except json.JSONDecodeError as error:
+    try:
+        records = _find_records(json.loads(text))
+    except json.JSONDecodeError as error:
+        if text.lstrip().startswith("["):
             yield Line(path, error.lineno), error
             return
-    else:
         records = map(_parse, text.split("\n")[: -1 if text.endswith("\n") else None])
     yield from ((Line(path, number), record) for number, record in enumerate(records, 1) if share.has(number))
+
+
+def _find_records(value: Any) -> list[Any]:
+    """The records of a JSON file with one value. A list `data` of texts or turns is a conversation."""
+    if isinstance(value, list):
+        return value
+    data = value.get("data") if isinstance(value, dict) else None
+    has_records = isinstance(data, list) and all(
+        isinstance(item, dict) and not {"role", "from"} & item.keys() for item in data
+    )
+    return data if data is not None and has_records else [value]

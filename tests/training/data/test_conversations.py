@@ -17,9 +17,10 @@ from transformers import AutoTokenizer
 from tests.conftest import CHAT_TARGET
 from tests.training.conversation_cases import TWO_TURNS, sharegpt, to_messages, write
 from training.data import records
-from training.data.chat_tokens import tokenize_conversations
+from training.data.chat_tokens import drop_unusable, tokenize_conversations
 from training.data.conversations import BadLineError, Place, iterate_place, load_conversations
 from training.data.records import Share, read_records
+from training.synthesis.prompts import read_prompts
 
 
 def test_every_form_of_file_reads_the_same(tmp_path: Path) -> None:
@@ -40,6 +41,42 @@ def test_every_form_of_file_reads_the_same(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not data")
     assert len(load_conversations([str(tmp_path)])) == 18
     assert len(load_conversations([files[0], files[1]], max_samples=4)) == 4
+
+
+JSON_FILES: dict[str, tuple[str, int]] = {
+    "one object, pretty-printed": (json.dumps({"messages": TWO_TURNS}, indent=2), 1),
+    "one object on a line": (json.dumps({"messages": TWO_TURNS}), 1),
+    "records under data": (json.dumps({"version": 1, "data": [{"messages": TWO_TURNS}] * 3}, indent=2), 3),
+    "a conversation of texts under data": (json.dumps({"data": [turn["content"] for turn in TWO_TURNS]}, indent=1), 1),
+    "a conversation of turns under data": (json.dumps({"data": TWO_TURNS}, indent=1), 1),
+    "lines": ("\n".join([json.dumps({"data": TWO_TURNS})] * 2), 2),
+}
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_forms_of_json_files(name: str, suffix: str, tmp_path: Path) -> None:
+    text, count = JSON_FILES[name]
+    file = write(tmp_path / f"a{suffix}", [text])
+    assert to_messages(load_conversations([file])) == [TWO_TURNS] * count
+    shares = [list(read_records(Path(file), Share(index, 2))) for index in range(2)]
+    assert sum(map(len, shares)) == count
+
+
+def test_a_system_column_that_is_left_out_is_warned_of(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    row = {"messages": [system, *TWO_TURNS], "system": "Be kind."}
+    file = write(tmp_path / "a.jsonl", [row, row, {**row, "system": "Be brief."}, {**row, "system": None}])
+    for _ in range(2):  # the second time from the cache
+        caplog.clear()
+        assert len(drop_unusable(tokenize_conversations(load_conversations([file]), tokenizer, max_length=64))) == 4
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert warning.startswith("2 columns `system`, which are left out")
+    caplog.clear()
+    read_prompts(file)
+    assert "2 columns `system`" in caplog.text
 
 
 BAD_LINES = {
