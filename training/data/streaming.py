@@ -12,10 +12,10 @@ import hashlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import datasets
 from torch.utils.data import IterableDataset, get_worker_info
@@ -138,12 +138,21 @@ class ConversationStream(IterableDataset[Row]):
             yield row
         log_problems(dropped, notes, num_rows + dropped.total())
         if not num_rows and not may_be_empty:
-            worker = get_worker_info()
-            raise NoConversationError(
-                f"no conversation of {', '.join(args.dataset)} is left for this reader, one of {self.num_processes} "
-                f"processes{f' x {worker.num_workers} dataloader_num_workers' if worker else ''}; dropped, by reason: "
-                f"{dict(dropped)}"
-            )
+            self._refuse_empty(", ".join(args.dataset), dropped)
+
+    def _refuse_empty(self, name: str, dropped: Mapping[str, int]) -> NoReturn:
+        """Raises NoConversationError for a reader that no conversation of `name` is left for, and says why."""
+        worker = get_worker_info()
+        reason = (
+            f"dropped, by reason: {dict(dropped)}"
+            if dropped
+            else "there are fewer conversations, without the held-out ones, than readers: give fewer processes or "
+            "--dataloader_num_workers, or leave --streaming out"
+        )
+        raise NoConversationError(
+            f"no conversation of {name} is left for this reader, one of {self.num_processes} processes"
+            f"{f' x {worker.num_workers} dataloader_num_workers' if worker else ''}; {reason}"
+        )
 
     def _pack(self, rows: Iterator[Row]) -> Iterator[Row]:
         """Packs window by window, as `training.data.packing.pack_rows`."""
@@ -180,19 +189,19 @@ class ConversationStream(IterableDataset[Row]):
         draw = random.Random(f"{self.seed} {epoch} mixture {reader}")
         parts = [read(place) for place in self.places]
         used_up: set[int] = set()
+        has_given: set[int] = set()
         while True:
             (index,) = draw.choices(range(len(parts)), weights)
             conversation = next(parts[index], None)
             if conversation is None:
+                if index not in has_given and not is_held_out:
+                    self._refuse_empty(self.places[index].label, {})
                 used_up.add(index)
                 if is_held_out or self.data_args.stopping_strategy == "first_exhausted" or len(used_up) == len(parts):
                     return
                 parts[index] = read(self.places[index])
-                conversation = next(parts[index], None)
-                if conversation is None:
-                    raise NoConversationError(
-                        f"{self.places[index].label} has too few conversations for {num_readers} readers"
-                    )
+                conversation = next(parts[index])
+            has_given.add(index)
             yield conversation
 
     def _read(

@@ -16,9 +16,10 @@ from transformers import AutoTokenizer
 from tests.training.conversation_cases import replies, sharegpt, write
 from tests.training.runner import WORDS, Runner, assert_same
 from training.data import records
-from training.data.conversations import BadLineError
+from training.data.conversations import BadLineError, Place, iterate_place
 from training.data.options import DataArguments
-from training.data.streaming import ConversationStream
+from training.data.records import Share
+from training.data.streaming import ConversationStream, NoConversationError
 from training.data.training_sets import load_datasets
 from training.options.command_line import parse_arguments
 from training.run.preparation import prepare_run
@@ -76,6 +77,37 @@ def test_readers_share_a_repository(tmp_path: Path, word_tokenizer: Any) -> None
         for batch in islice(loader, 14):
             said += replies(batch, word_tokenizer)
     assert len(said) == len(set(said)) == 28
+
+
+@pytest.mark.parametrize("is_repository", [False, True])
+def test_fewer_rows_than_readers_are_named(is_repository: bool, tmp_path: Path, word_tokenizer: Any) -> None:
+    """Also where a mixture's other set has enough: epochs of this reader would never have the small one."""
+    rows = [{"prompt": "word50", "response": word} for word in WORDS[:NUM_ROWS]]
+    small, large = tmp_path / "small", tmp_path / "large"
+    for folder, part in ((small, rows[:2]), (large, rows)):
+        folder.mkdir()
+        if is_repository:
+            (folder / "README.md").write_text("---\n{}\n---\n")
+        write(folder / "train.jsonl", part)
+    options: dict[str, Any] = {"validation_fraction": 0, "num_processes": 3}
+    mixed = {"dataset_weights": [1, 1]}
+    for sets, more in (
+        ([small], {}),
+        ([small, large], mixed),
+        ([small, large], {**mixed, "stopping_strategy": "all_exhausted"}),
+    ):
+        streams = [make_stream([*map(str, sets)], word_tokenizer, **options, **more, rank=rank) for rank in range(3)]
+        given = [rank for rank in range(3) if next(iterate_place(Place.find(str(small)), share=Share(rank, 3)), None)]
+        assert len(given) == 2
+        for rank in given:
+            assert len(list(islice(streams[rank], 40))) == 40
+        (without,) = {0, 1, 2} - {*given}
+        with pytest.raises(
+            NoConversationError, match=r"no conversation of .*small.*, one of 3 processes; there are fewer"
+        ):
+            list(islice(streams[without], 40))
+    one_after_the_other = make_stream([str(small), str(large)], word_tokenizer, **options, rank=without)
+    assert len(list(islice(one_after_the_other, 20))) == 20
 
 
 def test_packed_streams_have_the_same_conversations(files: list[str], word_tokenizer: Any) -> None:
