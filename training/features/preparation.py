@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,11 @@ from training.features.sources import (
     TextsCollator,
 )
 from training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors, write_settings
-from training.features.store_checks import check_can_fill, check_complete, check_same_target
+from training.features.store_checks import check_can_fill, check_complete, check_same_target, explain_date
 from training.features.target_loading import FirstLayers
 from training.features.target_options import FeatureArguments
+
+logger = logging.getLogger(__name__)
 
 Collate = Callable[[Any], dict[str, Any]]
 
@@ -51,6 +54,7 @@ def prepare_features(
     target: Target,
     heads: DraftHeads,
     rows: Mapping[str, Any],
+    tokenizer: Any,
     collate: Collate,
     identify: Callable[[], TargetIdentity],
     rank: int = 0,
@@ -80,12 +84,15 @@ def prepare_features(
         write_settings(folder, wanted)
     store = FeatureStore(folder)
     check_same_target(folder, store.settings.target, wanted.target)
+    hint = explain_date(tokenizer)
     if is_hybrid:
+        if hint and rank == 0:
+            logger.warning("%s fills again on another day%s", folder, hint)
         check_can_fill(store, wanted)
         hybrid = HybridFeatures(online, store, rank=rank)
         return PreparedFeatures(hybrid, hybrid.peek, TextsCollator(collate), [FlushFeatures(hybrid)])
-    check_complete(store, heads, rows)
-    stored = StoredFeatures(target, heads.feature_layers, store)
+    check_complete(store, heads, rows, hint)
+    stored = StoredFeatures(target, heads.feature_layers, store, hint)
     return PreparedFeatures(stored, stored, TextsCollator(collate), [])
 
 

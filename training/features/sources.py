@@ -219,11 +219,15 @@ def look_ahead(batches: Iterator[Any], source: ReadFeatures) -> Iterator[Any]:
 
 
 class StoredFeatures(ReadFeatures):
-    """Reads the states of every batch from a store, where they are found by the hashes of their tokens."""
+    """Reads the states of every batch from a store, where they are found by the hashes of their tokens.
 
-    def __init__(self, target: Target, feature_layers: Sequence[int], store: FeatureStore) -> None:
+    Args:
+        hint: ends the message about a text that is missing.
+    """
+
+    def __init__(self, target: Target, feature_layers: Sequence[int], store: FeatureStore, hint: str = "") -> None:
         super().__init__(target, feature_layers)
-        self.store = store
+        self.store, self.hint = store, hint
 
     def find(self, texts: Texts, place: tuple[int, int, int]) -> Mapping[str, Tensor] | None:
         return self.store.read(texts.ids(place), self.names)
@@ -233,7 +237,7 @@ class StoredFeatures(ReadFeatures):
         if states is None:
             raise MissingStatesError(
                 f"{self.store.folder} lacks a text of this batch: extract the features of this data "
-                "(scripts/extract_features.py with the same options), or train with --feature_mode hybrid"
+                f"(scripts/extract_features.py with the same options), or train with --feature_mode hybrid{self.hint}"
             )
         return states
 

@@ -258,6 +258,7 @@ def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> Prep
         target=models.target,
         heads=models.heads,
         rows={"training": rows.train_set, "held-out": rows.eval_set},
+        tokenizer=tokenizer,
         collate=collate,
         identify=partial(identify_target, models.target, options.model.target),
         rank=options.training.process_index,
