@@ -33,7 +33,7 @@ def main() -> int:
     if Path(inference.__file__ or "").resolve().parent.parent != ROOT:
         sys.exit(f"`import inference` found {inference.__file__}, not {ROOT}/inference: uninstall the other package")
     from training.data.conversations import BadLineError
-    from training.data.streaming import NoConversationError
+    from training.data.streaming import NoConversationError, message_of
     from training.options.command_line import parse_arguments
     from training.options.run_options import RunOptions
     from training.run.outcome import describe_outcome
@@ -59,7 +59,7 @@ def main() -> int:
             has_target = options.features.features_endpoint is None
             words = describe_outcome(run.output_dir, options.model.target, run.finish(), has_target=has_target)
     except (TrainingStoppedError, BadLineError, NoConversationError) as error:  # bad lines of a stream show late
-        sys.exit(f"{program}: {error}")
+        sys.exit(f"{program}: {message_of(error)}")
     if is_main_process:
         sys.stdout.write(words + "\n")
     return 0

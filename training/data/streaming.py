@@ -36,6 +36,11 @@ class NoConversationError(ValueError):
     """A reader of a stream has no conversation: the user must change the data or the number of readers."""
 
 
+def message_of(error: Exception) -> str:
+    """The error's message, without the traceback that DataLoader puts before it when a worker raises."""
+    return str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
+
+
 def check_streaming(data_args: DataArguments, training_args: TrainingArguments) -> None:
     """Raises ValueError for a stream without a number of steps, or with an order that needs all lengths."""
     if not data_args.streaming:

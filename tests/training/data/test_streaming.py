@@ -19,7 +19,7 @@ from training.data import records
 from training.data.conversations import BadLineError, Place, iterate_place
 from training.data.options import DataArguments
 from training.data.records import Share
-from training.data.streaming import ConversationStream, NoConversationError
+from training.data.streaming import ConversationStream, NoConversationError, message_of
 from training.data.training_sets import load_datasets
 from training.options.command_line import parse_arguments
 from training.run.preparation import prepare_run
@@ -108,6 +108,19 @@ def test_fewer_rows_than_readers_are_named(is_repository: bool, tmp_path: Path, 
             list(islice(streams[without], 40))
     one_after_the_other = make_stream([str(small), str(large)], word_tokenizer, **options, rank=without)
     assert len(list(islice(one_after_the_other, 20))) == 20
+
+
+def test_what_a_worker_says_is_one_line(tmp_path: Path, word_tokenizer: Any) -> None:
+    """DataLoader raises the worker's error again, with its traceback."""
+    good = {"prompt": "word50", "response": "word1"}
+    for rows, named in (([good], "one of 1 processes x 2 dataloader_num_workers; "), (["{"] * 2, "line 2: ")):
+        stream = make_stream([write(tmp_path / "a.jsonl", rows)], word_tokenizer, validation_fraction=0)
+        with pytest.raises((NoConversationError, BadLineError)) as caught:
+            list(islice(DataLoader(stream, batch_size=1, num_workers=2, collate_fn=list), 3))
+        assert "Traceback" in str(caught.value)
+        assert "\n" not in message_of(caught.value)
+        assert named in message_of(caught.value)
+    assert message_of(ValueError("a: b")) == "a: b"
 
 
 def test_packed_streams_have_the_same_conversations(files: list[str], word_tokenizer: Any) -> None:
