@@ -201,7 +201,8 @@ class RowMaker:
 
     def _arguments(self, num_new: int, body: CompletionOptions) -> dict[str, Any]:
         """Arguments of transformers' generate. What the request leaves out is the model's generation config's, and
-        else OpenAI's default."""
+        else OpenAI's default. All are given, neutral ones too: for an argument that is missing, transformers takes the
+        model's own."""
         config = self.target.model.generation_config
 
         def choose(name: str, default: Any) -> Any:
@@ -215,12 +216,11 @@ class RowMaker:
             arguments["temperature"] = float(temperature)
             arguments["top_p"] = float(choose("top_p", 1.0))
             arguments["top_k"] = max(0, choose("top_k", 0))
-            if (min_p := choose("min_p", 0.0)) > 0:
-                arguments["min_p"] = float(min_p)
-        if (penalty := choose("repetition_penalty", 1.0)) != 1.0:
-            arguments["repetition_penalty"] = float(penalty)
-        if body.logit_bias:
-            arguments["sequence_bias"] = [[[token], bias] for token, bias in self._read_bias(body.logit_bias)]
+            arguments["min_p"] = float(choose("min_p", 0.0)) or None  # 0.0 would make a warper that does nothing
+        arguments["repetition_penalty"] = float(choose("repetition_penalty", 1.0))
+        if body.logit_bias is not None:
+            biases = [[[token], bias] for token, bias in self._read_bias(body.logit_bias)]
+            arguments["sequence_bias"] = biases or None
         return arguments
 
     def _read_bias(self, bias: dict[str, float]) -> list[tuple[int, float]]:
