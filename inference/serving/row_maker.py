@@ -29,6 +29,7 @@ from inference.serving.protocol import (
 from inference.serving.row import Piece, Row, StopStrings
 from inference.serving.scheduler import PLAIN, LaneName
 from inference.streaming.detokenizer import IncrementalDetokenizer
+from inference.streaming.token_texts import TokenTexts
 from inference.targets.target import Target
 from inference.trees.options import resolve_policy
 
@@ -57,6 +58,7 @@ class RowMaker:
         self.target, self.tokenizer, self.drafters = target, tokenizer, dict(drafters)
         self.max_length = min(max_length, target.max_length or max_length)
         self.grammars = Grammars(target, tokenizer)
+        self.token_texts = TokenTexts(tokenizer)
         self._one_at_a_time = threading.Lock()  # transformers' generate reads and copies the model's config
 
     def encode_chat(self, body: ChatRequest) -> list[int]:
@@ -148,11 +150,13 @@ class RowMaker:
         seed = secrets.randbits(63) if body.seed is None else body.seed
         seeds = row_seeds(seed, body.n, self.target.device)
         num_top = body.num_top if isinstance(body, (ChatRequest, CompletionRequest)) else None
+        # A chat's reply begins a text; a completion goes on with the prompt's.
+        context = self.token_texts.context_after(prompt) if isinstance(body, CompletionRequest) else []
         return [
             Row(
                 self._make_request(prompt, arguments, body),
                 seeds[number : number + 1],
-                IncrementalDetokenizer(self.tokenizer),
+                IncrementalDetokenizer(self.tokenizer, context),
                 StopStrings(stops),
                 lambda piece, number=number: on_piece(number, piece),  # type: ignore[misc]
                 num_top=num_top,
