@@ -82,8 +82,12 @@ class BenchmarkArguments:
     temperature: list[float] = field(
         default_factory=lambda: [0.0], metadata={"help": "Sampling temperatures; 0 = greedy."}
     )
-    repetition_penalty: float = field(
-        default=1.0, metadata={"help": "As in transformers: above 1, tokens of the text get lower scores; 1 = none."}
+    repetition_penalty: float | None = field(
+        default=None,
+        metadata={
+            "help": "As in transformers: above 1, tokens of the text get lower scores; 1 = no penalty; none = as the "
+            "target's generation config says."
+        },
     )
     batch_size: list[int] = field(
         default_factory=lambda: [1],
@@ -142,7 +146,7 @@ class BenchmarkArguments:
         check_matrix(self, counts=counts, lists=("target", "prompts", "temperature", "acceptance", "batch_size"))
         if min(self.batch_size) < 1:
             raise ValueError(f"got --batch_size {' '.join(map(str, self.batch_size))}: give sizes of at least 1")
-        if self.repetition_penalty <= 0:
+        if self.repetition_penalty is not None and self.repetition_penalty <= 0:
             raise ValueError(f"got --repetition_penalty {self.repetition_penalty}: give a positive number; 1 = none")
         for rule in self.acceptance:
             resolve_rule(rule)

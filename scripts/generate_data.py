@@ -29,7 +29,8 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from inference import Decoder
-from scripts.shared.model_loading import check_device, load_heads, load_target, resolve_dtype
+from inference.request.model_settings import describe_model_settings
+from scripts.shared.model_loading import check_device, load_heads, load_target, read_generation_config, resolve_dtype
 from scripts.shared.one_line_errors import one_line_errors
 from training.options.program_parser import ProgramParser
 from training.synthesis.arguments import SynthesisArguments
@@ -65,7 +66,9 @@ def generate_data(args: SynthesisArguments) -> None:
     index, count = args.shard()
     if args.endpoint is None and count == 1:  # shards may run on other machines, and must agree
         args = replace(args, dtype=resolve_dtype(args.target, args.dtype, check_device(args.device)))
-    output = SynthesisOutput(Path(args.output), args.settings_of_the_data(), shard=(index, count))
+    generation_config = read_generation_config(args.target) if args.endpoint is None else None
+    settings = args.settings_of_the_data(generation_config)
+    output = SynthesisOutput(Path(args.output), settings, shard=(index, count))
     todo = [conversation for conversation in plan[index::count] if conversation.id not in output.done]
     try:
         if todo:
@@ -139,6 +142,8 @@ def write(todo: Sequence[Conversation], synthesizer: Synthesizer, output: Synthe
 def report(stats: dict[str, Any], title: str) -> None:
     print(title)
     print(f"  {stats['turns']} turns, {stats['tokens']} tokens")
+    if own := stats["settings"]["generation_config"]:
+        print(f"  {describe_model_settings(own)}")
     for name in ("dropped", "shortened"):
         for reason, entry in stats[name].items():
             print(f"  {name:9} {entry['count']:8} ({entry['share']:6.1%})  {reason}")

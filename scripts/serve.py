@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from inference.drafters.base import Drafter
+from inference.request.model_settings import describe_model_settings, find_model_settings
 from inference.serving.app import create_app
 from inference.serving.row_maker import name_drafters
 from inference.serving.scheduler import Limits, Scheduler
@@ -140,6 +141,8 @@ def run(args: ServeArguments) -> None:
         f"tokens at once for each of {args.max_lanes} drafters or trees, {size:.0f} MB of keys and values",
         flush=True,
     )
+    if own := find_model_settings(scheduler.target.model.generation_config, {"do_sample": True}):
+        print(f"what requests leave out comes {describe_model_settings(own)}", flush=True)
     server.announce = lambda address: print(f"serving at {address}/v1 (Ctrl-C ends)", flush=True)
     with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when all is over
         server.run()

@@ -217,7 +217,7 @@ async def _reply(
         raise RequestError(f"{error}: try again later", status=429, headers=headers) from error
     except StoppingError as error:
         raise RequestError(str(error), status=503) from error
-    writer = ReplyWriter(body, rows, server.model, server.maker.tokenizer)
+    writer = ReplyWriter(body, rows, server.model, server.maker.token_texts)
     if body.stream:
         return StreamingResponse(_stream(writer, rows, events), media_type="text/event-stream")
     return await _collect(request, writer, rows, events)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
@@ -17,9 +17,14 @@ MAX_CHOICES = 16
 
 
 class Strict(BaseModel):
-    """Refuses fields that it does not have, and values of another type."""
+    """Refuses fields that it does not have, and values of another type. null is the default, as in OpenAI's schema."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 class StreamOptions(Strict):

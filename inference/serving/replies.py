@@ -9,6 +9,7 @@ from typing import Any
 
 from inference.serving.protocol import ChatRequest, CompletionOptions
 from inference.serving.row import Piece, Row, RowToken
+from inference.streaming.token_texts import TokenTexts
 
 
 class ReplyWriter:
@@ -18,8 +19,8 @@ class ReplyWriter:
         rows: of all choices, in their order.
     """
 
-    def __init__(self, body: CompletionOptions, rows: Sequence[Row], model: str, tokenizer: Any) -> None:
-        self.body, self.rows, self.model, self.tokenizer = body, rows, model, tokenizer
+    def __init__(self, body: CompletionOptions, rows: Sequence[Row], model: str, token_texts: TokenTexts) -> None:
+        self.body, self.rows, self.model, self.token_texts = body, rows, model, token_texts
         self.is_chat = isinstance(body, ChatRequest)
         self._head = {
             "id": ("chatcmpl-" if self.is_chat else "cmpl-") + secrets.token_hex(12),
@@ -27,6 +28,7 @@ class ReplyWriter:
             "model": model,
         }
         self._begun: set[int] = set()
+        self._scored: set[int] = set()  # choices with log-probabilities so far
         self._offsets = [0] * len(rows)  # of the text so far, for completions' text_offset
 
     def usage(self) -> dict[str, int]:
@@ -88,36 +90,28 @@ class ReplyWriter:
         if self.rows[index].num_top is None:
             return None
         ends = self.rows[index].request.eos_token_ids
-        tokens = [token for token in tokens if token.id not in ends]
-        if self.is_chat:
-            return {
-                "content": [
-                    {
-                        **self._scored(token.id, token.logprob),
-                        "top_logprobs": [self._scored(*each) for each in token.top],
-                    }
-                    for token in tokens
-                ],
-                "refusal": None,
-            }
-        texts = [self._text_of(token.id) for token in tokens]
-        offsets = []
+        entries, offsets = [], []
         for token in tokens:
+            if token.id in ends:
+                continue
+            is_first = index not in self._scored and not self.rows[index].detokenizer.context
+            self._scored.add(index)
+            top = [self._score(*each, is_first=is_first) for each in token.top]
+            entries.append({**self._score(token.id, token.logprob, is_first=is_first), "top_logprobs": top})
             offsets.append(self._offsets[index])
             self._offsets[index] += len(token.text)
+        if self.is_chat:
+            return {"content": entries, "refusal": None}
         return {
-            "tokens": texts,
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{self._text_of(other): value for other, value in token.top} for token in tokens],
+            "tokens": [entry["token"] for entry in entries],
+            "token_logprobs": [entry["logprob"] for entry in entries],
+            "top_logprobs": [entry["top_logprobs"] for entry in entries],
             "text_offset": offsets,
         }
 
-    def _scored(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        text = self._text_of(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-    def _text_of(self, token_id: int) -> str:
-        return str(self.tokenizer.decode([token_id]))
+    def _score(self, token_id: int, logprob: float | None, *, is_first: bool) -> dict[str, Any]:
+        text, own_bytes = self.token_texts.read(token_id, is_first=is_first)
+        return {"token": text, "logprob": logprob, "bytes": list(own_bytes)}
 
 
 def _report_token(token: RowToken) -> dict[str, Any]:

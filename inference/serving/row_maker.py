@@ -30,6 +30,7 @@ from inference.serving.protocol import (
 from inference.serving.row import Piece, Row, StopStrings
 from inference.serving.scheduler import PLAIN, LaneName
 from inference.streaming.detokenizer import IncrementalDetokenizer
+from inference.streaming.token_texts import TokenTexts
 from inference.targets.target import Target
 from inference.trees.options import resolve_policy
 
@@ -53,6 +54,7 @@ class RowMaker:
         self.target, self.tokenizer, self.drafters = target, tokenizer, dict(drafters)
         self.max_length = min(max_length, target.max_length or max_length)
         self.grammars = Grammars(target, tokenizer)
+        self.token_texts = TokenTexts(tokenizer)
         self._one_at_a_time = threading.Lock()  # transformers' generate reads and copies the model's config
 
     def encode_chat(self, body: ChatRequest) -> list[int]:
@@ -133,11 +135,13 @@ class RowMaker:
         seed = secrets.randbits(63) if body.seed is None else body.seed
         seeds = row_seeds(seed, body.n, self.target.device)
         num_top = body.num_top if isinstance(body, (ChatRequest, CompletionRequest)) else None
+        # A chat's reply begins a text; a completion goes on with the prompt's.
+        context = self.token_texts.context_after(prompt) if isinstance(body, CompletionRequest) else []
         return [
             Row(
                 self._make_request(prompt, arguments, body),
                 seeds[number : number + 1],
-                IncrementalDetokenizer(self.tokenizer),
+                IncrementalDetokenizer(self.tokenizer, context),
                 StopStrings(stops),
                 lambda piece, number=number: on_piece(number, piece),  # type: ignore[misc]
                 num_top=num_top,
@@ -186,7 +190,8 @@ class RowMaker:
 
     def _arguments(self, num_new: int, body: CompletionOptions) -> dict[str, Any]:
         """Arguments of transformers' generate. What the request leaves out is the model's generation config's, and
-        else OpenAI's default."""
+        else OpenAI's default. All are given, neutral ones too: for an argument that is missing, transformers takes the
+        model's own."""
         config = self.target.model.generation_config
 
         def choose(name: str, default: Any) -> Any:
@@ -200,12 +205,11 @@ class RowMaker:
             arguments["temperature"] = float(temperature)
             arguments["top_p"] = float(choose("top_p", 1.0))
             arguments["top_k"] = max(0, choose("top_k", 0))
-            if (min_p := choose("min_p", 0.0)) > 0:
-                arguments["min_p"] = float(min_p)
-        if (penalty := choose("repetition_penalty", 1.0)) != 1.0:
-            arguments["repetition_penalty"] = float(penalty)
-        if body.logit_bias:
-            arguments["sequence_bias"] = [[[token], bias] for token, bias in self._read_bias(body.logit_bias)]
+            arguments["min_p"] = float(choose("min_p", 0.0)) or None  # 0.0 would make a warper that does nothing
+        arguments["repetition_penalty"] = float(choose("repetition_penalty", 1.0))
+        if body.logit_bias is not None:
+            biases = [[[token], bias] for token, bias in self._read_bias(body.logit_bias)]
+            arguments["sequence_bias"] = biases or None
         return arguments
 
     def _read_bias(self, bias: dict[str, float]) -> list[tuple[int, float]]:

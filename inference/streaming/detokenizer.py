@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -10,13 +11,17 @@ class IncrementalDetokenizer:
 
     A character whose bytes are spread over several tokens appears with the last of these tokens. Each call decodes the
     last piece's tokens again as context, because a token's text may depend on the token before it.
+
+    Args:
+        context: tokens before the first one. Without them some tokenizers strip the space with which the text begins.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, context: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._context = 0  # the tokens before the pending ones begin here
-        self._pending = 0  # the tokens without a piece begin here
+        self.context = [*context]
+        self._ids = [*context]
+        self._known = 0  # the tokens before the pending ones begin here
+        self._pending = len(self._ids)  # the tokens without a piece begin here
 
     def add(self, token_id: int) -> str:
         """Returns the text that this token completes; it may be empty."""
@@ -28,12 +33,12 @@ class IncrementalDetokenizer:
         return self._take(is_last=True)
 
     def _take(self, *, is_last: bool) -> str:
-        known = self._decode(self._ids[self._context : self._pending])
-        text = self._decode(self._ids[self._context :])
+        known = self._decode(self._ids[self._known : self._pending])
+        text = self._decode(self._ids[self._known :])
         if text.endswith("\ufffd") and not is_last:  # an incomplete character
             return ""
         if len(text) > len(known):
-            self._context, self._pending = self._pending, len(self._ids)
+            self._known, self._pending = self._pending, len(self._ids)
         return text[len(known) :]
 
     def _decode(self, ids: list[int]) -> str:

@@ -212,12 +212,17 @@ def make_decodings(
     return decodings
 
 
+def make_settings(max_new_tokens: int, temperature: float) -> Settings:
+    """Without the target's own penalty: near-ties are judged by its logits."""
+    return Settings(max_new_tokens, temperature, repetition_penalty=1.0)
+
+
 def as_decode(decoding: Decoding, target: Target, temperature: float) -> Decode:
     """The decoding as a function of lists; all rows have the same seed."""
 
     def decode(prefixes: list[list[int]], count: int) -> list[list[int]]:
         rows = (Prompt("", 0, torch.tensor([prefix], device=target.device)) for prefix in prefixes)
-        return decoding(Batch.of(*rows), Settings(count, temperature)).texts
+        return decoding(Batch.of(*rows), make_settings(count, temperature)).texts
 
     return decode
 
@@ -250,7 +255,7 @@ def measure(args: DivergenceArguments, dtype: str) -> tuple[dict[str, Any], Tall
     decodings = make_decodings(target, heads, args, batch_invariant=args.batch_invariant)
     ordinary = make_decodings(target, heads, args, batch_invariant=False) if args.batch_invariant else {}
     decodes = {name: as_decode(decoding, target, args.temperature) for name, decoding in decodings.items()}
-    judge, settings = make_judge(target.model, args.temperature), Settings(args.max_new_tokens, args.temperature)
+    judge, settings = make_judge(target.model, args.temperature), make_settings(args.max_new_tokens, args.temperature)
     references = [reference for reference in REFERENCES if reference in decodings]
     has_itself = args.batch_invariant or args.batch_size > 1  # the reference in the batch, and its cost
     tallies = {

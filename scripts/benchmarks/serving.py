@@ -174,6 +174,8 @@ async def ask_all(
     async def work(client: openai.AsyncOpenAI) -> None:
         for number, ask in waiting:
             options: dict[str, Any] = {"temperature": args.temperature, "seed": ask.seed}
+            if name != STOCK:
+                options["extra_body"] = {"top_k": 0}  # as in `decode_alone`, whatever the generation config says
             begin, first, text = time.perf_counter(), None, ""
             stream = await client.chat.completions.create(
                 model=model, messages=ask.messages, max_tokens=ask.max_tokens, stream=True, **options

@@ -24,8 +24,12 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "am
 
 
 def describe_environment(target: Target, settings: Settings | None, /, **details: Any) -> dict[str, Any]:
-    """Everything a reader needs to judge or to reproduce the numbers, with the settings and details."""
+    """Everything a reader needs to judge or to reproduce the numbers, with the settings and details.
+
+    `generation_config` is what the target's generation config adds to the settings.
+    """
     options = asdict(settings) if settings is not None else {}
+    own = {} if settings is None else {"generation_config": settings.find_model_settings(target)}
     return {
         **describe_machine(target.device),
         "device": str(target.device),
@@ -34,6 +38,7 @@ def describe_environment(target: Target, settings: Settings | None, /, **details
         "batch": options.pop("batch_size", 1),
         **describe_program(),
         **options,
+        **own,
         **details,
     }
 

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from inference import GenerationStats, Target
 from inference.execution.compiled import count_graphs
+from inference.request.model_settings import find_model_settings
 from scripts.measuring.roofline import Work
 from training.synthesis.prompts import read_prompts
 
@@ -29,25 +30,30 @@ TRANSFORMERS, PLAIN = "transformers generate", "plain decoding"
 @dataclass(frozen=True)
 class Settings:
     """The settings of all contenders. max_new_tokens: per prompt. temperature: 0 = greedy. seed: of prompt 0; prompt i
-    uses seed + i. batch_size: prompts decoded together. repetition_penalty: as in transformers; 1 = none."""
+    uses seed + i. batch_size: prompts decoded together. repetition_penalty: as in transformers; 1 = no penalty, None =
+    as the target's generation config says."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
     repeats: int = 3
     batch_size: int = 1
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
 
     @property
     def is_sampled(self) -> bool:
         return self.temperature > 0
 
+    def find_model_settings(self, target: Target) -> dict[str, Any]:
+        """What changes the texts of this target though it is not among the settings: see `model_settings`."""
+        return find_model_settings(target.model.generation_config, self.generate_kwargs())
+
     def generate_kwargs(self, max_new_tokens: int | None = None) -> dict[str, Any]:
         """Keyword arguments of transformers' `generate`."""
         kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens or self.max_new_tokens, "do_sample": self.is_sampled}
-        if self.repetition_penalty != 1:
+        if self.repetition_penalty is not None:
             kwargs["repetition_penalty"] = self.repetition_penalty
-        # The target's whole distribution, whatever its generation config says: the same for all contenders.
+        # Whatever the target's generation config says about these three.
         return {**kwargs, "temperature": self.temperature, "top_k": 0, "top_p": 1.0} if self.is_sampled else kwargs
 
 

@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
+from inference.request.model_settings import describe_model_settings
 from scripts.measuring.rows import Row
 
 LABEL_WIDTH = 24  # of the first column, where it has to be folded
@@ -106,6 +107,8 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
         f"{environment['repeats']} repeats, batch {environment['batch']}, "
         f"{environment['gpu'] or environment['cpu']}, {environment['threads']} threads"
     )
+    if own := environment.get("generation_config"):
+        notes.append(describe_model_settings(own))
     legend = (
         "× generate: speed over transformers' eager generate; × fastest plain: speed over this library's fastest "
         "decoding without drafts"

@@ -189,6 +189,8 @@ def _compare_texts(
         return
     name = reference_name(settings)
     row.reference = name if settings.batch_size == 1 else f"{name}, batch 1"
+    is_processed = settings.repetition_penalty not in (None, 1.0) or bool(settings.find_model_settings(target))
+    has_gap = not settings.is_sampled and not is_processed  # the target's logits decide
     for place, batch in enumerate(make_batches(prompts, settings.batch_size)):
         row.num_compared += len(batch.prompts)
         for number, prompt in enumerate(batch.prompts):
@@ -196,7 +198,6 @@ def _compare_texts(
             texts = [runs[place].texts[number] for runs in contender.runs]
             found = next((text for text in texts if text != expected), None)
             if found is not None:
-                has_gap = not settings.is_sampled and settings.repetition_penalty == 1  # the logits decide
                 difference = find_difference(prompt, expected, found, target, has_gap=has_gap)
                 row.differences.append(difference)
     row.num_identical = row.num_compared - len(row.differences)

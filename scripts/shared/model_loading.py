@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from heads import DraftHeads
@@ -84,6 +84,15 @@ def resolve_dtype(name: str, dtype: str, device: str) -> str:
         name,
     )
     return "float32"
+
+
+def read_generation_config(name: str) -> GenerationConfig:
+    """The generation config that the target of this folder or hub id has after loading."""
+    check_folder(name)
+    try:
+        return GenerationConfig.from_pretrained(name)
+    except OSError:  # it has no such file: as transformers does
+        return GenerationConfig.from_pretrained(name, config_file_name="config.json", _from_model_config=True)
 
 
 def check_folder(name: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inference import Decoder, GenerationStats
+from inference.streaming.token_texts import TokenTexts
 from scripts.terminal.printer import speed_of
 
 NEAR_TIE = 0.05  # between two log-probabilities that rounding in low precision may swap
@@ -54,7 +55,8 @@ def compare_with_plain(reply: Reply, plain: Decoder, tokenizer: Any) -> Comparis
     pairs = enumerate(zip(other, reply.token_ids, strict=False))
     place = next((place for place, (theirs, ours) in pairs if theirs != ours), min(len(other), length))
     both = [ids[place] if place < len(ids) else None for ids in (reply.token_ids, other)]
-    ours, theirs = ("the end" if token is None else repr(tokenizer.decode([token])) for token in both)
+    texts = TokenTexts(tokenizer)
+    ours, theirs = ("the end" if token is None else repr(texts.read(token)[0]) for token in both)
     text = f"token {place + 1} is the first that differs: {ours} with drafts, {theirs} plainly"
     if None not in both:
         text += _describe_tie(reply, plain, place, both)

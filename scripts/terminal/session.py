@@ -17,6 +17,7 @@ from torch import Tensor
 
 from inference import Decoder, DistributedDecoder, Drafter, GenerationStats
 from inference.distributed.coordinator import Link
+from inference.request.model_settings import describe_model_settings, find_model_settings
 from scripts.shared.model_loading import encode_messages, load_drafter, load_target
 from scripts.shared.ranks import choose_device
 from scripts.terminal.arguments import GenerateArguments
@@ -71,6 +72,7 @@ class ChatSession:
         self._plain: Decoder | None = None
         self._last: Reply | None = None
         self._plain_speed: float | None = None
+        self._model_settings: dict[str, Any] = {}  # as last shown
 
     def _load_drafter(self, args: GenerateArguments) -> Drafter | None:
         return load_drafter(
@@ -138,6 +140,7 @@ class ChatSession:
         options = self.args.generate_kwargs()
         if options["do_sample"] and options["seed"] is None:
             options["seed"] = secrets.randbits(31)  # for a comparison
+        self._note_model_settings(options)
         printer, is_whole = ReplyPrinter(self.tokenizer, self.console), True
         own: dict[str, Any] = {}
         if isinstance(self.decoder, Decoder):
@@ -153,6 +156,13 @@ class ChatSession:
         self.conversation.answer(printer.text)
         self._last = Reply(input_ids, printer.token_ids, options, stream.output.stats, is_whole)
         self._describe(self._last.stats)
+
+    def _note_model_settings(self, options: dict[str, Any]) -> None:
+        """Says what the target's generation config adds to the options, before the first reply and when it changes."""
+        own = find_model_settings(self.target.model.generation_config, options)
+        if own and own != self._model_settings:
+            self.notes.print(describe_model_settings(own), style="dim", markup=False, soft_wrap=True)
+        self._model_settings = own
 
     def _describe(self, stats: GenerationStats) -> None:
         has_color = not self.console.no_color and self.console.is_terminal

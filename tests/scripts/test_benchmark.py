@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
 from dataclasses import replace
@@ -90,6 +91,37 @@ def test_a_repetition_penalty_changes_the_texts(target: Target, chat_tokenizer: 
     for decode in (OurDecoding(target, None), TransformersDecoding(target)):
         text, other = (decode(batch, Settings(24, repetition_penalty=penalty)).texts[0] for penalty in (1.0, 3.0))
         assert share_of_repeated_ngrams([text], n=1) > share_of_repeated_ngrams([other], n=1)
+
+
+def test_a_penalty_of_one_is_no_penalty_whatever_the_model_says(
+    target: Target, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a penalty the model's own holds; it is recorded and told, and the target's logits then decide nothing."""
+    story = encode_messages(chat_tokenizer, [{"role": "user", "content": "Write a short story about a dog."}])
+    batch, decodings = Batch.of(Prompt("", 0, story)), (OurDecoding(target, None), TransformersDecoding(target))
+    ways = [Settings(24), Settings(24, repetition_penalty=1.0)]
+    plain = [decode(batch, ways[0]).texts for decode in decodings]
+    config = copy.deepcopy(target.model.generation_config)
+    config.repetition_penalty = 3.0
+    monkeypatch.setattr(target.model, "generation_config", config)
+    for decode, texts in zip(decodings, plain, strict=True):
+        assert [decode(batch, settings).texts == texts for settings in ways] == [False, True]
+    reports = [describe_environment(target, settings, target="t", num_prompts=1) for settings in ways]
+    assert [one["generation_config"] for one in reports] == [{"repetition_penalty": 3.0}, {}]
+    assert [one["repetition_penalty"] for one in reports] == [None, 1.0]
+    text, other = plain[0][0], [*plain[0][0][:-1], 7]
+    contenders = [
+        contender(TRANSFORMERS, [[Run([text], 1.0, 24)]]),
+        contender("mine", [[Run([other], 1.0, 24, stats_of([1], verify=0.1, total=0.2))]]),
+    ]
+    gaps = []
+    for settings, environment in zip(ways, reports, strict=True):
+        rows = make_rows(contenders, [Prompt("", 0, story)], settings, target)
+        gaps.append(rows[1].differences[0].gap)
+        notes = make_grids(rows, environment)[0].notes
+        assert any("repetition_penalty 3.0" in note for note in notes) == (settings is ways[0])
+    assert gaps[0] is None
+    assert gaps[1] is not None
 
 
 def test_a_tree_too_deep_for_its_heads_is_reported_not_raised(target: Target) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from inference import StepTokens
 from scripts import generate
@@ -46,8 +48,8 @@ def chat(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
         monkeypatch.setattr("builtins.input", read)
         monkeypatch.setattr(sys, "stdin", Terminal())
         monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-        options = {"heads": EAGLE3, "max_new_tokens": 24} | options
-        generate.run(GenerateArguments(target=str(CHAT_TARGET), dtype="float32", device="cpu", **options))
+        options = {"target": str(CHAT_TARGET), "heads": EAGLE3, "max_new_tokens": 24} | options
+        generate.run(GenerateArguments(dtype="float32", device="cpu", **options))
         captured = capsys.readouterr()
         return captured.out.splitlines(), captured.err.splitlines()
 
@@ -76,6 +78,22 @@ def test_commands_change_how_replies_are_decoded(chat: Chat) -> None:
     assert lengths[1] is not None
     assert float(lengths[0][1]) > float(lengths[1][1]) <= 2
     assert lengths[2] is None, "nothing is drafted in plain decoding"
+
+
+def test_what_the_targets_generation_config_sets_is_told(chat: Chat, small_chat: str, tmp_path: Path) -> None:
+    """Once, and again when the temperature changes it."""
+    folder = tmp_path / "target"
+    shutil.copytree(small_chat, folder)
+    config = GenerationConfig.from_pretrained(folder)
+    config.update(do_sample=True, repetition_penalty=1.2, min_p=0.1, top_p=0.5)
+    config.save_pretrained(folder)
+    options = {"target": str(folder), "heads": None, "max_new_tokens": 2}
+    _, notes = chat("Hi", "Hi", "/temperature 0.5", "Hi", "Hi", **options)
+    told = [re.findall(r"(\w+) (\d\.\d)", note) for note in notes if "generation config" in note]
+    penalty = ("repetition_penalty", "1.2")
+    assert told == [[penalty], [("min_p", "0.1"), penalty]]  # top_p is the chat's own
+    _, notes = chat("Hi", max_new_tokens=2)
+    assert not any("generation config" in note for note in notes)
 
 
 @pytest.mark.parametrize(

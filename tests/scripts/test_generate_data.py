@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,6 +200,25 @@ def test_a_broken_run_goes_on_where_it_stopped(
         run(output, "--prompts", prompts)
     assert 0 < len(begun) <= NUM_PROMPTS // 2
     assert results(output) == expected
+
+
+@pytest.mark.parametrize("temperature", [0, 2])
+def test_what_the_targets_generation_config_sets_is_recorded(
+    temperature: int, run: Run, target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes the text, so a run does not go on under another one."""
+    folder, output = tmp_path / "target", tmp_path / "out.jsonl"
+    shutil.copytree(target, folder)
+    own = {"do_sample": True, "repetition_penalty": 1.5, "min_p": 0.01, "top_k": 3}
+    GenerationConfig(eos_token_id=sorted(STOP_IDS), **own).save_pretrained(folder)
+    options = ("--target", folder, "--prompts", prompts, "--temperature", temperature, "--num_conversations")
+    told = run(output, *options, 4)
+    expected = {"repetition_penalty": 1.5} | ({"min_p": 0.01} if temperature else {})  # --top_k is given
+    assert results(output)["stats"]["settings"]["generation_config"] == expected
+    assert "repetition_penalty 1.5" in told
+    GenerationConfig(eos_token_id=sorted(STOP_IDS)).save_pretrained(folder)
+    with pytest.raises(SystemExit):
+        run(output, *options, 8)
 
 
 def test_a_larger_plan_goes_on_from_a_finished_one(

@@ -12,6 +12,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from heads import DraftHeads
 from inference import Decoder, GenerationStats, Target
+from inference.request.model_settings import find_model_settings
 from inference.targets.model_config import LengthLimit
 from training.data.options import DataArguments
 from training.distributed.whole_heads import whole_heads
@@ -67,6 +68,10 @@ class AcceptanceMeter:
     heads: DraftHeads
     prompts: list[Prompt]
     max_new_tokens: int
+
+    def find_model_settings(self) -> dict[str, Any]:
+        """What the target's generation config adds to greedy decoding."""
+        return find_model_settings(self.target.model.generation_config, {"do_sample": False})
 
     def __call__(self) -> dict[str, float]:
         decoder = Decoder(self.target, whole_heads(self.heads))

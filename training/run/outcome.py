@@ -123,7 +123,10 @@ def written_command(arguments: Sequence[str]) -> str:
 
 
 def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
-    """`training_record.json`: command, cost of the training, processes, versions, metrics."""
+    """`training_record.json`: command, cost of the training, processes, versions, metrics; and what the target's
+    generation config adds to the greedy decoding that measures the acceptance length."""
+    meter = trainer.measure_acceptance
+    settings = meter.find_model_settings() if isinstance(meter, AcceptanceMeter) else {}
     state, processes = trainer.state, trainer.accelerator.state
     distributed = {"distributed_type": processes.distributed_type.value, "num_processes": processes.num_processes}
     if processes.distributed_type == DistributedType.DEEPSPEED:
@@ -141,6 +144,7 @@ def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float
             **distributed,
             "target_parameters_per_process": count_held(trainer.target.model),
         },
+        "generation_config": settings,
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "platform": platform.platform(),
         "metrics": metrics,

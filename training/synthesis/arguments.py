@@ -6,7 +6,10 @@ import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from transformers import GenerationConfig
+
 from heads.adapter import find_adapter_of, hash_adapter
+from inference.request.model_settings import find_model_settings
 from training.data.layouts import AUTO, RecordFormat
 from training.data.options import option, refuse_without
 from training.synthesis.reply_decoding import TurnSettings
@@ -125,13 +128,21 @@ class SynthesisArguments:
         rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         return self.shard_index * num_processes + rank, self.num_shards * num_processes
 
-    def settings_of_the_data(self) -> dict[str, Any]:
-        """The settings that determine the text: parts with other values of these must not be mixed."""
+    def settings_of_the_data(self, generation_config: GenerationConfig | None) -> dict[str, Any]:
+        """The settings that determine the text: parts with other values of these must not be mixed.
+
+        Args:
+            generation_config: of the target; None = a server's, which is not known.
+        """
         names = ["target", "mode", "max_turns", "keep_truncated", "temperature", "top_p", "top_k"]
         names += ["max_new_tokens", "seed", "dtype"]
         adapter = None if self.heads is None else find_adapter_of(self.heads)
+        own: dict[str, Any] = {}
+        if generation_config is not None:
+            own = find_model_settings(generation_config, self.turn_settings().generate_kwargs())
         return {
             **{name: getattr(self, name) for name in names},
             "is_from_endpoint": self.endpoint is not None,
+            "generation_config": own or None,
             "adapter_of_target": None if adapter is None else hash_adapter(adapter),
         }

@@ -19,12 +19,13 @@ from training.synthesis.reply_sources import Reply, TurnRequest, make_reply
 from training.synthesis.turn_template import Role, TurnTemplate
 
 _THOUGHTS = ("reasoning", "reasoning_content")  # the key for thoughts in vLLM, and in its older releases and others
-# Fields that keep all tokens, where a server would otherwise drop some: vLLM and SGLang follow the target's generation
-# config, llama.cpp its own options. The keys are the servers' names in /models (`owned_by`): others (OpenAI's) may
-# reject fields that they do not know.
+# Fields that keep all tokens, where a server would otherwise drop some: vLLM, SGLang and this library's server follow
+# the target's generation config, llama.cpp its own options. The keys are the servers' names in /models (`owned_by`):
+# others (OpenAI's) may reject fields that they do not know.
 _ALL_TOKENS: dict[str, dict[str, float]] = {
     "vllm": {"top_k": -1},
     "sglang": {"top_k": -1},
+    "draftsmith": {"top_k": 0},
     "llamacpp": {"top_k": 0, "min_p": 0.0},
 }
 

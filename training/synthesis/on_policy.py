@@ -6,6 +6,7 @@ target's own earlier replies. The drawn tokens are the row, so nothing is tokeni
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -25,10 +26,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from heads import DraftHeads
 from inference import Decoder, DynamicTree, GenerationStats, Target
+from inference.request.model_settings import describe_model_settings, find_model_settings
 from training.data.options import option, refuse_without, seed_of_data
 from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, turn_seed
 from training.synthesis.turn_template import TurnTemplate
 
+logger = logging.getLogger(__name__)
 FILE = "on_policy.safetensors"
 # Small trees gain most in batches. The size is fixed, because the tree that verifies a token can affect its rounding.
 TREE = DynamicTree(depth=3, top_k=4, num_nodes=8)
@@ -229,6 +232,8 @@ class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
         generation_config = trainer.target.model.generation_config
         self.stop_ids = self.template.find_stop_ids(generation_config.eos_token_id)["assistant"]
         self.settings = args.turn_settings()
+        if own := find_model_settings(generation_config, self.settings.generate_kwargs()):
+            logger.info("on-policy replies: %s", describe_model_settings(own))
         self._make_writer(None)
 
     def on_epoch_begin(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,6 +38,17 @@ class TurnSettings:
             raise ValueError(f"top_p is {self.top_p}: give more than 0 and at most 1")
         if self.top_k < 0:
             raise ValueError(f"top_k is {self.top_k}: give the number of tokens to keep, or 0 for all")
+
+    def generate_kwargs(self) -> dict[str, Any]:
+        """Arguments of `generate`. All are given: what is missing is the target's generation config's."""
+        is_drawn = self.temperature > 0
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": is_drawn,
+            "temperature": self.temperature if is_drawn else None,
+            "top_p": self.top_p if is_drawn else None,
+            "top_k": self.top_k if is_drawn else None,
+        }
 
 
 @dataclass(frozen=True)
@@ -166,22 +178,17 @@ class TurnDecoder:
         self, prompts: Sequence[Sequence[int]], stop_ids: Collection[int], seeds: Sequence[int]
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, up to the first one that ends a turn."""
-        width, device, settings = max(map(len, prompts)), self.decoder.target.device, self.settings
+        width, device = max(map(len, prompts)), self.decoder.target.device
         pads = [width - len(prompt) for prompt in prompts]
         input_ids = [[min(stop_ids)] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)]
         mask = [[0] * pad + [1] * (width - pad) for pad in pads]
-        is_drawn = settings.temperature > 0
         output = self.decoder.generate(
             torch.tensor(input_ids, device=device),
             torch.tensor(mask, device=device),
             seed=list(seeds),
-            max_new_tokens=settings.max_new_tokens,
             eos_token_id=sorted(stop_ids),
             pad_token_id=min(stop_ids),
-            do_sample=is_drawn,
-            temperature=settings.temperature if is_drawn else None,
-            top_p=settings.top_p if is_drawn else None,
-            top_k=settings.top_k if is_drawn else None,  # always: transformers' default keeps only 50 tokens
+            **self.settings.generate_kwargs(),
         )
         self.stats += output.stats
         rows = output.sequences[:, width:].tolist()

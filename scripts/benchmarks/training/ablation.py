@@ -233,7 +233,8 @@ def run(args: AblationArguments, options: Sequence[str], console: Console) -> di
         for name, some in prompts.items()
     }
     details = {"target": args.target, "prompts": args.prompts, "num_prompts": num_prompts, "tree": args.tree}
-    environment = {**describe_environment(target, None, **details), "batch": args.batch_size}
+    own = Settings(args.max_new_tokens, max(args.temperature)).find_model_settings(target)
+    environment = {**describe_environment(target, None, generation_config=own, **details), "batch": args.batch_size}
     results: dict[str, dict[str, Any]] = {}
     output = Path(args.output)
     for config in map(Path, args.configs):

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from inference import Target
 from inference.serving import app
+from inference.serving.protocol import ChatRequest, CompletionRequest
 from inference.serving.scheduler import Limits
 from tests.inference.serving.arrivals import SECONDS
 from tests.inference.serving.conftest import MODEL, Running, running
@@ -122,6 +123,20 @@ def test_values_that_ask_for_nothing_are_allowed(client: httpx.Client) -> None:
     nothing = {"echo": False, "best_of": 1, "suffix": None, "user": "me", "logit_bias": {}, "stop": None}
     nothing |= {"response_format": {"type": "text"}, "presence_penalty": 0, "top_k": -1}
     assert client.post("/completions", json=PLAIN | nothing).status_code == 200
+
+
+def test_null_is_the_default(client: httpx.Client) -> None:
+    """For every field that has a default."""
+    for path, kind, body in (("chat/completions", ChatRequest, CHAT), ("completions", CompletionRequest, PLAIN)):
+        nulls = {name: None for name, field in kind.model_fields.items() if not field.is_required()}
+        assert {"n", "stream", "logprobs", "presence_penalty", "frequency_penalty"} <= nulls.keys()
+        body = body | {"temperature": 0}
+        given, left_out = client.post(path, json=nulls | body), client.post(path, json=body)
+        assert given.status_code == 200, given.text
+        assert given.json()["choices"] == left_out.json()["choices"]
+    assert_refused(client.post("/completions", json=PLAIN | {"prompt": None}))
+    ends = {"stream": True, "stream_options": {"include_usage": None}}
+    assert client.post("/completions", json=PLAIN | ends).status_code == 200
 
 
 def test_other_models_routes_and_methods(client: httpx.Client, served: Running) -> None:

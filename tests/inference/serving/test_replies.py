@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from inference import Target, generate
 from inference.request.processors import OccurrencePenaltiesLogitsProcessor
@@ -159,7 +159,7 @@ def test_logprobs_are_the_targets(served: Running, served_target: Target) -> Non
     content = chat.logprobs.content
     assert "".join(entry.token for entry in content) == chat.message.content
     for entry in content:
-        assert bytes(entry.bytes).decode() == entry.token
+        assert bytes(entry.bytes).decode(errors="replace") == entry.token  # some tokens are parts of characters
         assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob)  # greedy
         assert entry.top_logprobs[1].logprob <= entry.logprob < 0
     own = plain.choices[0].logprobs
@@ -188,6 +188,42 @@ def test_penalties_and_biases_change_a_text_as_generate_does(
             )
             alone = texts_alone(served_target, chat_tokenizer, ids, **settings, **expected)
             assert [reply.choices[0].text] == alone, given or extra
+
+
+@pytest.mark.parametrize(
+    ("own", "given", "options"),
+    [
+        ({"repetition_penalty": 1.9}, {"repetition_penalty": 1.0}, {}),
+        ({"sequence_bias": [[[77], 50.0]]}, {"logit_bias": {}}, {}),
+        ({"min_p": 0.9}, {"min_p": 0}, SAMPLED),
+        ({"top_p": 0.1}, {"top_p": 1}, {"temperature": 0.9, "seed": 5}),
+        ({"top_k": 1}, {"top_k": 0}, SAMPLED),
+        ({"top_k": 1}, {"top_k": -1}, SAMPLED),
+        ({"temperature": 0.01}, {"temperature": 1}, {"seed": 5}),
+    ],
+    ids=str,
+)
+def test_a_neutral_value_switches_the_models_own_off(
+    own: dict[str, Any],
+    given: dict[str, Any],
+    options: dict[str, Any],
+    served: Running,
+    served_target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = {"temperature": 0, **options, "prompt": [5, 6, 7], "max_tokens": 12}
+    if "temperature" in given:
+        del body["temperature"]
+
+    def ask(**more: Any) -> str:
+        reply = httpx.post(f"{served.url}/completions", json=body | more, timeout=SECONDS).json()
+        return str(reply["choices"][0]["text"])
+
+    plain = ask(**given)
+    monkeypatch.setattr(served_target.model, "generation_config", GenerationConfig(**own))
+    left_out = ask(**dict.fromkeys(given))
+    assert left_out != plain, "the model's own setting must change this text for the test to mean anything"
+    assert ask(**given) == plain
 
 
 def test_reports_of_drafting(served: Running) -> None:

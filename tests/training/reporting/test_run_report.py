@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from transformers import GenerationConfig
 
 from heads import DraftHeads
 from tests.training.runner import Runner, write_conversations
@@ -24,12 +26,14 @@ class TestReport:
     @classmethod
     def finished(cls, target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
         folder = tmp_path_factory.mktemp("reported")
+        target = Path(shutil.copytree(target_path, folder / "target"))
+        GenerationConfig(do_sample=True, repetition_penalty=1.1, top_k=5).save_pretrained(target)
         conversations = write_conversations(folder / "conversations.jsonl")
         user, reply = {"role": "user", "content": "word1"}, {"role": "assistant", "content": "word2"}
         rest = [[user, {**reply, "content": ""}, user, reply], [user, {**reply, "train": False}], [user]]
         with conversations.open("a") as file:
             file.writelines(json.dumps({"messages": messages}) + "\n" for messages in rest)
-        runner = Runner(target_path, conversations, folder / "heads")
+        runner = Runner(target, conversations, folder / "heads")
         runner(report=True, eval_strategy="steps", eval_steps=4, max_steps=8)
         return runner
 
@@ -40,6 +44,7 @@ class TestReport:
         assert all(link.startswith("data:image/svg+xml;base64,") for link in links), "no network"
         assert not re.search(r"<(script|link)\b", text)
         record = json.loads((finished.output_dir / "training_record.json").read_text())
+        assert record["generation_config"] == {"repetition_penalty": 1.1}
         assert f">{record['metrics']['eval_acceptance_length']:.4g}</td>" in text
         assert "<th>learning_rate</th><td>0.003</td>" in text
         assert "<th>tokens in the loss</th>" in text

@@ -167,6 +167,7 @@ def test_thoughts_that_a_server_tells_apart_are_kept(
     [
         ("vllm", 0, {"top_k": -1}),
         ("sglang", 0, {"top_k": -1}),
+        ("draftsmith", 0, {"top_k": 0}),
         ("llamacpp", 0, {"top_k": 0, "min_p": 0.0}),
         ("vllm", 7, {"top_k": 7}),
         ("openai", 0, {}),
@@ -177,7 +178,7 @@ def test_thoughts_that_a_server_tells_apart_are_kept(
 def test_all_tokens_means_all_where_a_server_would_draw_from_fewer(
     owner: str | None, top_k: int, sent: dict[str, float], server: OpenAIServer, connect: Callable[..., Any]
 ) -> None:
-    """vLLM and SGLang take what is not sent from the target's generation config: Qwen3's says top_k 20."""
+    """Most take what is not sent from the target's generation config: Qwen3's says top_k 20."""
     server.owner = owner
     choice = {"message": {"content": "word1"}, "text": "word1", "finish_reason": "stop"}
     server.override = {"choices": [choice]}

@@ -1,0 +1,37 @@
+"""Small tokenizers of several kinds, without training or files."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+WORDS = ("Hello", "world", "sea", "and")
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama 2's: words with and without their space, letters, and a token for each byte. A text's first space is
+    stripped. Its chat template ends in plain text."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
+    pieces += [*(f"▁{word}" for word in WORDS), *WORDS]
+    vocab = {piece: token_id for token_id, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
+    )
+
+
+def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
+    """As BERT's: pieces that go on with a word begin with ##, all others with a space."""
+    pieces = ["[UNK]", *WORDS, *(f"##{word}" for word in WORDS)]
+    tokenizer = Tokenizer(models.WordPiece({piece: token_id for token_id, piece in enumerate(pieces)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
