@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
+from inference.execution.drafting import CATCH_UP, Drafting
 from inference.execution.step import DecodeStep
 from inference.planning.costs import StepCosts
 from inference.prompts import PREFILL_CHUNK, PromptReader
@@ -97,10 +99,10 @@ def is_end(arrival: Arrival, token: int) -> bool:
     return token in arrival.options.get("eos_token_id", [])
 
 
-def guess_costs(step: DecodeStep, batch_size: int, sampler: Any) -> StepCosts:
-    """Of batches up to 2 rows drafting is worth it, of larger ones not. Measuring takes seconds."""
+def guess_costs(step: DecodeStep, batch_size: int, sampler: Any, *, most_rows: int = 2) -> StepCosts:
+    """Of batches up to `most_rows` rows drafting is worth it, of larger ones not. Measuring takes seconds."""
     trees = step.policy.candidates if step.policy is not None else ()
-    cost = 1.1 if batch_size <= 2 else 9.0
+    cost = 1.1 if batch_size <= most_rows else 9.0
     return StepCosts((64, 896), (1.0, 1.0), (cost, cost), (cost,) * len(trees), tuple(tree.num_nodes for tree in trees))
 
 
@@ -112,6 +114,30 @@ def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monke
         arrival.lane = ("draft", tree if number % 2 else None)
     serve(oracle, arrivals)
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+
+
+def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows join and leave all the time. The drafter reads what waits for it, and its rows stay those of the batch."""
+    target, held = target_of("llama", num_hidden_layers=2), []
+    never = partial(guess_costs, most_rows=0)
+    monkeypatch.setattr("inference.planning.planner.find_costs", never)
+    take = Drafting.take
+
+    def note(drafting: Drafting, slots: Any) -> None:
+        take(drafting, slots)
+        held.append(sum(one.width for one in drafting._waiting))
+
+    monkeypatch.setattr(Drafting, "take", note)
+    scheduler = Scheduler(target, drafters_of(tiny_heads("eagle3", target)), tree="auto", limits=LIMITS)
+    draws = random.Random(2)
+    options = [{"max_new_tokens": draws.randrange(5, 90), "do_sample": bool(draws.randrange(2))} for _ in range(12)]
+    arrivals = [Arrival(target, [3 + number], each, seed=number) for number, each in enumerate(options)]
+    serve(scheduler, arrivals, num_first=3, chance=0.0)
+    end(scheduler)
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+    assert len(held) > 4 * CATCH_UP
+    assert max(held) == CATCH_UP + 1
+    assert all(one.row is not None and one.row.num_drafts == 0 for one in arrivals)
 
 
 def test_more_lanes_than_fit_take_turns(oracle: Scheduler) -> None:
