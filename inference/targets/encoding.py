@@ -5,8 +5,9 @@ Legend: B batch, T tokens, D hidden, F = len(feature_layers) * D.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from inference.shared_swaps import SharedSwap
 from inference.targets.documents import gather_documents, split_documents
 from inference.targets.host_tensors import OnHost
 from inference.targets.multimodal import take_media
 from inference.targets.target import Target
+
+_HAS_SINGLE_TEXTS = ContextVar("has_single_texts", default=False)
 
 
 @dataclass(frozen=True)
@@ -76,19 +80,29 @@ def encode(
 
 @contextmanager
 def _single_texts() -> Iterator[None]:
-    """transformers otherwise looks for packed texts in the position ids of every pass, and so waits for the device."""
-    find = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    """transformers otherwise looks for packed texts in the position ids of every pass, and so waits for the device. In
+    the passes of other threads it still does."""
+    token = _HAS_SINGLE_TEXTS.set(True)
     try:
-        yield
+        with SharedSwap(_single_texts, _replace_search):
+            yield
     finally:
+        _HAS_SINGLE_TEXTS.reset(token)
+
+
+def _replace_search() -> Callable[[], None]:
+    find = masking_utils.find_packed_sequence_indices
+
+    def restore() -> None:
         masking_utils.find_packed_sequence_indices = find
 
+    masking_utils.find_packed_sequence_indices = lambda *args: None if _HAS_SINGLE_TEXTS.get() else find(*args)
+    return restore
 
-@contextmanager
-def recomputing_layers(target: Target) -> Iterator[None]:
-    """Gradient checkpointing for `encode(with_autograd=True)`: while active, the layers keep only their inputs, and run
-    again in the backward pass.
+
+def recomputing_layers(target: Target) -> SharedSwap:
+    """Gradient checkpointing for `encode(with_autograd=True)`: inside this context, the layers keep only their inputs,
+    and run again in the backward pass.
 
     transformers checkpoints layers in training mode only, in which a target's passes would differ from decoding.
 
@@ -101,17 +115,21 @@ def recomputing_layers(target: Target) -> Iterator[None]:
         raise ValueError(
             f"{type(model).__name__} has no layers that can be run again: leave gradient_checkpointing out"
         )
+    return SharedSwap((recomputing_layers, id(model)), partial(_recompute, target, layers))
 
+
+def _recompute(target: Target, layers: Sequence[Any]) -> Callable[[], None]:
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), target.backbone.attention()  # the pass's own is over when the layers run again
 
     hooked = {layer: vars(layer)["forward"] for layer in layers if "forward" in vars(layer)}  # by accelerate
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for layer in layers:
             del layer.forward
         for layer, forward in hooked.items():
             layer.forward = forward
+
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+    return restore
