@@ -79,8 +79,8 @@ class Decoder:
             (float32 and bfloat16 on a CPU). It takes their memory once more. Targets beyond the processor's caches
             gain most (docs/benchmarks, Sizes). Weights are read when the decoder is made.
         graphs: capture drafting, verification, acceptance and commits as CUDA graphs. They run the eager kernels, and
-            the third step of each size is the first that is captured. It has not run on a GPU yet. A part that cannot
-            be captured runs eagerly, with a warning. It excludes `compile`.
+            the third step of each size is the first that is captured. docs/gpu.md says what ran on a GPU. A part that
+            cannot be captured runs eagerly, with a warning. It excludes `compile`.
 
     Raises:
         TypeError: `drafter` is no `Drafter`.
@@ -287,7 +287,6 @@ class Decoder:
     @contextmanager
     def _holding(self, loop: DecodeLoop) -> Iterator[None]:
         """Keeps the texts that the loop leaves in the cache for the next call, unless a step was interrupted."""
-        self._held = None
         try:
             yield
         finally:
@@ -302,24 +301,19 @@ class Decoder:
         reuse_cache: bool,
         on_step: StepCallback | None = None,
     ) -> DecodeLoop:
-        reader = self._open_prompts(request, clock.stats, reuse_cache=reuse_cache)
-        clock.start()
+        if reuse_cache:
+            self._check_reuse(request)
         seeds = row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None
         # A row's last step may go beyond its end, and so may the next one where finished rows stay.
         capacity = self._step.round_capacity(request.max_shown + 2 * self._step.num_depths)
         sampler = Sampler.of_request(request, seeds, capacity=capacity, vocab_size=self.target.vocab_size)
-        return DecodeLoop(self._step, request, sampler, reader, self._choice, clock, on_step=on_step)
+        open_prompts = partial(self._open_prompts, request, clock.stats, reuse_cache=reuse_cache)
+        return DecodeLoop(self._step, request, sampler, open_prompts, self._choice, clock, on_step=on_step)
 
     def _open_prompts(self, request: Request, stats: GenerationStats, *, reuse_cache: bool) -> PromptReader:
-        """A reader of the prompts: with the cache to fill, and the beginnings that it holds already."""
+        """A reader of the prompts: with the cache to fill, and the beginnings that it holds already. From here on it
+        holds no text of an earlier call."""
         held, self._held = self._held, None
-        if reuse_cache:
-            self._check_reuse(request)
-            if held is None:
-                logger.warning(
-                    "reuse_cache has nothing to reuse: this decoder holds no text yet (or a step of its last call was "
-                    "interrupted). Keep one Decoder for a conversation, and see Decoder.holds_text"
-                )
         capacity = request.max_length + self._step.num_slots_after
         reused = None
         if held is not None and reuse_cache:
@@ -344,6 +338,11 @@ class Decoder:
             raise ValueError(
                 f"reuse_cache needs a drafter that can go on from an earlier text, and {type(self.drafter).__name__} "
                 "cannot copy rows: implement Drafter.copy_rows, or leave reuse_cache out"
+            )
+        if self._held is None:
+            logger.warning(
+                "reuse_cache has nothing to reuse: this decoder holds no text yet (or a step of its last call was "
+                "interrupted). Keep one Decoder for a conversation, and see Decoder.holds_text"
             )
 
     @property

@@ -130,14 +130,18 @@ def _read_row(token_ids: list[int], bits: list[int]) -> StepTokens:
 
 
 class DecodeLoop:
-    """One call's texts, from the prompts to their last tokens."""
+    """One call's texts, from the prompts to their last tokens.
+
+    Args:
+        open_prompts: called before the prompts are read.
+    """
 
     def __init__(
         self,
         step: DecodeStep,
         request: Request,
         sampler: Sampler,
-        reader: PromptReader,
+        open_prompts: Callable[[], PromptReader],
         choice: TreeChoice,
         clock: PhaseClock,
         *,
@@ -146,7 +150,7 @@ class DecodeLoop:
         self.step, self.request, self.clock, self.on_step = step, request, clock, on_step
         self.stats = clock.stats
         self.scores = EmittedScores(request)
-        self._reader, self._sampler, self._choice = reader, sampler, choice
+        self._open_prompts, self._sampler, self._choice = open_prompts, sampler, choice
         self._is_between_steps = False
         self._compiled_before = step.executor.compile_seconds
 
@@ -166,9 +170,10 @@ class DecodeLoop:
 
     def read_prompts(self) -> Emission:
         """Reads the prompts and draws each row's first token."""
-        request, sampler = self.request, self._sampler
-        read = self._reader.read()
-        cache = self._reader.cache
+        request, sampler, reader = self.request, self._sampler, self._open_prompts()
+        cache = reader.cache
+        self.clock.start()
+        read = reader.read()
         self.clock.stop("prefill")
         self._choice.begin(self.step, sampler, cache.batch_size)
         self.batch = Batch(request, sampler, cache, Drafting(self.step, self._choice, read.state))

@@ -114,7 +114,7 @@ class StandIn:
         cache = step.new_cache(request.batch_size, 128)
         reader = PromptReader(step, cache, request.prompts, None, GenerationStats())
         clock = PhaseClock(GenerationStats(), DEVICE)
-        return DecodeLoop(step, request, sampler, reader, TreeChoice(policy), clock)
+        return DecodeLoop(step, request, sampler, lambda: reader, TreeChoice(policy), clock)
 
 
 def _nothing() -> Iterator[None]:
