@@ -196,14 +196,15 @@ class DecodeLoop:
         """Hands tokens to the request; returns what each row of the call has kept."""
         batch, request = self.batch, self.request
         tokens, counted = emission.read()
+        if not emission.is_first:
+            self._count(tokens, width=emission.tokens.shape[1])
+            going = [place for place, new in enumerate(tokens) if new]
+            left = [request.budgets[batch.rows[place]] for place in going]
+            self._choice.learn([counted[place] for place in going], left)
         kept = [StepTokens(()) for _ in range(request.batch_size)]
         for row, new, step in zip(batch.rows, request.emit(batch.rows, tokens), tokens, strict=True):
             kept[row] = step.cut(len(new))
         self.scores.add(batch.rows, [len(kept[row]) for row in batch.rows], emission.logits, emission.scores)
-        if not emission.is_first:
-            self._count(tokens, width=emission.tokens.shape[1])
-            rows = sorted(zip(batch.rows, counted, tokens, strict=True), key=lambda one: -request.budgets[one[0]])
-            self._choice.learn([row for _, row, new in rows if new])
         if self.on_step is not None and request.batch_size == 1 and kept[0]:
             self.on_step(kept[0], kept[0].num_drafted)
         self.clock.stop("accept")

@@ -29,7 +29,10 @@ class TreeChoice:
         self.policy = policy
 
     def begin(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> None:
-        """Another text (batch) begins."""
+        """Another text (batch) begins. What has to be measured is measured now."""
+
+    def change(self, *, do_sample: bool) -> None:
+        """Rows have joined or left a served batch, which has begun with and without `do_sample`."""
 
     def choose(self, num_rows: int, length: int) -> TreePolicy | None:
         """The next step's policy; None = plain decoding.
@@ -39,12 +42,13 @@ class TreeChoice:
         """
         return self.policy
 
-    def learn(self, counted: Sequence[Sequence[int]]) -> None:
-        """Takes in the outcome of the last step.
+    def learn(self, counted: Sequence[Sequence[int]], left: Sequence[int]) -> None:
+        """Takes in the outcome of the step just chosen, as soon as the host has read it.
 
         Args:
-            counted: `TreePolicy.count_accepted` of each unfinished row, those with most tokens to go first; empty for a
-                step that is not counted.
+            counted: `TreePolicy.count_accepted` of each row that was unfinished, in any order; empty lists after a step
+                that is not counted.
+            left: the tokens that each of these rows had to go.
         """
 
     def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> Any:

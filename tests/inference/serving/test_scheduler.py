@@ -20,6 +20,7 @@ from inference.drafters.staged import StagedDrafter
 from inference.execution.drafting import CATCH_UP, Drafting
 from inference.execution.step import DecodeStep
 from inference.planning.costs import StepCosts
+from inference.planning.planner import TreePlanner
 from inference.prompts import PREFILL_CHUNK, PromptReader
 from inference.serving.lane import Lane
 from inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
@@ -99,11 +100,35 @@ def is_end(arrival: Arrival, token: int) -> bool:
     return token in arrival.options.get("eos_token_id", [])
 
 
-def guess_costs(step: DecodeStep, batch_size: int, sampler: Any, *, most_rows: int = 2) -> StepCosts:
+def guess_costs(step: DecodeStep, batch_size: int, *_: Any, most_rows: int = 2) -> StepCosts:
     """Of batches up to `most_rows` rows drafting is worth it, of larger ones not. Measuring takes seconds."""
     trees = step.policy.candidates if step.policy is not None else ()
     cost = 1.1 if batch_size <= most_rows else 9.0
     return StepCosts((64, 896), (1.0, 1.0), (cost, cost), (cost,) * len(trees), tuple(tree.num_nodes for tree in trees))
+
+
+def test_the_planner_hears_how_much_each_row_has_to_go(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a served batch are in the order in which they joined; the planner learns from those with most to go."""
+    monkeypatch.setattr("inference.planning.planner.find_costs", partial(guess_costs, most_rows=9))
+    seen: list[tuple[list[int], list[int]]] = []
+    learn = TreePlanner.learn
+
+    def note(planner: TreePlanner, counted: Any, left: Any) -> None:
+        (lane,) = (one for one in oracle._lanes.values() if one.choice is planner)
+        ends = [one.row.request.max_length - len(one.prompt) for one in arrivals if one.row in lane.rows]
+        emitted = [len(one.tokens) for one in arrivals if one.row in lane.rows]
+        seen.append((sorted(left), sorted(end - new for end, new in zip(ends, emitted, strict=True))))
+        assert len(counted) == len(left)
+        learn(planner, counted, left)
+
+    monkeypatch.setattr(TreePlanner, "learn", note)
+    arrivals = [
+        Arrival(oracle.target, [3 + n], {"max_new_tokens": 10 + 20 * n, "do_sample": False}, lane=("draft", "auto"))
+        for n in range(3)
+    ]
+    serve(oracle, arrivals, num_first=3)
+    assert [left for left, _ in seen] == [expected for _, expected in seen]
+    assert max(map(len, (left for left, _ in seen))) == 3
 
 
 @pytest.mark.parametrize("tree", ["chain:2", "dynamic:3,2,6", "auto"])
