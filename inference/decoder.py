@@ -208,14 +208,22 @@ class Decoder:
             return self._run(request, seed, self._new_clock(), reuse_cache=False)
 
     def _run(
-        self, request: Request, seed: int | Sequence[int] | None, clock: PhaseClock, **options: Any
+        self,
+        request: Request,
+        seed: int | Sequence[int] | None,
+        clock: PhaseClock,
+        *,
+        reuse_cache: bool,
+        on_step: StepCallback | None = None,
     ) -> GenerationOutput:
-        loop = self._begin(request, seed, clock, **options)
+        loop = self._begin(request, seed, clock, reuse_cache=reuse_cache, on_step=on_step)
         if request.streamer is not None:
             request.streamer.put(request.given_ids.cpu())
-        with self._holding(loop), self.target.without_autograd(), self._step.executor.active():
-            for _ in loop.steps():
-                pass
+        with self._holding(loop):
+            reader = self._open_prompts(loop, reuse_cache=reuse_cache)
+            with self.target.without_autograd(), self._step.executor.active():
+                for _ in loop.steps(reader):
+                    pass
         clock.pause()
         return gather_output(loop.request, loop.scores, loop.stats)
 
@@ -251,12 +259,15 @@ class Decoder:
             release = busy.pop_all().close
         # A stream that is over, and is kept for its output, must not keep the loop's buffers.
         gather = partial(gather_output, loop.request, loop.scores, loop.stats)
-        return TokenStream(self._stream_steps(loop, clock, release), gather, release)
+        return TokenStream(self._stream_steps(loop, release, reuse_cache=reuse_cache), gather, release)
 
-    def _stream_steps(self, loop: DecodeLoop, clock: PhaseClock, release: Callable[[], None]) -> Iterator[StepTokens]:
+    def _stream_steps(
+        self, loop: DecodeLoop, release: Callable[[], None], *, reuse_cache: bool
+    ) -> Iterator[StepTokens]:
+        clock = loop.clock
         try:
             with self._holding(loop):
-                running = loop.steps()
+                running = loop.steps(self._open_prompts(loop, reuse_cache=reuse_cache))
                 while True:
                     clock.start()
                     # Inference mode belongs to a thread, so it is entered anew for every step.
@@ -307,12 +318,12 @@ class Decoder:
         # A row's last step may go beyond its end, and so may the next one where finished rows stay.
         capacity = self._step.round_capacity(request.max_shown + 2 * self._step.num_depths)
         sampler = Sampler.of_request(request, seeds, capacity=capacity, vocab_size=self.target.vocab_size)
-        open_prompts = partial(self._open_prompts, request, clock.stats, reuse_cache=reuse_cache)
-        return DecodeLoop(self._step, request, sampler, open_prompts, self._choice, clock, on_step=on_step)
+        return DecodeLoop(self._step, request, sampler, self._choice, clock, on_step=on_step)
 
-    def _open_prompts(self, request: Request, stats: GenerationStats, *, reuse_cache: bool) -> PromptReader:
-        """A reader of the prompts: with the cache to fill, and the beginnings that it holds already. From here on it
-        holds no text of an earlier call."""
+    def _open_prompts(self, loop: DecodeLoop, *, reuse_cache: bool) -> PromptReader:
+        """A reader of the prompts: with the cache to fill, and the beginnings that it holds already. From here on this
+        decoder holds no text of an earlier call."""
+        request = loop.request
         held, self._held = self._held, None
         capacity = request.max_length + self._step.num_slots_after
         reused = None
@@ -323,7 +334,7 @@ class Decoder:
             reused = held.match(request.prompts, room=room, needs_all=needs_all)
         del held  # with its cache, which may have to make room for another
         cache = self._get_cache(request.batch_size, capacity)
-        return PromptReader(self._step, cache, request.prompts, request.source, stats, reused, media=request.media)
+        return PromptReader(self._step, cache, request.prompts, request.source, loop.stats, reused, media=request.media)
 
     def _check_reuse(self, request: Request) -> None:
         if request.source is not None:

@@ -130,18 +130,13 @@ def _read_row(token_ids: list[int], bits: list[int]) -> StepTokens:
 
 
 class DecodeLoop:
-    """One call's texts, from the prompts to their last tokens.
-
-    Args:
-        open_prompts: called before the prompts are read.
-    """
+    """One call's texts, from the prompts to their last tokens."""
 
     def __init__(
         self,
         step: DecodeStep,
         request: Request,
         sampler: Sampler,
-        open_prompts: Callable[[], PromptReader],
         choice: TreeChoice,
         clock: PhaseClock,
         *,
@@ -150,14 +145,18 @@ class DecodeLoop:
         self.step, self.request, self.clock, self.on_step = step, request, clock, on_step
         self.stats = clock.stats
         self.scores = EmittedScores(request)
-        self._open_prompts, self._sampler, self._choice = open_prompts, sampler, choice
+        self._sampler, self._choice = sampler, choice
         self._is_between_steps = False
         self._compiled_before = step.executor.compile_seconds
 
-    def steps(self) -> Iterator[list[StepTokens]]:
+    def steps(self, reader: PromptReader) -> Iterator[list[StepTokens]]:
         """Yields what each row of the call has newly emitted, until all have ended. Run it under
-        `Target.without_autograd`."""
-        emission = self.read_prompts()
+        `Target.without_autograd`.
+
+        Args:
+            reader: of the request's prompts.
+        """
+        emission = self.read_prompts(reader)
         while True:
             yield self.emit(emission)
             if self.request.is_finished:
@@ -168,10 +167,9 @@ class DecodeLoop:
             emission = self.commit(tree, output, accepted)
             del tree, noise, output, accepted  # or they would be alive beside those of the next step
 
-    def read_prompts(self) -> Emission:
+    def read_prompts(self, reader: PromptReader) -> Emission:
         """Reads the prompts and draws each row's first token."""
-        request, sampler, reader = self.request, self._sampler, self._open_prompts()
-        cache = reader.cache
+        request, sampler, cache = self.request, self._sampler, reader.cache
         self.clock.start()
         read = reader.read()
         self.clock.stop("prefill")

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -185,15 +183,6 @@ def grouped_attention(config: Any) -> AbstractContextManager[None]:
     Another thread that runs the model itself at the same time gets the same results from either function. While a graph
     is traced it does nothing, since torch 2.11 does not see what is set there: `CompiledExecutor.active` is inside it
     already."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or config._attn_implementation_internal not in (STOCK, GROUPED):
         return nullcontext()
-    return SharedSwap((grouped_attention, id(config)), partial(_group, config))
-
-
-def _group(config: Any) -> Callable[[], None]:
-    def show(implementation: str) -> None:
-        if config._attn_implementation_internal in (STOCK, GROUPED):
-            config._attn_implementation_internal = implementation
-
-    show(GROUPED)
-    return partial(show, STOCK)
+    return SharedSwap(config, "_attn_implementation_internal", GROUPED)

@@ -5,8 +5,8 @@ Legend: B batch, T tokens, D hidden, F = len(feature_layers) * D.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from inference.targets.multimodal import take_media
 from inference.targets.target import Target
 
 _HAS_SINGLE_TEXTS = ContextVar("has_single_texts", default=False)
+_FIND_PACKED = masking_utils.find_packed_sequence_indices
 
 
 @dataclass(frozen=True)
@@ -84,23 +85,18 @@ def _single_texts() -> Iterator[None]:
     the passes of other threads it still does."""
     token = _HAS_SINGLE_TEXTS.set(True)
     try:
-        with SharedSwap(_single_texts, _replace_search):
+        with SharedSwap(masking_utils, "find_packed_sequence_indices", _find_packed):
             yield
     finally:
         _HAS_SINGLE_TEXTS.reset(token)
 
 
-def _replace_search() -> Callable[[], None]:
-    find = masking_utils.find_packed_sequence_indices
-
-    def restore() -> None:
-        masking_utils.find_packed_sequence_indices = find
-
-    masking_utils.find_packed_sequence_indices = lambda *args: None if _HAS_SINGLE_TEXTS.get() else find(*args)
-    return restore
+def _find_packed(position_ids: Tensor) -> Tensor | None:
+    return None if _HAS_SINGLE_TEXTS.get() else _FIND_PACKED(position_ids)
 
 
-def recomputing_layers(target: Target) -> SharedSwap:
+@contextmanager
+def recomputing_layers(target: Target) -> Iterator[None]:
     """Gradient checkpointing for `encode(with_autograd=True)`: inside this context, the layers keep only their inputs,
     and run again in the backward pass.
 
@@ -115,21 +111,13 @@ def recomputing_layers(target: Target) -> SharedSwap:
         raise ValueError(
             f"{type(model).__name__} has no layers that can be run again: leave gradient_checkpointing out"
         )
-    return SharedSwap((recomputing_layers, id(model)), partial(_recompute, target, layers))
 
-
-def _recompute(target: Target, layers: Sequence[Any]) -> Callable[[], None]:
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), target.backbone.attention()  # the pass's own is over when the layers run again
 
-    hooked = {layer: vars(layer)["forward"] for layer in layers if "forward" in vars(layer)}  # by accelerate
-
-    def restore() -> None:
+    with ExitStack() as stack:
         for layer in layers:
-            del layer.forward
-        for layer, forward in hooked.items():
-            layer.forward = forward
-
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
-    return restore
+            # An overlapping thread finds the layers replaced, and its own replacement is not used.
+            forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+            stack.enter_context(SharedSwap(layer, "forward", forward))
+        yield

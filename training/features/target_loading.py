@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -27,23 +25,13 @@ from training.features.target_options import ModelArguments, PlacementArguments
 
 
 def loading_whole() -> SharedSwap:
-    """Inside this context, models that are loaded stay whole on every process, also under ZeRO-3 and FSDP.
+    """A context in which models that are loaded stay whole on every process, also under ZeRO-3 and FSDP.
 
     transformers' `from_pretrained` would split them under ZeRO-3, the frozen target included. Under FSDP with
     `fsdp_cpu_ram_efficient_loading` (accelerate's default) it would leave them empty on all processes but the first.
     """
-    return SharedSwap(loading_whole, _split_nothing)
-
-
-def _split_nothing() -> Callable[[], None]:
-    found = integration._hf_deepspeed_config_weak_ref
-    integration.unset_hf_deepspeed_config()
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-
-    def restore() -> None:
-        integration._hf_deepspeed_config_weak_ref = found
-
-    return restore
+    return SharedSwap(integration, "_hf_deepspeed_config_weak_ref", None)
 
 
 def load_model(
@@ -142,21 +130,20 @@ def load_first_layers(model_args: ModelArguments, num_layers: int, device: torch
         if isinstance(value, list) and len(value) == total:  # one entry for each layer
             setattr(text_config, key, value[:num_layers])
     text_config.num_hidden_layers = num_layers
-    with loading_whole(), SharedSwap(load_first_layers, _hide_warnings):  # of the layers that are left out
-        model: Any = find_auto_class(config).from_pretrained(
-            model_args.target,
-            config=config,
-            dtype=model_args.target_dtype,
-            attn_implementation=model_args.attn_implementation,
-            trust_remote_code=model_args.trust_remote_code,
-        )
-    return FirstLayers(model.requires_grad_(False).eval().to(device), whole.get_text_config())
-
-
-def _hide_warnings() -> Callable[[], None]:
     level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    return partial(transformers_logging.set_verbosity, level)
+    transformers_logging.set_verbosity_error()  # it would warn of the layers that are left out
+    try:
+        with loading_whole():
+            model: Any = find_auto_class(config).from_pretrained(
+                model_args.target,
+                config=config,
+                dtype=model_args.target_dtype,
+                attn_implementation=model_args.attn_implementation,
+                trust_remote_code=model_args.trust_remote_code,
+            )
+    finally:
+        transformers_logging.set_verbosity(level)
+    return FirstLayers(model.requires_grad_(False).eval().to(device), whole.get_text_config())
 
 
 def check_placement(target: Target, device: torch.device) -> None:
