@@ -16,7 +16,7 @@ from inference.execution.step import DecodeStep
 from inference.trees.policy import TreePolicy
 from inference.trees.token_tree import TokenTree
 
-# Tokens of a row that may wait for the drafter while nothing is drafted. It then costs one pass in so many steps.
+# Tokens of a row that may wait for the drafter while nothing is drafted: it costs one pass in so many plain steps.
 CATCH_UP = 32
 
 
@@ -92,7 +92,7 @@ class Drafting:
         self.has_taken_all = False
         if self.step.drafter is None:
             self._waiting = []
-        elif sum(slots.width for slots in self._waiting) > CATCH_UP:
+        elif sum(slots.width for slots in self._waiting) >= CATCH_UP:
             self.step.catch_up(self.state, cache, self._take_waiting())
         else:
             self._waiting = [*self._waiting[:-1], newest.map(self.step.executor.keep)]
