@@ -267,6 +267,7 @@ class Decoder:
         clock = loop.clock
         try:
             with self._holding(loop):
+                clock.start()
                 running = loop.steps(self._open_prompts(loop, reuse_cache=reuse_cache))
                 while True:
                     clock.start()
@@ -372,7 +373,8 @@ class Decoder:
         return self._held is not None
 
     def costs(self, batch_size: int = 1, *, do_sample: bool = False, processors: Sequence[Any] = ()) -> StepCosts:
-        """The measured costs that `tree="auto"` decides with. The first call measures them and keeps them in a file.
+        """The measured costs that `tree="auto"` decides with. The first call measures them and keeps them in a
+        file, for a day.
 
         Args:
             processors: logits processors of transformers; those that read the prefix are left out.
