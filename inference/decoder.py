@@ -79,8 +79,8 @@ class Decoder:
             (float32 and bfloat16 on a CPU). It takes their memory once more. Targets beyond the processor's caches
             gain most (docs/benchmarks, Sizes). Weights are read when the decoder is made.
         graphs: capture drafting, verification, acceptance and commits as CUDA graphs. They run the eager kernels, and
-            the third step of each size is the first that is captured. It has not run on a GPU yet. A part that cannot
-            be captured runs eagerly, with a warning. It excludes `compile`.
+            the third step of each size is the first that is captured. docs/gpu.md says what ran on a GPU. A part that
+            cannot be captured runs eagerly, with a warning. It excludes `compile`.
 
     Raises:
         TypeError: `drafter` is no `Drafter`.
@@ -208,14 +208,22 @@ class Decoder:
             return self._run(request, seed, self._new_clock(), reuse_cache=False)
 
     def _run(
-        self, request: Request, seed: int | Sequence[int] | None, clock: PhaseClock, **options: Any
+        self,
+        request: Request,
+        seed: int | Sequence[int] | None,
+        clock: PhaseClock,
+        *,
+        reuse_cache: bool,
+        on_step: StepCallback | None = None,
     ) -> GenerationOutput:
-        loop = self._begin(request, seed, clock, **options)
+        loop = self._begin(request, seed, clock, reuse_cache=reuse_cache, on_step=on_step)
         if request.streamer is not None:
             request.streamer.put(request.given_ids.cpu())
-        with self._holding(loop), self.target.without_autograd(), self._step.executor.active():
-            for _ in loop.steps():
-                pass
+        with self._holding(loop):
+            reader = self._open_prompts(loop, reuse_cache=reuse_cache)
+            with self.target.without_autograd(), self._step.executor.active():
+                for _ in loop.steps(reader):
+                    pass
         clock.pause()
         return gather_output(loop.request, loop.scores, loop.stats)
 
@@ -251,12 +259,16 @@ class Decoder:
             release = busy.pop_all().close
         # A stream that is over, and is kept for its output, must not keep the loop's buffers.
         gather = partial(gather_output, loop.request, loop.scores, loop.stats)
-        return TokenStream(self._stream_steps(loop, clock, release), gather, release)
+        return TokenStream(self._stream_steps(loop, release, reuse_cache=reuse_cache), gather, release)
 
-    def _stream_steps(self, loop: DecodeLoop, clock: PhaseClock, release: Callable[[], None]) -> Iterator[StepTokens]:
+    def _stream_steps(
+        self, loop: DecodeLoop, release: Callable[[], None], *, reuse_cache: bool
+    ) -> Iterator[StepTokens]:
+        clock = loop.clock
         try:
             with self._holding(loop):
-                running = loop.steps()
+                clock.start()
+                running = loop.steps(self._open_prompts(loop, reuse_cache=reuse_cache))
                 while True:
                     clock.start()
                     # Inference mode belongs to a thread, so it is entered anew for every step.
@@ -287,7 +299,6 @@ class Decoder:
     @contextmanager
     def _holding(self, loop: DecodeLoop) -> Iterator[None]:
         """Keeps the texts that the loop leaves in the cache for the next call, unless a step was interrupted."""
-        self._held = None
         try:
             yield
         finally:
@@ -302,24 +313,19 @@ class Decoder:
         reuse_cache: bool,
         on_step: StepCallback | None = None,
     ) -> DecodeLoop:
-        reader = self._open_prompts(request, clock.stats, reuse_cache=reuse_cache)
-        clock.start()
+        if reuse_cache:
+            self._check_reuse(request)
         seeds = row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None
         # A row's last step may go beyond its end, and so may the next one where finished rows stay.
         capacity = self._step.round_capacity(request.max_shown + 2 * self._step.num_depths)
         sampler = Sampler.of_request(request, seeds, capacity=capacity, vocab_size=self.target.vocab_size)
-        return DecodeLoop(self._step, request, sampler, reader, self._choice, clock, on_step=on_step)
+        return DecodeLoop(self._step, request, sampler, self._choice, clock, on_step=on_step)
 
-    def _open_prompts(self, request: Request, stats: GenerationStats, *, reuse_cache: bool) -> PromptReader:
-        """A reader of the prompts: with the cache to fill, and the beginnings that it holds already."""
+    def _open_prompts(self, loop: DecodeLoop, *, reuse_cache: bool) -> PromptReader:
+        """A reader of the prompts: with the cache to fill, and the beginnings that it holds already. From here on this
+        decoder holds no text of an earlier call."""
+        request = loop.request
         held, self._held = self._held, None
-        if reuse_cache:
-            self._check_reuse(request)
-            if held is None:
-                logger.warning(
-                    "reuse_cache has nothing to reuse: this decoder holds no text yet (or a step of its last call was "
-                    "interrupted). Keep one Decoder for a conversation, and see Decoder.holds_text"
-                )
         capacity = request.max_length + self._step.num_slots_after
         reused = None
         if held is not None and reuse_cache:
@@ -329,7 +335,7 @@ class Decoder:
             reused = held.match(request.prompts, room=room, needs_all=needs_all)
         del held  # with its cache, which may have to make room for another
         cache = self._get_cache(request.batch_size, capacity)
-        return PromptReader(self._step, cache, request.prompts, request.source, stats, reused, media=request.media)
+        return PromptReader(self._step, cache, request.prompts, request.source, loop.stats, reused, media=request.media)
 
     def _check_reuse(self, request: Request) -> None:
         if request.source is not None:
@@ -344,6 +350,11 @@ class Decoder:
             raise ValueError(
                 f"reuse_cache needs a drafter that can go on from an earlier text, and {type(self.drafter).__name__} "
                 "cannot copy rows: implement Drafter.copy_rows, or leave reuse_cache out"
+            )
+        if self._held is None:
+            logger.warning(
+                "reuse_cache has nothing to reuse: this decoder holds no text yet (or a step of its last call was "
+                "interrupted). Keep one Decoder for a conversation, and see Decoder.holds_text"
             )
 
     @property
@@ -362,7 +373,8 @@ class Decoder:
         return self._held is not None
 
     def costs(self, batch_size: int = 1, *, do_sample: bool = False, processors: Sequence[Any] = ()) -> StepCosts:
-        """The measured costs that `tree="auto"` decides with. The first call measures them and keeps them in a file.
+        """The measured costs that `tree="auto"` decides with. The first call measures them and keeps them in a
+        file, for a day.
 
         Args:
             processors: logits processors of transformers; those that read the prefix are left out.

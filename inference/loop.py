@@ -137,7 +137,6 @@ class DecodeLoop:
         step: DecodeStep,
         request: Request,
         sampler: Sampler,
-        reader: PromptReader,
         choice: TreeChoice,
         clock: PhaseClock,
         *,
@@ -146,14 +145,18 @@ class DecodeLoop:
         self.step, self.request, self.clock, self.on_step = step, request, clock, on_step
         self.stats = clock.stats
         self.scores = EmittedScores(request)
-        self._reader, self._sampler, self._choice = reader, sampler, choice
+        self._sampler, self._choice = sampler, choice
         self._is_between_steps = False
         self._compiled_before = step.executor.compile_seconds
 
-    def steps(self) -> Iterator[list[StepTokens]]:
+    def steps(self, reader: PromptReader) -> Iterator[list[StepTokens]]:
         """Yields what each row of the call has newly emitted, until all have ended. Run it under
-        `Target.without_autograd`."""
-        emission = self.read_prompts()
+        `Target.without_autograd`.
+
+        Args:
+            reader: of the request's prompts.
+        """
+        emission = self.read_prompts(reader)
         while True:
             yield self.emit(emission)
             if self.request.is_finished:
@@ -164,11 +167,11 @@ class DecodeLoop:
             emission = self.commit(tree, output, accepted)
             del tree, noise, output, accepted  # or they would be alive beside those of the next step
 
-    def read_prompts(self) -> Emission:
+    def read_prompts(self, reader: PromptReader) -> Emission:
         """Reads the prompts and draws each row's first token."""
-        request, sampler = self.request, self._sampler
-        read = self._reader.read()
-        cache = self._reader.cache
+        request, sampler, cache = self.request, self._sampler, reader.cache
+        self.clock.start()
+        read = reader.read()
         self.clock.stop("prefill")
         self._choice.begin(self.step, sampler, cache.batch_size)
         self.batch = Batch(request, sampler, cache, Drafting(self.step, self._choice, read.state))
@@ -191,14 +194,15 @@ class DecodeLoop:
         """Hands tokens to the request; returns what each row of the call has kept."""
         batch, request = self.batch, self.request
         tokens, counted = emission.read()
+        if not emission.is_first:
+            self._count(tokens, width=emission.tokens.shape[1])
+            going = [place for place, new in enumerate(tokens) if new]
+            left = [request.budgets[batch.rows[place]] for place in going]
+            self._choice.learn([counted[place] for place in going], left)
         kept = [StepTokens(()) for _ in range(request.batch_size)]
         for row, new, step in zip(batch.rows, request.emit(batch.rows, tokens), tokens, strict=True):
             kept[row] = step.cut(len(new))
         self.scores.add(batch.rows, [len(kept[row]) for row in batch.rows], emission.logits, emission.scores)
-        if not emission.is_first:
-            self._count(tokens, width=emission.tokens.shape[1])
-            rows = sorted(zip(batch.rows, counted, tokens, strict=True), key=lambda one: -request.budgets[one[0]])
-            self._choice.learn([row for _, row, new in rows if new])
         if self.on_step is not None and request.batch_size == 1 and kept[0]:
             self.on_step(kept[0], kept[0].num_drafted)
         self.clock.stop("accept")

@@ -108,7 +108,19 @@ def test_imports_point_one_way() -> None:
 
 # The rooms of `inference`: a file imports from its own room and from earlier ones.
 ROOMS = (
-    *("noise", "stats", "cache", "kernels", "targets", "drafters", "request", "trees", "acceptance", "execution"),
+    *(
+        "noise",
+        "stats",
+        "shared_swaps",
+        "cache",
+        "kernels",
+        "targets",
+        "drafters",
+        "request",
+        "trees",
+        "acceptance",
+        "execution",
+    ),
     *("planning", "prompts", "batch", "loop", "streaming", "decoder", "custom_generate", "generation", "pipeline"),
     *("pipelined", "serving", "distributed"),
 )

@@ -57,7 +57,8 @@ class Graph(ABC):
 
 
 class CudaGraph(Graph):
-    """A `torch.cuda.CUDAGraph`. It has not run on a GPU yet: the logic around it was tested with a recorder on a CPU.
+    """A `torch.cuda.CUDAGraph`. docs/gpu.md says what ran on a GPU; the logic around it is tested with a recorder on a
+    CPU.
 
     Args:
         pool: memory that all graphs share; stream: of warm-ups and captures.

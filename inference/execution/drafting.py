@@ -16,6 +16,9 @@ from inference.execution.step import DecodeStep
 from inference.trees.policy import TreePolicy
 from inference.trees.token_tree import TokenTree
 
+# Tokens of a row that may wait for the drafter while nothing is drafted: it costs one pass in so many plain steps.
+CATCH_UP = 32
+
 
 class TreeChoice:
     """Chooses the policy that drafts the next tree. This one always takes the same; `planning` has the other."""
@@ -26,7 +29,10 @@ class TreeChoice:
         self.policy = policy
 
     def begin(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> None:
-        """Another text (batch) begins."""
+        """Another text (batch) begins. What has to be measured is measured now."""
+
+    def change(self, *, do_sample: bool) -> None:
+        """Rows have joined or left a served batch, which has begun with and without `do_sample`."""
 
     def choose(self, num_rows: int, length: int) -> TreePolicy | None:
         """The next step's policy; None = plain decoding.
@@ -36,12 +42,13 @@ class TreeChoice:
         """
         return self.policy
 
-    def learn(self, counted: Sequence[Sequence[int]]) -> None:
-        """Takes in the outcome of the last step.
+    def learn(self, counted: Sequence[Sequence[int]], left: Sequence[int]) -> None:
+        """Takes in the outcome of the step just chosen, as soon as the host has read it.
 
         Args:
-            counted: `TreePolicy.count_accepted` of each unfinished row, those with most tokens to go first; empty for a
-                step that is not counted.
+            counted: `TreePolicy.count_accepted` of each row that was unfinished, in any order; empty lists after a step
+                that is not counted.
+            left: the tokens that each of these rows had to go.
         """
 
     def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> Any:
@@ -62,8 +69,8 @@ class Drafting:
         state: the drafter's; None without one.
 
     Attributes:
-        has_taken_all: whether the last `draft` handed all certain slots to the drafter. After steps without drafting
-            they wait.
+        has_taken_all: whether the last `draft` handed all certain slots to the drafter. Steps without drafting let up
+            to `CATCH_UP` of them wait.
     """
 
     def __init__(self, step: DecodeStep, choice: TreeChoice, state: Any) -> None:
@@ -79,18 +86,25 @@ class Drafting:
     def draft(self, cache: TreeCache, sampler: Sampler) -> tuple[TokenTree, Tensor | None]:
         """The next step's tree, and its noise [B, P, V] (None when greedy)."""
         policy = self.choice.choose(cache.batch_size, cache.length_bound)
-        self.has_taken_all = policy is not None
-        if policy is None:
-            newest = self._waiting[-1]
-            self._waiting = (
-                [] if self.step.drafter is None else [*self._waiting[:-1], newest.map(self.step.executor.keep)]
-            )
-            return self.step.draft_nothing(cache, sampler, newest)
+        if policy is not None:
+            return self.step.draft(self.state, cache, sampler, self._take_waiting(), policy)
+        newest = self._waiting[-1]
+        self.has_taken_all = False
+        if self.step.drafter is None:
+            self._waiting = []
+        elif sum(slots.width for slots in self._waiting) >= CATCH_UP:
+            self.step.catch_up(self.state, cache, self._take_waiting())
+        else:
+            self._waiting = [*self._waiting[:-1], newest.map(self.step.executor.keep)]
+        return self.step.draft_nothing(cache, sampler, newest)
+
+    def _take_waiting(self) -> NewSlots:
+        """All slots that wait. The drafter is about to read them."""
         slots = join_slots(self._waiting, self.step.least_slots)
         if self._active is not None:
             slots = replace(slots, counts=slots.counts * self._active)
-        self._waiting = []
-        return self.step.draft(self.state, cache, sampler, slots, policy)
+        self._waiting, self.has_taken_all = [], True
+        return slots
 
     def retire(self, active: Tensor) -> None:
         """Rows whose `active` [B] is 0 have finished and stay in the batch."""

@@ -213,6 +213,12 @@ class DecodeStep:
         tree.max_depth = depth
         return tree, noise
 
+    def catch_up(self, state: Any, cache: TreeCache, slots: NewSlots) -> None:
+        """Hands certain slots to the drafter, which drafts nothing. It runs eagerly (see `draft`)."""
+        assert self.drafter is not None
+        max_slots = cache.view_slots(cache.length_bound).shape[0]
+        self.drafter.extend(state, slots.features, slots.next_ids, slots.counts, max_slots=max_slots)
+
     def draft_nothing(self, cache: TreeCache, sampler: Sampler, slots: NewSlots) -> tuple[TokenTree, Tensor | None]:
         """A tree of the root only, and the noise of its one draw [B, 1, V] (None when greedy)."""
         run = self.executor.run if slots.width in (1, self.num_depths) else run_eagerly

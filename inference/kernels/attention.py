@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import threading
-from collections import Counter
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from inference.kernels.packed_masks import WORDS, is_packed, unpack_even_chain, unpack_mask
+from inference.shared_swaps import SharedSwap
 
 STOCK = "sdpa"
 GROUPED = "sdpa_grouped_rows"
@@ -177,35 +177,12 @@ AttentionInterface.register(GROUPED, attend_grouped)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-class grouped_attention:
+def grouped_attention(config: Any) -> AbstractContextManager[None]:
     """A context in which layers of `config` call `attend_grouped` instead of transformers' sdpa.
 
     Another thread that runs the model itself at the same time gets the same results from either function. While a graph
     is traced it does nothing, since torch 2.11 does not see what is set there: `CompiledExecutor.active` is inside it
     already."""
-
-    _lock: ClassVar = threading.Lock()
-    _num_inside: ClassVar[Counter[int]] = Counter()  # per config, by its id
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-
-    def __enter__(self) -> None:
-        if torch.compiler.is_compiling():
-            return
-        with self._lock:
-            self._num_inside[id(self.config)] += 1
-            self._show(GROUPED)
-
-    def __exit__(self, *_: object) -> None:
-        if torch.compiler.is_compiling():
-            return
-        with self._lock:
-            self._num_inside[id(self.config)] -= 1
-            if not self._num_inside[id(self.config)]:
-                del self._num_inside[id(self.config)]
-                self._show(STOCK)
-
-    def _show(self, implementation: str) -> None:
-        if self.config._attn_implementation_internal in (STOCK, GROUPED):
-            self.config._attn_implementation_internal = implementation
+    if torch.compiler.is_compiling() or config._attn_implementation_internal not in (STOCK, GROUPED):
+        return nullcontext()
+    return SharedSwap(config, "_attn_implementation_internal", GROUPED)

@@ -1,4 +1,5 @@
-"""StepCosts: how long a step takes with each tree and without one. Measured once, and kept in a file."""
+"""StepCosts: how long a step takes with each tree and without one. They are kept in a file, and measured again when
+they are old, or when steps take another time."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,15 @@ from inference.targets.model_config import find_attention
 from inference.targets.target import Target
 from inference.trees.policy import TreePolicy
 
-MEASUREMENT = 14  # raise it with every change that makes stored costs wrong
+MEASUREMENT = 15  # raise it with every change that makes stored costs wrong
 CONTEXTS = (64, 896)  # both fit in the smallest cache of compiled decoding, so that its graphs are measured
 WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 7
 # Long steps vary little: after this many seconds, this many measured rounds are enough.
 LONG_SECONDS, LEAST_MEASURED_ROUNDS = 4.0, 3
+# Seconds for which costs are used: a start on a busy machine is to decide for a day at most.
+MOST_AGE = 24 * 3600.0
+# Costs that steps disagree with are measured again, but not more often than this: it takes seconds.
+LEAST_AGE = 600.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class StepCosts:
         plain: a step without drafting, at each of them; largest: one with the largest tree, likewise.
         trees: a step with each candidate, at the first of them.
         num_nodes: of each candidate.
+        measured_at: seconds since 1970.
     """
 
     contexts: tuple[int, int]
@@ -52,6 +58,12 @@ class StepCosts:
     largest: tuple[float, float]
     trees: tuple[float, ...]
     num_nodes: tuple[int, ...]
+    measured_at: float = field(default_factory=time.time)
+
+    def is_due(self, doubted: Collection[StepCosts]) -> bool:
+        """Whether they are to be measured again. Steps took another time than the costs in `doubted`."""
+        age = time.time() - self.measured_at
+        return not 0 <= age < (LEAST_AGE if self in doubted else MOST_AGE)
 
     def seconds(self, index: int | None, length: int) -> float:
         """A step with the candidate of this index (None: without drafting) and `length` tokens in the cache. A longer
@@ -66,16 +78,17 @@ class StepCosts:
         return self.trees[index] + few + part * max(0.0, many - few)
 
 
-def find_costs(step: DecodeStep, batch_size: int, sampler: Sampler) -> StepCosts:
+def find_costs(step: DecodeStep, batch_size: int, sampler: Sampler, doubted: Collection[StepCosts] = ()) -> StepCosts:
     """The stored costs for this machine, target, drafter, trees, dtype, batch and executor, or freshly measured ones.
 
     Args:
         step: with trees to choose from.
         sampler: as texts will be drawn, with no processor that reads the prefix.
+        doubted: see `StepCosts.is_due`.
     """
     file = cache_file(_describe(step, batch_size, sampler))
     stored = load_costs(file)
-    if stored is None:
+    if stored is None or stored.is_due(doubted):
         stored = measure_costs(step, batch_size, sampler, num_rounds=WARM_UP_ROUNDS + MEASURED_ROUNDS)
         store_costs(file, stored)
     elif step.executor.keeps_graphs:  # one round makes the graphs, which would otherwise be made within a text
@@ -237,8 +250,9 @@ def load_costs(file: Path) -> StepCosts | None:
     """The costs in a file; None when there are none that can be read."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return StepCosts(**{name: tuple(values) for name, values in content.items()})
-    except (OSError, ValueError, AttributeError, TypeError):
+        measured_at = float(content.pop("measured_at"))
+        return StepCosts(**{name: tuple(values) for name, values in content.items()}, measured_at=measured_at)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return None
 
 

@@ -8,6 +8,7 @@ tree tells how many tokens every smaller tree would have accepted (`AutoTree.cou
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from inference.acceptance.sampler import Sampler
@@ -35,6 +36,9 @@ HOPE = 0.5
 MIN_GAIN, MIN_BATCH_GAIN = 0.03, 0.15
 # A probe weighs as much as this many rows before it.
 PROBE_WINDOW = 8
+# Costs are doubted when the fastest of so many steps with a tree (or without one) took this factor more or less. Other
+# work on the machine slows down many steps, but seldom all of them.
+COMPARED_STEPS, MOST_APART = 64, 1.5
 # A tree whose cost in plain steps exceeds this share of the most tokens it can emit is never worth it.
 MOST_ACCEPTED = 0.8
 
@@ -47,47 +51,64 @@ class TreePlanner(TreeChoice):
         self.trees = policy.candidates
         # Greedy and sampled texts accept differently.
         self._learned = {do_sample: AcceptedLengths(self.trees) for do_sample in (False, True)}
-        self._lengths = self._learned[False]  # of the present text's kind
+        self._do_sample = False  # the present text's kind
+        self._lengths = self._learned[False]
         self.accepted = [0.0] * len(self.trees)  # drafted tokens that each candidate is expected to accept
         self._costs: dict[tuple[object, ...], StepCosts] = {}
-        self._by_rows: dict[int, StepCosts] = {}  # of the present text's sampling, by batch size
+        self._by_kind: dict[bool, dict[int, StepCosts]] = {}  # by `do_sample` and batch size
+        self._by_rows: dict[int, StepCosts] = {}  # of the present kind
+        self._doubted: set[StepCosts] = set()
+        self._ratios: dict[tuple[bool, int | None], list[float]] = {}  # seconds that steps took, in those expected
         self._chosen: int | None = None  # the present choice: an index, or None for plain decoding
         self._best = 0  # the last choice of several steps
         self._num_rows = 0  # that the choice was made for
         self._steps_left = 0
+        self._is_probe = False  # whether the present choice is a trial of several steps
         self._trial_seconds = 0.0  # that trials may cost now
+        self._started, self._expected = 0.0, 0.0  # of the present step: when, and for how many seconds
 
     def begin(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> None:
-        self._lengths = self._learned[sampler.do_sample]
         # Finished rows leave; costs in between are interpolated.
         sizes = {batch_size, 1} if step.rows_may_leave else {batch_size}
-        self._by_rows = {size: self.find_costs(step, sampler, size) for size in sizes}
-        self._steps_left = 0
+        self._by_kind[sampler.do_sample] = {size: self.find_costs(step, sampler, size) for size in sizes}
+        self.change(do_sample=sampler.do_sample)
+
+    def change(self, *, do_sample: bool) -> None:
+        self._do_sample = do_sample
+        self._lengths, self._by_rows = self._learned[do_sample], self._by_kind[do_sample]
+        self._num_rows = 0  # they may have other costs
 
     def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> StepCosts:
-        """Costs for texts drawn like the sampler's, measured or read when first asked for."""
+        """Costs for texts drawn like the sampler's, measured or read when first asked for, and when they are due."""
         processors = [processor for processor in sampler.processors if type(processor) in PREFIX_FREE]
         key = (batch_size, sampler.do_sample, *map(type, processors))
-        if key not in self._costs:
+        held = self._costs.get(key)
+        if held is None or held.is_due(self._doubted):
             seeds = row_seeds(0, batch_size, step.target.device) if sampler.do_sample else None
             blank = Sampler(processors, do_sample=sampler.do_sample, row_seeds=seeds)
-            self._costs[key] = find_costs(step, batch_size, blank)
+            self._costs[key] = find_costs(step, batch_size, blank, self._doubted)
+            self._doubted -= {held}
         return self._costs[key]
 
     def choose(self, num_rows: int, length: int) -> TreePolicy | None:
-        if self._steps_left == 0 or num_rows != self._num_rows:
-            self._num_rows = num_rows
+        if self._steps_left == 0 or (num_rows != self._num_rows and not self._is_probe):
             self._chosen, self._steps_left = self._decide(num_rows, length)
+        self._num_rows = num_rows
         self._steps_left -= 1
         # As many outcomes as one row has steps are enough to learn from.
         self.is_counting = self._chosen is not None and self._steps_left % num_rows == 0
+        self._expected, self._started = self._seconds(self._chosen, num_rows, length), time.perf_counter()
         return None if self._chosen is None else self.trees[self._chosen]
 
     def _decide(self, num_rows: int, length: int) -> tuple[int | None, int]:
-        """The next choice, and for how many steps it holds."""
+        """The next choice, and for how many steps it holds. When rows have changed, it holds for the steps that are
+        left, so that trials get their share of the time only."""
+        is_new, num_steps = self._steps_left == 0, self._steps_left or CHOICE_STEPS
+        self._is_probe = False
         plain = self._seconds(None, num_rows, length)
         seconds = [self._seconds(index, num_rows, length) for index in range(len(self.trees))]
         affordable = [i for i, s in enumerate(seconds) if s < MOST_ACCEPTED * (self.trees[i].max_depth + 1) * plain]
+        chosen: int | None = None
         if affordable:
             if untried := [i for i in affordable if self._lengths.counts[i] < FIRST_TRIALS]:
                 self._best = max(untried, key=lambda i: (self.trees[i].num_nodes, self.trees[i].max_depth))
@@ -96,15 +117,16 @@ class TreePlanner(TreeChoice):
             best = self._best = max(affordable, key=lambda i: (1.0 + self.accepted[i]) / seconds[i])
             gain = plain * (1.0 + self.accepted[best]) / seconds[best] - 1.0
             if gain > (MIN_GAIN if num_rows == 1 else MIN_BATCH_GAIN):
-                if (trial := self._find_trial(best, affordable, seconds)) is not None:
+                chosen = best
+                if is_new and (trial := self._find_trial(best, affordable, seconds)) is not None:
                     return trial, 1
-                self._trial_seconds += TRIAL_SHARE * CHOICE_STEPS * seconds[best]
-                return best, CHOICE_STEPS
-            if self._may_cost(PROBE_STEPS * (seconds[best] - plain * (1.0 + self.accepted[best]))):
+            elif is_new and self._may_cost(PROBE_STEPS * (seconds[best] - plain * (1.0 + self.accepted[best]))):
                 self._lengths.forget(PROBE_WINDOW)
+                self._is_probe = True
                 return best, PROBE_STEPS
-        self._trial_seconds += TRIAL_SHARE * CHOICE_STEPS * plain
-        return None, CHOICE_STEPS
+        if is_new:
+            self._trial_seconds += TRIAL_SHARE * CHOICE_STEPS * (plain if chosen is None else seconds[chosen])
+        return chosen, num_steps
 
     def _find_trial(self, best: int, affordable: Sequence[int], seconds: Sequence[float]) -> int | None:
         """The tree to try for a step, if there is one that trials may cost now."""
@@ -130,7 +152,18 @@ class TreePlanner(TreeChoice):
         low, high = (self._by_rows[size].seconds(index, length) for size in (few, many))
         return low if many == few else low + (high - low) * (num_rows - few) / (many - few)
 
-    def learn(self, counted: Sequence[Sequence[int]]) -> None:
+    def learn(self, counted: Sequence[Sequence[int]], left: Sequence[int]) -> None:
+        self._compare(time.perf_counter() - self._started)
         if self._chosen is not None:
             # A batch takes as long as its slowest rows: larger trees would look better from those that end early.
-            self._lengths.learn(self._chosen, counted[: (len(counted) + 1) // 2])
+            slowest = sorted(zip(left, counted, strict=True), key=lambda one: -one[0])[: (len(counted) + 1) // 2]
+            self._lengths.learn(self._chosen, [row for _, row in slowest])
+
+    def _compare(self, seconds: float) -> None:
+        """Doubts the present costs if steps do not take so long."""
+        ratios = self._ratios.setdefault((self._do_sample, self._chosen), [])
+        ratios.append(seconds / self._expected)
+        if len(ratios) == COMPARED_STEPS:
+            if not 1 / MOST_APART < min(ratios) < MOST_APART:
+                self._doubted.update(self._by_rows.values())
+            ratios.clear()

@@ -73,13 +73,11 @@ class Lane:
         return per_slot * self._capacity * (self.max_rows + NUM_BUFFERS)
 
     def measure(self) -> None:
-        """Measures, for trees that are chosen while decoding, what they cost. It takes seconds at first."""
-        for do_sample in (False, True):
-            self._begin_choice(do_sample=do_sample)
-
-    def _begin_choice(self, *, do_sample: bool) -> None:
+        """Measures, for trees that are chosen while decoding, what they cost: for seconds at first, and again when the
+        costs are old or wrong. Only while no row runs."""
         seeds = row_seeds(0, self.max_rows, self.step.target.device)
-        self.choice.begin(self.step, Sampler(do_sample=do_sample, row_seeds=seeds), self.max_rows)
+        for do_sample in (False, True):
+            self.choice.begin(self.step, Sampler(do_sample=do_sample, row_seeds=seeds), self.max_rows)
 
     def join(self, row: Row) -> Generator[int]:
         """Reads a row's prompt, emits its first token, and adds the row to the others unless it has ended. Yields the
@@ -109,6 +107,7 @@ class Lane:
             self._drafting.add_rows(read.state, slots, self._cache, max_slots=num_read)
             self._sampler = self._sampler.add(sampler, texts)
         else:
+            self.measure()
             self._cache.reset(0)
             self._cache.add_rows(buffer.cache, max_length=num_read)
             state = self.step.copy_state(self._cache, read.state, [0], [num_read - 1])
@@ -116,7 +115,7 @@ class Lane:
             self._drafting.take(slots)
             self._sampler = JoinedSampler([sampler], texts)
         self.rows.append(row)
-        self._begin_choice(do_sample=self._sampler.do_sample)
+        self.choice.change(do_sample=self._sampler.do_sample)
 
     def _held_texts(self) -> HeldTexts:
         """The running texts. The drafter has certainly read the slots of the prompts."""
@@ -141,7 +140,7 @@ class Lane:
         sampler.all_texts.commit(accepted.next_tokens, accepted.counts)
         log_probs = tree.log_probs.gather(1, accepted.path)
         tokens, counts = Emission(accepted.next_tokens, accepted.counts, log_probs, None, None, counted).read()
-        self.choice.learn(counts)
+        self.choice.learn(counts, [row.request.budgets[0] for row in self.rows])
         for place, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
             row.stats.count_step(len(new) - 1)
             row.stats.num_drafted += tree.num_nodes - 1
@@ -172,4 +171,4 @@ class Lane:
             self._cache.keep_rows(places)
             self._drafting.keep_rows(places, self._cache)
             self.rows = [self.rows[place] for place in places]
-            self._begin_choice(do_sample=self._sampler.do_sample)
+            self.choice.change(do_sample=self._sampler.do_sample)

@@ -6,7 +6,8 @@ Legend: B batch, T tokens, D hidden, F = len(feature_layers) * D.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from inference.shared_swaps import SharedSwap
 from inference.targets.documents import gather_documents, split_documents
 from inference.targets.host_tensors import OnHost
 from inference.targets.multimodal import take_media
 from inference.targets.target import Target
+
+_HAS_SINGLE_TEXTS = ContextVar("has_single_texts", default=False)
+_FIND_PACKED = masking_utils.find_packed_sequence_indices
 
 
 @dataclass(frozen=True)
@@ -76,19 +81,24 @@ def encode(
 
 @contextmanager
 def _single_texts() -> Iterator[None]:
-    """transformers otherwise looks for packed texts in the position ids of every pass, and so waits for the device."""
-    find = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    """transformers otherwise looks for packed texts in the position ids of every pass, and so waits for the device. In
+    the passes of other threads it still does."""
+    token = _HAS_SINGLE_TEXTS.set(True)
     try:
-        yield
+        with SharedSwap(masking_utils, "find_packed_sequence_indices", _find_packed):
+            yield
     finally:
-        masking_utils.find_packed_sequence_indices = find
+        _HAS_SINGLE_TEXTS.reset(token)
+
+
+def _find_packed(position_ids: Tensor) -> Tensor | None:
+    return None if _HAS_SINGLE_TEXTS.get() else _FIND_PACKED(position_ids)
 
 
 @contextmanager
 def recomputing_layers(target: Target) -> Iterator[None]:
-    """Gradient checkpointing for `encode(with_autograd=True)`: while active, the layers keep only their inputs, and run
-    again in the backward pass.
+    """Gradient checkpointing for `encode(with_autograd=True)`: inside this context, the layers keep only their inputs,
+    and run again in the backward pass.
 
     transformers checkpoints layers in training mode only, in which a target's passes would differ from decoding.
 
@@ -105,13 +115,9 @@ def recomputing_layers(target: Target) -> Iterator[None]:
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), target.backbone.attention()  # the pass's own is over when the layers run again
 
-    hooked = {layer: vars(layer)["forward"] for layer in layers if "forward" in vars(layer)}  # by accelerate
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for layer in layers:
-            del layer.forward
-        for layer, forward in hooked.items():
-            layer.forward = forward
+            # An overlapping thread finds the layers replaced, and its own replacement is not used.
+            forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=contexts)
+            stack.enter_context(SharedSwap(layer, "forward", forward))
+        yield

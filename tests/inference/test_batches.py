@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -150,18 +152,24 @@ def test_several_sequences_of_a_prompt_read_it_once(monkeypatch: pytest.MonkeyPa
     assert widths[:2] == [1, 3]
 
 
-@pytest.mark.parametrize("kind", slow_but({"none", "n-grams", "small", "eagle3"}, DRAFTERS))
-def test_a_conversation_goes_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only new tokens are read: after each reply comes the next question."""
-    decoder = Decoder(target_of(), drafter_of(kind), tree=tree_of(kind))
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens of prompts each pass has read."""
     plain = TreeCache.advance
-    read: list[int] = []
+    found: list[int] = []
 
     def advance(cache: TreeCache, counts: Tensor, max_count: int) -> None:
-        read.append(int(counts.sum()))
+        found.append(int(counts.sum()))
         plain(cache, counts, max_count)
 
     monkeypatch.setattr(TreeCache, "advance", advance)
+    return found
+
+
+@pytest.mark.parametrize("kind", slow_but({"none", "n-grams", "small", "eagle3"}, DRAFTERS))
+def test_a_conversation_goes_on(kind: str, read: list[int]) -> None:
+    """Only new tokens are read: after each reply comes the next question."""
+    decoder = Decoder(target_of(), drafter_of(kind), tree=tree_of(kind))
     text = random_prompt(30, seed=1)
     for turn in range(4):
         expected = text_of(text[0])[None]
@@ -245,6 +253,42 @@ def test_an_interrupted_stream_is_gone_on_with() -> None:
     rest = decoder.generate(begun, reuse_cache=True, **options)
     assert torch.equal(rest.sequences, model_of().generate(prompt, **GREEDY))
     assert rest.stats.num_target_forwards < 1 + rest.stats.num_new_tokens + 1
+
+
+def start_and_drop(decoder: Decoder, prompt: Tensor) -> None:
+    stream = decoder.stream(prompt, **GREEDY)
+    del stream
+
+
+NOT_READ: dict[str, Callable[[Decoder, Tensor], Any]] = {
+    "bad seed": lambda decoder, prompt: decoder.generate(prompt, seed="one", **SAMPLED),
+    "seeds of other rows": lambda decoder, prompt: decoder.generate(prompt, seed=[1, 2], **SAMPLED),
+    "bad seed of a stream": lambda decoder, prompt: decoder.stream(prompt, seed=[1, 2], **SAMPLED),
+    "too long": lambda decoder, _: decoder.generate(random_prompt(400), **GREEDY),
+    "an option": lambda decoder, prompt: decoder.generate(prompt, num_beams=2, **GREEDY),
+    "an id": lambda decoder, prompt: decoder.generate(prompt + 1000, reuse_cache=True, **GREEDY),
+    "on_step": lambda decoder, prompt: decoder.generate(prompt.repeat(2, 1), on_step=print, **GREEDY),
+    "a stream of rows": lambda decoder, prompt: decoder.stream(prompt.repeat(2, 1), reuse_cache=True, **GREEDY),
+    "closed": lambda decoder, prompt: decoder.stream(prompt, **GREEDY).close(),
+    "closed, to reuse": lambda decoder, prompt: decoder.stream(prompt, reuse_cache=True, **GREEDY).close(),
+    "another size, closed": lambda decoder, prompt: decoder.stream(prompt, max_new_tokens=300).close(),
+    "dropped": start_and_drop,
+}
+
+
+@pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in NOT_READ.items()])
+def test_calls_that_read_no_prompt_lose_no_text(call: Callable[[Decoder, Tensor], Any], read: list[int]) -> None:
+    """They are refused, or their stream is not read."""
+    decoder, prompt = Decoder(target_of(), drafter_of("eagle3"), tree=TREE), random_prompt(60)
+    text = decoder.generate(prompt, **GREEDY).sequences
+    with suppress(ValueError, TypeError):
+        call(decoder, prompt)
+    assert decoder.holds_text
+    longer = torch.cat([text, random_prompt(3, seed=1)], dim=1)
+    read.clear()
+    output = decoder.generate(longer, reuse_cache=True, **GREEDY)
+    assert torch.equal(output.sequences, model_of().generate(longer, **GREEDY))
+    assert sum(read) <= 3 + 1 + 4 + 1
 
 
 def test_a_drafter_that_cannot_copy_rows() -> None:

@@ -42,6 +42,9 @@ class RestlessPlanner(TreePlanner):
         self.taken.add(self._chosen)
         return None if self._chosen is None else self.trees[self._chosen]
 
+    def learn(self, *_: Any) -> None:
+        pass
+
 
 def make_restless(decoder: Decoder) -> RestlessPlanner:
     """Gives a decoder with trees to choose from such a planner."""

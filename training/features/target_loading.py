@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -19,26 +17,21 @@ from heads import DraftHeads
 from heads.adapter import find_adapter_of, load_adapter
 from heads.kinds.mtp import MTPHeads
 from inference import Target
+from inference.shared_swaps import SharedSwap
 from inference.targets.model_config import find_auto_class, find_auto_class_of
 from training.distributed.waiting import one_process_at_a_time
 from training.features.sharded_target import check_processes, plan_tensor_parallel, split_layers
 from training.features.target_options import ModelArguments, PlacementArguments
 
 
-@contextmanager
-def loading_whole() -> Iterator[None]:
-    """Keeps models that are loaded inside whole on every process, also under ZeRO-3 and FSDP.
+def loading_whole() -> SharedSwap:
+    """A context in which models that are loaded stay whole on every process, also under ZeRO-3 and FSDP.
 
     transformers' `from_pretrained` would split them under ZeRO-3, the frozen target included. Under FSDP with
     `fsdp_cpu_ram_efficient_loading` (accelerate's default) it would leave them empty on all processes but the first.
     """
-    found = integration._hf_deepspeed_config_weak_ref
-    integration.unset_hf_deepspeed_config()
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    try:
-        yield
-    finally:
-        integration._hf_deepspeed_config_weak_ref = found
+    return SharedSwap(integration, "_hf_deepspeed_config_weak_ref", None)
 
 
 def load_model(

@@ -92,7 +92,8 @@ class StandIn:
         request.budgets = [50] * batch_size
         with self.mode, torch.no_grad():
             loop = self.make_loop(request, rule, tree)
-            loop.read_prompts()
+            cache = loop.step.new_cache(batch_size, 128)
+            loop.read_prompts(PromptReader(loop.step, cache, request.prompts, None, GenerationStats()))
             request.emit(loop.batch.rows, [[5]] * batch_size)
             for number in range(num_steps):
                 first = contextmanager(_nothing) if number == 0 else strict  # the first step may make tables
@@ -111,10 +112,8 @@ class StandIn:
         step = DecodeStep(self.target, drafter, policy, rule=RULES[rule])
         seeds = row_seeds(0, request.batch_size, DEVICE) if request.do_sample else None
         sampler = Sampler(request.processors, do_sample=request.do_sample, row_seeds=seeds)
-        cache = step.new_cache(request.batch_size, 128)
-        reader = PromptReader(step, cache, request.prompts, None, GenerationStats())
         clock = PhaseClock(GenerationStats(), DEVICE)
-        return DecodeLoop(step, request, sampler, reader, TreeChoice(policy), clock)
+        return DecodeLoop(step, request, sampler, TreeChoice(policy), clock)
 
 
 def _nothing() -> Iterator[None]:

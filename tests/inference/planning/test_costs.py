@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,9 @@ from inference.execution.executor import Executor
 from inference.execution.step import DecodeStep
 from inference.planning import costs as costs_module
 from inference.planning.costs import (
+    LEAST_AGE,
     MEASURED_ROUNDS,
+    MOST_AGE,
     WARM_UP_ROUNDS,
     StepCosts,
     _describe,
@@ -52,7 +57,9 @@ def test_costs_are_kept_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     store_costs(one, COSTS)
     assert load_costs(one) == COSTS
     assert load_costs(other) is None
-    for content in ("{", "[]", '{"contexts": [1, 2]}'):  # damaged, or of another release
+    undated = {name: value for name, value in asdict(COSTS).items() if name != "measured_at"}
+    # Damaged, or of another release.
+    for content in ("{", "[]", '{"contexts": [1, 2]}', '{"measured_at": 1}', json.dumps(undated)):
         one.write_text(content, encoding="utf-8")
         assert load_costs(one) is None
 
@@ -91,6 +98,31 @@ def test_costs_are_measured_once_a_machine(monkeypatch: pytest.MonkeyPatch) -> N
     assert decoder.policy is not None
     assert len(costs.trees) == len(decoder.policy.candidates)
     assert min(*costs.plain, *costs.largest, *costs.trees) > 0
+
+
+@pytest.mark.parametrize(
+    ("age", "is_doubted", "again"),
+    [
+        (MOST_AGE - 60, False, False),
+        (MOST_AGE + 60, False, True),
+        (-60, False, True),  # the clock was set back
+        (LEAST_AGE - 60, True, False),
+        (LEAST_AGE + 60, True, True),
+    ],
+)
+def test_stored_costs_are_measured_again(
+    age: float, is_doubted: bool, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When they are old, or when steps took another time and they are not quite new."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    stored, measured = replace(COSTS, measured_at=time.time() - age), replace(COSTS, plain=(7.0, 8.0))
+    monkeypatch.setattr(costs_module, "measure_costs", lambda *args, num_rounds: measured)
+    step = step_of(Executor())
+    file = cache_file(_describe(step, 1, Sampler()))
+    store_costs(file, stored)
+    expected = measured if again else stored
+    assert find_costs(step, 1, Sampler(), [stored] if is_doubted else [COSTS]) == expected
+    assert load_costs(file) == expected
 
 
 def test_costs_take_the_decoders_lock() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from inference import Decoder, DraftLogits, DraftSampling, DynamicTree, generate
+from inference.acceptance.sampler import Sampler
 from inference.drafters.ngram import NgramDrafter
 from inference.planning.accepted_lengths import AcceptedLengths
-from inference.planning.costs import StepCosts
-from inference.planning.planner import TreePlanner
+from inference.planning.costs import LEAST_AGE, MOST_AGE, StepCosts
+from inference.planning.planner import COMPARED_STEPS, TreePlanner
 from inference.trees.auto import AutoTree, gamma_chain
 from inference.trees.token_tree import TokenTree
 from tests.lossless.restless import auto_tree
@@ -41,7 +43,7 @@ def plan(
         while numbers.random() < chance and luck < 10:
             luck += 1
         counted = [min(luck, other.max_depth) for other in planner.trees]
-        planner.learn([counted if tree else []])
+        planner.learn([counted if tree else []], [1])
     return drafted
 
 
@@ -65,9 +67,107 @@ def test_a_batch_learns_from_its_slower_rows_and_as_many_outcomes_as_it_has_step
         tree = planner.choose(4, 100)
         num_counted += planner.is_counting
         slow, fast = [0, 0], [1, min(2, tree.max_depth) if tree else 0]
-        planner.learn([slow, slow, fast, fast] if planner.is_counting else [])
+        planner.learn([fast, slow, fast, slow] if planner.is_counting else [[]] * 4, [3, 9, 3, 9])
     assert planner.accepted == [0.0, 0.0]
     assert 0 < num_counted <= 160 / 4 + 8
+
+
+def test_rows_in_any_order_teach_the_same() -> None:
+    taught = []
+    for order in itertools.permutations(range(4)):
+        planner = TreePlanner(gamma_chain(2))
+        planner._by_rows = {4: make_costs(planner, node=0.0, level=0.05)}
+        for _ in range(40):
+            tree = planner.choose(4, 100)
+            rows = [[0, 0], [1, 1], [1, 2], [1, 2]] if planner.is_counting and tree else [[]] * 4
+            planner.learn([rows[place] for place in order], [(90, 40, 3, 2)[place] for place in order])
+        taught.append(planner.accepted)
+    assert taught[0] == [0.5, 0.5], "the two rows that had most to go"
+    assert all(one == taught[0] for one in taught)
+
+
+@pytest.mark.parametrize("period", [1, 3, 16])
+def test_changes_of_rows_give_trials_no_more_time(period: int) -> None:
+    """Rows join and leave a batch in which drafting gains nothing: it loses the share of the time that trials have."""
+    planner, chance = TreePlanner(gamma_chain(8)), 0.05
+    costs = make_costs(planner, node=0.0, level=0.1)
+    planner._by_kind = {False: {1: costs, 9: costs}}
+    numbers, tokens, seconds = random.Random(0), 0.0, 0.0
+    for number in range(5000):
+        if number % period == 0:
+            planner.change(do_sample=False)
+        num_rows = 1 + number // period % 9
+        tree = planner.choose(num_rows, 100)
+        if number > 500:  # after the first trials of all trees
+            tokens += sum(chance**depth for depth in range(1 + (tree.max_depth if tree else 0)))
+            seconds += 1.0 if tree is None else costs.trees[planner.trees.index(tree)]
+        luck = next(depth for depth in itertools.count() if numbers.random() > chance)
+        counted = [min(luck, other.max_depth) for other in planner.trees] if planner.is_counting else []
+        planner.learn([counted] * num_rows, [1] * num_rows)
+    assert seconds > 4499, "trees were tried now and then"
+    assert tokens / seconds > 0.99
+
+
+def test_a_choice_goes_on_when_rows_change_and_trials_wait_for_its_end() -> None:
+    planner = TreePlanner(gamma_chain(2))
+    planner._by_kind = {False: {size: make_costs(planner, node=0.0, level=0.1) for size in (1, 9)}}
+    planner.change(do_sample=False)
+    left = []
+    for number in range(200):
+        num_rows = 1 + number % 9
+        tree = planner.choose(num_rows, 100)
+        left.append(planner._steps_left)
+        planner.learn([[1, 2] if planner.is_counting and tree else []] * num_rows, [1] * num_rows)
+    assert left[-64:] == [*range(left[-64], -1, -1), *[*range(15, -1, -1)] * 4][:64]
+
+
+class Clock:
+    """A clock that runs only when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1e9
+        for name in ("planner.time.perf_counter", "costs.time.time"):
+            monkeypatch.setattr(f"inference.planning.{name}", lambda: self.now)
+
+
+@pytest.mark.parametrize(
+    ("factor", "age", "again"),
+    [
+        (1.0, LEAST_AGE + 1, False),
+        (1.2, LEAST_AGE + 1, False),
+        (2.0, LEAST_AGE + 1, True),
+        (0.5, LEAST_AGE + 1, True),
+        (2.0, 0.0, False),  # they were measured a moment ago
+        (1.0, MOST_AGE + 1, True),
+    ],
+)
+def test_costs_are_measured_again_when_steps_take_another_time(
+    factor: float, age: float, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a batch that never drafts, in which one step of four is slowed down by other work."""
+    clock, doubted = Clock(monkeypatch), []
+    decoder = Decoder(tiny_target("llama", num_hidden_layers=1), NgramDrafter(), tree=gamma_chain(2))
+    planner: Any = decoder.choice
+
+    def find(step: Any, batch_size: int, sampler: Any, doubted_costs: Any) -> StepCosts:
+        doubted.append(set(doubted_costs))
+        return StepCosts((64, 896), (1.0, 1.0), (9.0, 9.0), (9.0, 9.0), (2, 3), measured_at=clock.now)
+
+    monkeypatch.setattr("inference.planning.planner.find_costs", find)
+    planner.begin(decoder.step, Sampler(), 1)
+    first = planner._by_rows[1]
+    for number in range(COMPARED_STEPS):
+        assert planner.choose(1, 50) is None
+        clock.now += factor * (3.0 if number % 4 else 1.0)
+        planner.learn([[]], [1])
+    clock.now = first.measured_at + age
+    planner.begin(decoder.step, Sampler(), 1)
+    assert len(doubted) == 1 + again
+    assert not doubted[0]
+    assert (planner._by_rows[1] != first) == again
+    if again and age < MOST_AGE:
+        assert doubted[1] == {first}
+    assert first not in planner._doubted or not again
 
 
 def test_a_larger_tree_never_accepts_less_than_those_it_contains() -> None:

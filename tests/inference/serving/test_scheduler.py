@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from inference.drafters.merged import MergedDrafter
 from inference.drafters.ngram import NgramDrafter
 from inference.drafters.small_model import SmallModelDrafter
 from inference.drafters.staged import StagedDrafter
+from inference.execution.drafting import CATCH_UP, Drafting
 from inference.execution.step import DecodeStep
 from inference.planning.costs import StepCosts
+from inference.planning.planner import TreePlanner
 from inference.prompts import PREFILL_CHUNK, PromptReader
 from inference.serving.lane import Lane
 from inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
@@ -97,11 +100,35 @@ def is_end(arrival: Arrival, token: int) -> bool:
     return token in arrival.options.get("eos_token_id", [])
 
 
-def guess_costs(step: DecodeStep, batch_size: int, sampler: Any) -> StepCosts:
-    """Of batches up to 2 rows drafting is worth it, of larger ones not. Measuring takes seconds."""
+def guess_costs(step: DecodeStep, batch_size: int, *_: Any, most_rows: int = 2) -> StepCosts:
+    """Of batches up to `most_rows` rows drafting is worth it, of larger ones not. Measuring takes seconds."""
     trees = step.policy.candidates if step.policy is not None else ()
-    cost = 1.1 if batch_size <= 2 else 9.0
+    cost = 1.1 if batch_size <= most_rows else 9.0
     return StepCosts((64, 896), (1.0, 1.0), (cost, cost), (cost,) * len(trees), tuple(tree.num_nodes for tree in trees))
+
+
+def test_the_planner_hears_how_much_each_row_has_to_go(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a served batch are in the order in which they joined; the planner learns from those with most to go."""
+    monkeypatch.setattr("inference.planning.planner.find_costs", partial(guess_costs, most_rows=9))
+    seen: list[tuple[list[int], list[int]]] = []
+    learn = TreePlanner.learn
+
+    def note(planner: TreePlanner, counted: Any, left: Any) -> None:
+        (lane,) = (one for one in oracle._lanes.values() if one.choice is planner)
+        ends = [one.row.request.max_length - len(one.prompt) for one in arrivals if one.row in lane.rows]
+        emitted = [len(one.tokens) for one in arrivals if one.row in lane.rows]
+        seen.append((sorted(left), sorted(end - new for end, new in zip(ends, emitted, strict=True))))
+        assert len(counted) == len(left)
+        learn(planner, counted, left)
+
+    monkeypatch.setattr(TreePlanner, "learn", note)
+    arrivals = [
+        Arrival(oracle.target, [3 + n], {"max_new_tokens": 10 + 20 * n, "do_sample": False}, lane=("draft", "auto"))
+        for n in range(3)
+    ]
+    serve(oracle, arrivals, num_first=3)
+    assert [left for left, _ in seen] == [expected for _, expected in seen]
+    assert max(map(len, (left for left, _ in seen))) == 3
 
 
 @pytest.mark.parametrize("tree", ["chain:2", "dynamic:3,2,6", "auto"])
@@ -112,6 +139,30 @@ def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monke
         arrival.lane = ("draft", tree if number % 2 else None)
     serve(oracle, arrivals)
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+
+
+def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows join and leave all the time. The drafter reads what waits for it, and its rows stay those of the batch."""
+    target, held = target_of("llama", num_hidden_layers=2), []
+    never = partial(guess_costs, most_rows=0)
+    monkeypatch.setattr("inference.planning.planner.find_costs", never)
+    take = Drafting.take
+
+    def note(drafting: Drafting, slots: Any) -> None:
+        take(drafting, slots)
+        held.append(sum(one.width for one in drafting._waiting))
+
+    monkeypatch.setattr(Drafting, "take", note)
+    scheduler = Scheduler(target, drafters_of(tiny_heads("eagle3", target)), tree="auto", limits=LIMITS)
+    draws = random.Random(2)
+    options = [{"max_new_tokens": draws.randrange(5, 90), "do_sample": bool(draws.randrange(2))} for _ in range(12)]
+    arrivals = [Arrival(target, [3 + number], each, seed=number) for number, each in enumerate(options)]
+    serve(scheduler, arrivals, num_first=3, chance=0.0)
+    end(scheduler)
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+    assert len(held) > 4 * CATCH_UP
+    assert max(held) == CATCH_UP
+    assert all(one.row is not None and one.row.num_drafts == 0 for one in arrivals)
 
 
 def test_more_lanes_than_fit_take_turns(oracle: Scheduler) -> None:
