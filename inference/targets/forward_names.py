@@ -48,8 +48,9 @@ class ForwardNames:
 
     def __init__(self, causal_lm: nn.Module) -> None:
         self._cache = find_cache_name(causal_lm)
-        # Models without attention have neither positions nor masks.
-        self._has_positions = "position_ids" in _list_arguments(causal_lm)
+        # Recurrent models without attention have neither positions nor masks. Other forwards must take both.
+        is_stateful = getattr(causal_lm, "_is_stateful", False)
+        self._has_positions = not is_stateful or "position_ids" in _list_arguments(causal_lm)
 
     def name(self, token_ids: Tensor, masks: Any, positions: Tensor | None, cache: Cache | None) -> dict[str, Any]:
         """The arguments of a pass over [B, T] tokens. A model without attention gets no masks and no positions."""

@@ -37,6 +37,8 @@ class HandsOn(nn.Module):
 class WithoutAttention(nn.Module):
     """As Mamba before 5.24: it would swallow another name for the cache."""
 
+    _is_stateful = True
+
     def forward(self, input_ids: Any = None, cache_params: Any = None, **more: Any) -> Any:
         raise NotImplementedError
 
