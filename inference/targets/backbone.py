@@ -54,6 +54,7 @@ class Backbone:
         self.device = device
         self.dtype = dtype
         self._names = ForwardNames(causal_lm)
+        self._decoder_names = ForwardNames(causal_lm.base_model)
         self._text_config = causal_lm.config.get_text_config()
         self.has_attention_interface = has_attention_interface(causal_lm)
 
@@ -108,9 +109,10 @@ class Backbone:
             ValueError: the model is in training mode.
         """
         refuse_training(self.model)
+        names = self._names if module is self.causal_lm else self._decoder_names
         with self.attention():
             return module(
-                **self._names.name(token_ids, masks, positions, cache),
+                **names.name(token_ids, masks, positions, cache),
                 **(media or {}),
                 use_cache=cache is not None,
                 output_hidden_states=request_states(layers),

@@ -43,14 +43,14 @@ class ForwardNames:
     """Names the arguments of passes over token ids.
 
     Args:
-        causal_lm: the model; its base model takes the same arguments.
+        module: a model, or its decoder. With code of its own, a model may have another name than its decoder.
     """
 
-    def __init__(self, causal_lm: nn.Module) -> None:
-        self._cache = find_cache_name(causal_lm)
+    def __init__(self, module: nn.Module) -> None:
+        self._cache = find_cache_name(module)
         # Recurrent models without attention have neither positions nor masks. Other forwards must take both.
-        is_stateful = getattr(causal_lm, "_is_stateful", False)
-        self._has_positions = not is_stateful or "position_ids" in _list_arguments(causal_lm)
+        is_stateful = getattr(module, "_is_stateful", False)
+        self._has_positions = not is_stateful or "position_ids" in _list_arguments(module)
 
     def name(self, token_ids: Tensor, masks: Any, positions: Tensor | None, cache: Cache | None) -> dict[str, Any]:
         """The arguments of a pass over [B, T] tokens. A model without attention gets no masks and no positions."""

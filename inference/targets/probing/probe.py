@@ -105,7 +105,7 @@ def _examine_with(
     cache = _open_cache(name, tree, mixers)
     with refusing(f"{name} does not run with a 4-D mask, position ids and a cache"):
         output = model.base_model(
-            **ForwardNames(model).name(token_ids, tree.masks, tree.positions, cache),
+            **ForwardNames(model.base_model).name(token_ids, tree.masks, tree.positions, cache),
             use_cache=True,
             output_hidden_states=request_states([0]),
             return_dict=True,
@@ -180,7 +180,7 @@ def _takes_packed_masks(
         masks = tree.pack_masks(windows, find_types_without_attention(text_config))
         with grouped_attention(text_config):
             found = model.base_model(
-                **ForwardNames(model).name(tree.token_ids, masks, tree.positions, cache),
+                **ForwardNames(model.base_model).name(tree.token_ids, masks, tree.positions, cache),
                 use_cache=True,
                 return_dict=True,
             ).last_hidden_state

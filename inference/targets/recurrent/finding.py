@@ -92,7 +92,7 @@ def find_recurrence(causal_lm: Any, device: torch.device) -> Recurrence | None:
         _watching(causal_lm, running, calls, outputs),
     ):
         causal_lm.base_model(
-            **ForwardNames(causal_lm).name(token_ids, None, None, probe),
+            **ForwardNames(causal_lm.base_model).name(token_ids, None, None, probe),
             use_cache=True,
             # transformers adds hooks when states are first asked for: before the layers that a copy shares are copied.
             output_hidden_states=True,
