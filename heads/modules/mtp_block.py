@@ -30,7 +30,7 @@ class Rows:
     columns: Tensor
     mask: Tensor
 
-    def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: object, **more: object) -> tuple[Tensor, Tensor]:
         """[B, G, Q, d] of the rows -> [B, G, S, d] of everything in view. transformers' layers call this method."""
         return self.cache.write(self.columns, keys, values)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
 from heads.modules.layers import DraftCache
+from inference.targets.forward_names import find_cache_name
 from inference.targets.model_config import find_layer_windows
 
 
@@ -27,7 +28,7 @@ class RowsInView(Protocol):
     @property
     def mask(self) -> Tensor: ...
 
-    def update(self, keys: Tensor, values: Tensor, *rest: object) -> tuple[Tensor, Tensor]: ...
+    def update(self, keys: Tensor, values: Tensor, *rest: object, **more: object) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class StockLayer(nn.Module):
         super().__init__()
         self.family = find_family(settings)
         self.layer = self.family.layer_class(self.family.config, index)
+        self._cache_name = find_cache_name(self.layer)
         # Some families keep several sets of tables, one per type of layer.
         has_types = "layer_type" in inspect.signature(self.family.rotary_class.forward).parameters
         self._table = {"layer_type": self.family.config.layer_types[index]} if has_types else {}
@@ -133,7 +135,7 @@ class StockLayer(nn.Module):
             x,
             attention_mask=added.expand(x.shape[0], -1, -1, -1),
             position_ids=positions,
-            past_key_values=memory,
+            **{self._cache_name: memory},
             use_cache=True,
             position_embeddings=rotary(x, positions, **self._table),
         )
@@ -153,6 +155,6 @@ class _Past:
     def __init__(self, past: list[tuple[Tensor, Tensor]]) -> None:
         self.past = past
 
-    def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: object, **more: object) -> tuple[Tensor, Tensor]:
         self.past.append((keys, values))
         return torch.cat([k for k, _ in self.past], dim=2), torch.cat([v for _, v in self.past], dim=2)

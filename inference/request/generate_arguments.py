@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from inference.cache.source import Source
 from inference.request.prompt_checks import are_tokens, check_prompt, check_source, pad_left
 from inference.request.request import Request
+from inference.targets.forward_names import CACHE_NAMES, read_cache
 from inference.targets.multimodal import media_names, prepare_media
 from inference.targets.probing.media_proof import prove_media
 from inference.targets.target import Target
@@ -30,6 +31,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_lookup_num_tokens": ((None,), "pass an inference.drafters.ngram.NgramDrafter as the drafter instead"),
     "assistant_early_exit": ((None,), "pass heads as the drafter instead"),
     "use_mtp": ((None, False), "pass heads as the drafter instead"),
+    "speculation_type": ((None,), "pass heads as the drafter instead"),
     "dola_layers": ((None,), "DoLa compares layers, which is another decoding method; leave it out"),
     "force_words_ids": ((None,), "constraints need beam search; leave it out, or use a logits processor"),
     "constraints": ((None,), "constraints need beam search; leave it out, or use a logits processor"),
@@ -46,7 +48,7 @@ _ONE_ADAPTER = (
 _READ = {"use_cache", "attention_mask", "decoder_attention_mask", "decoder_input_ids", "encoder_outputs", "tokenizer"}
 _REFUSED_ARGUMENTS = {
     "assistant_model": "pass an inference.drafters.small_model.SmallModelDrafter of it as the drafter instead",
-    "past_key_values": _LEAVE_OUT,
+    **dict.fromkeys(CACHE_NAMES, _LEAVE_OUT),
     "inputs_embeds": _LEAVE_OUT,
     "position_ids": _LEAVE_OUT,
     "custom_generate": _LEAVE_OUT,
@@ -151,7 +153,7 @@ def _encoded_source(target: Target, given_ids: Tensor, model_kwargs: dict[str, A
 
 
 # What transformers prepares for a decoding method, and this loop prepares anew.
-_PREPARED = {"position_ids", "past_key_values", "logits_to_keep", "cache_position"}
+_PREPARED = {"position_ids", "logits_to_keep", "cache_position", *CACHE_NAMES}
 
 
 def request_of_hook(
@@ -178,9 +180,9 @@ def request_of_hook(
     check_prompt(input_ids, mask)
     if mask is not None:
         _check_padding(mask, media)
-    past = model_kwargs.get("past_key_values")
-    if past is not None and past.get_seq_length() > 0:
-        raise ValueError("past_key_values holds tokens already, and this decode loop has its own cache: leave it out")
+    cache = read_cache(model_kwargs)
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError("the cache holds tokens already, and this decode loop has its own: leave it out")
     real = torch.ones_like(input_ids) if mask is None else (mask != 0).long()
     positions = model_kwargs.get("position_ids")
     if positions is not None and not media and not (positions * real == (real.cumsum(1) - 1) * real).all():

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from inference.kernels.attention import grouped_attention
+from inference.targets.forward_names import ForwardNames
 from inference.targets.model_config import has_attention_interface, refuse_training, request_states
-from inference.targets.recurrent.finding import name_arguments
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Backbone:
         self.num_layers = num_layers
         self.device = device
         self.dtype = dtype
+        self._names = ForwardNames(causal_lm)
+        self._decoder_names = ForwardNames(causal_lm.base_model)
         self._text_config = causal_lm.config.get_text_config()
         self.has_attention_interface = has_attention_interface(causal_lm)
 
@@ -107,9 +109,10 @@ class Backbone:
             ValueError: the model is in training mode.
         """
         refuse_training(self.model)
+        names = self._names if module is self.causal_lm else self._decoder_names
         with self.attention():
             return module(
-                **name_arguments(self.causal_lm, token_ids, masks, positions, cache),
+                **names.name(token_ids, masks, positions, cache),
                 **(media or {}),
                 use_cache=cache is not None,
                 output_hidden_states=request_states(layers),

@@ -24,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from inference.cache.source import SourceMemory
 from inference.targets.copied_modules import copy_module, replace_modules
+from inference.targets.forward_names import find_cache_name
 
 
 class _Places(threading.local):
@@ -57,6 +58,7 @@ class PlacedDecoder:
         decoder = model.get_decoder()
         placed_decoder = replace_modules(decoder, self._place)
         self._placed: Any = replace_modules(model, lambda module: placed_decoder if module is decoder else None)
+        self._cache_name = find_cache_name(model)
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "decoder_position_ids" in accepted
 
@@ -84,7 +86,7 @@ class PlacedDecoder:
                 attention_mask=source.mask,
                 decoder_input_ids=token_ids,
                 decoder_attention_mask=masks,
-                past_key_values=_PlacedCache(cache, source.cross),
+                **{self._cache_name: _PlacedCache(cache, source.cross)},
                 use_cache=True,
                 return_dict=True,
                 **extra,

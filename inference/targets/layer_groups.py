@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.cache.tree_cache import TreeCache
+from inference.targets.forward_names import find_cache_name
 from inference.targets.model_config import refuse_training, unwrap_model
 from inference.targets.parts import find_final_norm, take_first_layers
 from inference.targets.probing.probe_tree import draw_ids, is_single
@@ -42,6 +43,7 @@ class LayerGroups:
             )
         self.num_groups = len(layers) // self.group_size
         self.group: Any = take_first_layers(causal_lm, self.group_size)
+        self._cache_name = find_cache_name(self.group)
         self._check(causal_lm, name)
 
     def new_cache(self, num_rows: int, capacity: int) -> TreeCache:
@@ -77,7 +79,7 @@ class LayerGroups:
                 inputs_embeds=hidden,
                 attention_mask=masks,
                 position_ids=positions,
-                past_key_values=cache,
+                **{self._cache_name: cache},
                 use_cache=cache is not None,
                 return_dict=True,
             )

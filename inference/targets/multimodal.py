@@ -21,13 +21,14 @@ from torch import Tensor
 from transformers import Cache
 
 from inference.cache.tree_cache import TreeCache
+from inference.targets.forward_names import CACHE_NAMES, find_cache_name
 from inference.targets.model_config import refuse_training, request_states
 from inference.targets.passes import TargetOutput
 from inference.targets.target import Target
 
 # Arguments of forward that every language model has. Any other argument belongs to media.
 _TEXT_ARGUMENTS = {
-    *("self", "args", "kwargs", "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds"),
+    *("self", "args", "kwargs", "input_ids", "attention_mask", "position_ids", "inputs_embeds", *CACHE_NAMES),
     *("labels", "use_cache", "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep"),
     "cache_position",
 }
@@ -86,7 +87,7 @@ def prepare_media(
             f"{', '.join(sorted(names))} cannot be read with batch_invariant=True: the model's own pass over them "
             "depends on the other rows; leave batch_invariant out"
         )
-    others = {name: value for name, value in model_kwargs.items() if name != "past_key_values"}
+    others = {name: value for name, value in model_kwargs.items() if name not in CACHE_NAMES}
     arguments = causal_lm.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **others)
     return Media(arguments, torch.tensor(counts, device=target.device), max(counts))
 
@@ -113,13 +114,14 @@ def read_media(target: Target, cache: TreeCache, media: Media, *, feature_layers
     slots = (steps - (longest - counts[:, None])) % longest  # a row's padding comes after its tokens
     cache.open_slots(longest)
     target.plan_reading(cache, counts, longest)
+    causal_lm = target.backbone.causal_lm
     own = {
-        "past_key_values": _PromptCache(cache, slots, counts, num_given=media.arguments["input_ids"].shape[1]),
+        find_cache_name(causal_lm): _PromptCache(cache, slots, counts, num_given=media.arguments["input_ids"].shape[1]),
         "use_cache": True,
         "output_hidden_states": request_states(feature_layers),
         "return_dict": True,
     }
-    output = target.backbone.causal_lm(**media.arguments | own)
+    output = causal_lm(**media.arguments | own)
     positions: Tensor = media.arguments["position_ids"]
     offsets = positions[..., -1:] - (counts[:, None] - 1)
     cache.offsets = offsets if bool(offsets.any()) else None

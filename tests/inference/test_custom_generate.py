@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from inference import CustomGenerate, NgramDrafter
+from inference.targets.forward_names import find_cache_name, read_cache
 from tests.inference.test_generation import GREEDY, MODEL, PROMPT, Recorder, StopAt, scripted, truth
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 
@@ -80,9 +81,9 @@ def test_what_the_loop_cannot_honour_is_refused(options: dict[str, Any], message
 
 
 def test_a_cache_with_tokens_is_refused() -> None:
-    cache = MODEL(PROMPT[:, :3], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values holds tokens already"):
-        drafted(past_key_values=cache)
+    cache = read_cache(MODEL(PROMPT[:, :3], use_cache=True))
+    with pytest.raises(ValueError, match="holds tokens already"):
+        drafted(**{find_cache_name(MODEL): cache})
 
 
 def test_encoder_decoder_models_are_refused() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from inference import Decoder, GenerationStats, chain, generate
 from inference.drafters.ngram import NgramDrafter
+from inference.targets.forward_names import CACHE_NAMES
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -178,6 +179,8 @@ def test_outputs_are_read_by_name() -> None:
         ({"token_healing": True}, "token_healing .*: leave it out, and give model.heal_tokens"),
         ({"generation_config": GenerationConfig(token_healing=True)}, "token_healing"),
         ({"assistant_model": MODEL}, "assistant_model .*: pass an inference.drafters.small_model.SmallModelDrafter"),
+        ({"speculation_type": "dflash"}, "speculation_type"),
+        *(({name: DynamicCache()}, f"{name} is not supported") for name in CACHE_NAMES),
     ],
 )
 def test_refused_options(options: dict[str, Any], match: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference.targets.forward_names import CACHE_NAMES
 from inference.targets.model_config import chooses_experts, is_quantised
 from inference.targets.multimodal import Media, read_media
 from inference.targets.probing.probe_tree import is_single, refusing
@@ -68,7 +69,7 @@ def _compare(found: Tensor, wanted: Tensor) -> float:
 
 def _continue_by_model(causal_lm: Any, input_ids: Tensor, num_tokens: int, model_kwargs: Mapping[str, Any]) -> Any:
     """The output of transformers' greedy `generate`, with logits."""
-    left_out = ("past_key_values", "use_cache", "logits_to_keep")
+    left_out = (*CACHE_NAMES, "use_cache", "logits_to_keep")
     arguments = {name: value for name, value in model_kwargs.items() if name not in left_out}
     return causal_lm.generate(
         input_ids,

@@ -21,6 +21,7 @@ from inference.cache.tree_cache import LayerSpec
 from inference.kernels.attention import STOCK, can_use_kernel, grouped_attention
 from inference.targets.backbone import narrow
 from inference.targets.encoder_decoder import PlacedDecoder
+from inference.targets.forward_names import ForwardNames
 from inference.targets.model_config import (
     LayerAttention,
     chooses_experts,
@@ -44,7 +45,6 @@ from inference.targets.probing.probe_tree import (
     is_single,
     refusing,
 )
-from inference.targets.recurrent.finding import name_arguments
 from inference.targets.recurrent.mixers import PlacedMixers, Recurrence
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def _examine_with(
     cache = _open_cache(name, tree, mixers)
     with refusing(f"{name} does not run with a 4-D mask, position ids and a cache"):
         output = model.base_model(
-            **name_arguments(model, token_ids, tree.masks, tree.positions, cache),
+            **ForwardNames(model.base_model).name(token_ids, tree.masks, tree.positions, cache),
             use_cache=True,
             output_hidden_states=request_states([0]),
             return_dict=True,
@@ -180,7 +180,7 @@ def _takes_packed_masks(
         masks = tree.pack_masks(windows, find_types_without_attention(text_config))
         with grouped_attention(text_config):
             found = model.base_model(
-                **name_arguments(model, tree.token_ids, masks, tree.positions, cache),
+                **ForwardNames(model.base_model).name(tree.token_ids, masks, tree.positions, cache),
                 use_cache=True,
                 return_dict=True,
             ).last_hidden_state

@@ -5,7 +5,6 @@ Legend: T tokens, D width of a mixer's input, V target vocabulary.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from inference.cache.recurrent_states import States, StateSpec
+from inference.targets.forward_names import ForwardNames
 from inference.targets.model_config import is_recurrent
 from inference.targets.probing.probe_tree import CannotRollBackError, is_single, refusing
 from inference.targets.recurrent.mixers import LinearRoles, Mixer, Recurrence, list_linears, open_layer, read_layer
@@ -92,7 +92,7 @@ def find_recurrence(causal_lm: Any, device: torch.device) -> Recurrence | None:
         _watching(causal_lm, running, calls, outputs),
     ):
         causal_lm.base_model(
-            **name_arguments(causal_lm, token_ids, None, None, probe),
+            **ForwardNames(causal_lm.base_model).name(token_ids, None, None, probe),
             use_cache=True,
             # transformers adds hooks when states are first asked for: before the layers that a copy shares are copied.
             output_hidden_states=True,
@@ -139,17 +139,6 @@ def _find_factor(mixer: nn.Module, values: Tensor, hidden: Tensor) -> float | No
     """The number that turns `hidden` into `values`: 1, or one that the mixer has as an attribute; None if neither."""
     numbers = {1.0, *(float(number) for number in vars(mixer).values() if type(number) is float)}
     return next((number for number in sorted(numbers) if torch.equal(hidden * number, values)), None)
-
-
-def name_arguments(
-    causal_lm: Any, token_ids: Tensor, masks: Any, positions: Tensor | None, cache: Cache | None
-) -> dict[str, Any]:
-    """The arguments of the model's forward. Without attention it has no positions, and names the cache otherwise."""
-    taken = inspect.signature(type(causal_lm).forward).parameters
-    arguments = {"input_ids": token_ids}
-    if "cache_params" in taken:
-        return arguments | {"cache_params": cache}
-    return arguments | {"attention_mask": masks, "position_ids": positions, "past_key_values": cache}
 
 
 @contextmanager

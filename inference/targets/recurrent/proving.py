@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference.targets.forward_names import ForwardNames, read_cache
 from inference.targets.model_config import chooses_experts
 from inference.targets.probing.probe_tree import TreeNodes, WrongNumbersError, is_single
-from inference.targets.recurrent.finding import name_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -67,16 +67,15 @@ def _check_with(target: Any, first: int) -> None:
 def _read_in_steps(target: Any, prompt: Tensor, later: Tensor) -> Tensor:
     """Logits [T, V] after each of the later tokens [T], one pass each, as transformers' generate computes them."""
     model = target.backbone.causal_lm
+    names = ForwardNames(model)
     cache: Any = None
     logits = []
     start = 0
     for tokens in (prompt, *later.split(1)):
         positions = torch.arange(start, start + len(tokens), device=tokens.device)[None]
         with target.backbone.attention():
-            output = model(
-                **name_arguments(model, tokens[None], None, positions, cache), use_cache=True, return_dict=True
-            )
-        cache = output.cache_params if "cache_params" in output else output.past_key_values
+            output = model(**names.name(tokens[None], None, positions, cache), use_cache=True, return_dict=True)
+        cache = read_cache(output)
         start += len(tokens)
         logits.append(output.logits[0, -1].to(target.device))
     return torch.stack(logits[1:])

@@ -10,7 +10,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from inference import Decoder, DynamicTree
+from inference import Decoder, DynamicTree, NgramDrafter, generate
+from inference.targets.forward_names import find_cache_name
 from inference.targets.target import Target
 from inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import ATOL, assert_states_close, calm_target, run_plainly
@@ -114,6 +115,23 @@ def test_adapters_that_wait_for_a_token() -> None:
             start(prompt, max_new_tokens=8)
     model.delete_adapter("late")
     assert torch.equal(decoder.generate(prompt, max_new_tokens=8).sequences, expected)
+
+
+def test_code_of_its_own_may_name_the_cache_as_old_releases_do() -> None:
+    class OwnLlama(LlamaForCausalLM):
+        def forward(
+            self, input_ids: Any = None, past_key_values: Any = None, position_ids: Any = None, **kw: Any
+        ) -> Any:
+            kw[find_cache_name(self.model)] = past_key_values
+            output = super().forward(input_ids, position_ids=position_ids, **kw)
+            output.logits = output.logits * 2  # so that it runs whole
+            return output
+
+    model = OwnLlama(calm_target("llama").config).eval()
+    prompt = random_prompt(9)
+    found = generate(model, NgramDrafter(), prompt, max_new_tokens=12, do_sample=False).sequences
+    for length in range(9, 21):
+        assert found[0, length] == model(found[:, :length], use_cache=False).logits[0, -1].argmax()
 
 
 def test_a_model_that_does_more_than_its_lm_head_runs_whole_and_says_so() -> None:

@@ -52,7 +52,7 @@ def test_a_model_is_examined_once(num_examined: list[str]) -> None:
 
 def add_adapter(model: Any) -> None:
     peft = pytest.importorskip("peft", reason="peft is an optional extra")
-    model.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), model)
     model.eval()
 
 

@@ -30,6 +30,7 @@ from transformers import (
 
 from inference import Decoder
 from inference.targets.encoding import encode
+from inference.targets.forward_names import read_cache
 from inference.targets.target import Target
 from tests.inference.plain_passes import calm_target
 from tests.tiny_targets import random_prompt, tiny_target
@@ -272,7 +273,7 @@ def see_beyond_the_window(module: Any, args: Any, kwargs: dict[str, Any]) -> tup
 
 def touch_another_state(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """A convolution state beside keys and values, as hybrids keep."""
-    kwargs["past_key_values"].update_conv_state(torch.zeros(1), 1)
+    read_cache(kwargs).update_conv_state(torch.zeros(1), 1)
 
 
 def spoil_long_texts(module: Any, args: Any, kwargs: dict[str, Any], states: Tensor) -> Tensor:
@@ -280,13 +281,13 @@ def spoil_long_texts(module: Any, args: Any, kwargs: dict[str, Any], states: Ten
 
 
 def spoil_masked_passes(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    if kwargs.get("attention_mask") is not None and kwargs.get("past_key_values") is None:
+    if kwargs.get("attention_mask") is not None and read_cache(kwargs) is None:
         output["last_hidden_state"] *= torch.nan
 
 
 def spoil_trees(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Without a broken weight, masks are to blame."""
-    if kwargs.get("past_key_values") is not None:
+    if read_cache(kwargs) is not None:
         output["last_hidden_state"] *= torch.nan
 
 

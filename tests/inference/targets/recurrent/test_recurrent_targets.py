@@ -166,7 +166,7 @@ def test_modules_that_come_later_are_refused() -> None:
     decoder = Decoder(model)
     prompt = random_prompt(5)
     decoder.generate(prompt, max_new_tokens=2, do_sample=False)
-    model.add_adapter(peft.LoraConfig(target_modules=["in_proj", "w1"], r=2, init_lora_weights=False))
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["in_proj", "w1"], r=2, init_lora_weights=False), model)
     with pytest.raises(ValueError, match="make a new Decoder"):
         decoder.generate(prompt, max_new_tokens=2, do_sample=False)
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False)

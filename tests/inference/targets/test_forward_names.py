@@ -1,0 +1,94 @@
+"""The names of a forward's arguments, in this release of transformers and in others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from inference.targets.forward_names import CACHE_NAMES, ForwardNames, find_cache_name, read_cache
+from tests.conftest import REPOSITORY
+from tests.tiny_targets import tiny_target
+
+
+class New(nn.Module):
+    def forward(self, input_ids: Any = None, position_ids: Any = None, cache: Any = None, **more: Any) -> Any:
+        raise NotImplementedError
+
+
+class Old(nn.Module):
+    def forward(self, input_ids: Any = None, position_ids: Any = None, past_key_values: Any = None) -> Any:
+        raise NotImplementedError
+
+
+class Wrapped(Old):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class HandsOn(nn.Module):
+    def forward(self, input_ids: Any = None, **for_the_layers: Any) -> Any:
+        raise NotImplementedError
+
+
+class WithoutAttention(nn.Module):
+    """As Mamba before 5.24: it would swallow another name for the cache."""
+
+    _is_stateful = True
+
+    def forward(self, input_ids: Any = None, cache_params: Any = None, **more: Any) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (New(), "cache"),
+        (Old(), "past_key_values"),
+        (Wrapped(), "past_key_values"),
+        (WithoutAttention(), "cache_params"),
+    ],
+)
+def test_the_forward_decides(module: nn.Module, name: str) -> None:
+    assert find_cache_name(module) == name
+
+
+def test_a_forward_that_hands_everything_on_gets_the_name_of_this_release() -> None:
+    assert find_cache_name(HandsOn()) == find_cache_name(tiny_target("llama"))
+
+
+def test_arguments_of_a_pass() -> None:
+    ids, cache = torch.ones(1, 2, dtype=torch.long), object()
+    given: tuple[Any, ...] = (ids, "masks", "positions", cache)
+    everything = {"input_ids": ids, "attention_mask": "masks", "position_ids": "positions"}
+    assert ForwardNames(New()).name(*given) == everything | {"cache": cache}
+    assert ForwardNames(Old()).name(*given) == everything | {"past_key_values": cache}
+    assert ForwardNames(Wrapped()).name(*given) == everything | {"past_key_values": cache}
+    assert ForwardNames(WithoutAttention()).name(*given) == {"input_ids": ids, "cache_params": cache}
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_reading_it_back(name: str) -> None:
+    assert read_cache({"logits": 1, name: 2}) == 2
+    assert read_cache({"logits": 1}) is None
+
+
+def test_the_output_of_a_model_has_it() -> None:
+    output = tiny_target("llama")(torch.ones(1, 3, dtype=torch.long), use_cache=True)
+    assert read_cache(output).get_seq_length() == 3
+
+
+def test_no_other_file_knows_the_names() -> None:
+    others = [path for package in ("inference", "heads", "training", "scripts", "examples") for path in files(package)]
+    assert others
+    for path in others:
+        text = path.read_text(encoding="utf-8")
+        assert not any(name in text for name in CACHE_NAMES[1:]), f"{path} names the cache of a forward itself"
+
+
+def files(package: str) -> list[Path]:
+    own = REPOSITORY / "inference/targets/forward_names.py"
+    return [path for path in sorted((REPOSITORY / package).rglob("*.py")) if path != own]
