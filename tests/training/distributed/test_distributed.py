@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the `deepspeed` extra")
 
-# Two steps, a checkpoint, two steps; an epsilon that keeps AdamW from making much of gradients that are rounding errors.
+# Two steps, a checkpoint, two steps. The epsilon keeps AdamW from making much of gradients that are rounding errors.
 OPTIONS: dict[str, Any] = {
     "adam_epsilon": 1e-4,
     "max_steps": 4,
