@@ -13,6 +13,7 @@ import os
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -28,11 +29,10 @@ from heads.config import DraftHeadsConfig
 from heads.formats.format import Imported
 from heads.formats.published import HUB_KEYS, open_published
 from heads.formats.registry import recognize
-from heads.modules.draft_step import DraftStep, join_documents
+from heads.modules.draft_step import DraftStep, unroll_documents
 from heads.modules.layers import DraftCache
 from inference.drafters.base import Drafter, DraftLogits, first_rows
 from inference.kernels.packed_weights import pack
-from inference.targets.documents import split_documents
 from inference.targets.host_tensors import OnHost, read_on_host
 from inference.targets.model_config import find_compute_dtype
 from inference.targets.target import Target
@@ -154,10 +154,17 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             lies beyond T - 1 are meaningless.
         """
 
-    def unroll_where(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor) -> list[DraftStep]:
+    def unroll_where(
+        self, features: Tensor, input_ids: Tensor, loss_mask: Tensor, token_seeds: Tensor | None = None
+    ) -> list[DraftStep]:
         """`unroll` for a loss on only the tokens of `loss_mask` [B, T], a tensor on the host. Kinds that draw slots
-        draw them among these."""
+        draw them among these. Random choices are a function of `token_seeds`, [B, T] int64 on the host; None = no
+        choice is random."""
         return self.unroll(features, input_ids)
+
+    def choose_slots(self, loss_mask: Tensor, token_seeds: Tensor | None = None) -> list[Tensor | None]:
+        """The `DraftStep.slots` of each step of `unroll_where`, known before it runs."""
+        return [None] * self.num_unrolled_steps
 
     def forward(
         self,
@@ -167,6 +174,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         loss_mask: Tensor | OnHost | None = None,
         document_ids: Tensor | OnHost | None = None,
         num_groups: int | None = None,
+        token_seeds: Tensor | OnHost | None = None,
     ) -> Any:
         """Unrolls, and applies `loss_fn` to the steps when it is given.
 
@@ -179,30 +187,21 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             document_ids: [B, T], for rows that hold several documents. Each document is unrolled by itself (see
                 `split_documents`), so `unroll` sees single documents only.
             num_groups: as in `split_documents`.
+            token_seeds: as in `unroll_where`; None = in training mode drawn from torch's global generator.
 
-        `loss_mask` and `document_ids` are counted on the host, which waits for them if they are on a device.
+        `loss_mask`, `document_ids` and `token_seeds` are read on the host, which waits for those on a device.
         """
-        mask = None if loss_mask is None else read_on_host(loss_mask)
-        if document_ids is None:
-            steps = self._unroll(features, input_ids, mask)
-        else:
-            documents = read_on_host(document_ids)
-            groups = split_documents(documents, num_groups=num_groups)
-            unrolled = [
-                self._unroll(
-                    group.read(features),
-                    group.read(input_ids),
-                    None if mask is None else group.read(mask) * group.mask,
-                )
-                for group in groups
-            ]
-            steps = join_documents(groups, unrolled, documents)
+        mask, seeds = (None if x is None else read_on_host(x) for x in (loss_mask, token_seeds))
+        if seeds is None and mask is not None and self.training:
+            seeds = torch.randint(-(2**63), 2**63 - 1, mask.shape)
+        unroll = self._unroll
+        if document_ids is not None:
+            unroll = partial(unroll_documents, unroll, read_on_host(document_ids), num_groups)
+        steps = unroll(features, input_ids, mask, seeds)
         return steps if loss_fn is None else loss_fn(steps)
 
-    def _unroll(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor | None) -> list[DraftStep]:
-        if loss_mask is None:
-            return self.unroll(features, input_ids)
-        return self.unroll_where(features, input_ids, loss_mask)
+    def _unroll(self, features: Tensor, ids: Tensor, mask: Tensor | None, seeds: Tensor | None) -> list[DraftStep]:
+        return self.unroll(features, ids) if mask is None else self.unroll_where(features, ids, mask, seeds)
 
     def train(self, mode: bool = True) -> Self:
         if mode:

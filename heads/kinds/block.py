@@ -76,8 +76,8 @@ class BlockConfig(DecoderConfig):
     Args:
         block_size: N, tokens of a block, its anchor included (from_target: `default_shape`).
         num_layers: draft layers (likewise).
-        num_anchors: blocks trained per sequence, drawn at random where there is a loss (DFlash: 256 to 512). In eval
-            mode the draw is always the same.
+        num_anchors: blocks trained per sequence, drawn at random where there is a loss (DFlash: 256 to 512). In
+            evaluations the draw is always the same.
         loss_decay: gamma; the step that predicts k tokens after the anchor weighs exp(-(k - 1) / gamma). None = by
             block size. The training option `step_decay` overrides it.
         predicts_at_anchor: the anchor's row predicts the token after the anchor, and every row the token after its own
@@ -289,12 +289,17 @@ class BlockHeads(DraftHeads):
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
         length, most = input_ids.shape[1], self.config.num_anchors
         everywhere = torch.ones(input_ids.shape, dtype=torch.long)
-        slots = None if length <= most else draw_slots(everywhere, most, is_random=self.training)
+        slots = None if length <= most else draw_slots(everywhere, most)
         return self._unroll_at(features, input_ids, slots)
 
-    def unroll_where(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor) -> list[DraftStep]:
-        slots = draw_slots(loss_mask, self.config.num_anchors, is_random=self.training)
-        return self._unroll_at(features, input_ids, slots.sort(dim=1).values)  # in order, attention costs less
+    def unroll_where(
+        self, features: Tensor, input_ids: Tensor, loss_mask: Tensor, token_seeds: Tensor | None = None
+    ) -> list[DraftStep]:
+        return self._unroll_at(features, input_ids, self.choose_slots(loss_mask, token_seeds)[0])
+
+    def choose_slots(self, loss_mask: Tensor, token_seeds: Tensor | None = None) -> list[Tensor | None]:
+        slots = draw_slots(loss_mask, self.config.num_anchors, token_seeds)
+        return [slots.sort(dim=1).values] * self.max_depth  # in order, attention costs less
 
     def _unroll_at(self, features: Tensor, input_ids: Tensor, slots: Tensor | None) -> list[DraftStep]:
         """Blocks after the given slots [B, A] of every sequence, on the host (-1: padding; None: all slots)."""

@@ -24,6 +24,8 @@ from heads.autoregression import AutoregressionConfig, AutoregressionHeads
 from heads.modules.draft_step import DraftStep
 from heads.modules.layers import DraftAttention, DraftLayer
 from heads.modules.vocabulary import balance_embeddings
+from inference.noise import uniform_noise
+from inference.targets.host_tensors import send
 from inference.targets.target import Target
 
 NOISE_LENGTH = 512  # tokens of the longest sequence whose noise has the config's width
@@ -38,8 +40,8 @@ class EagleConfig(AutoregressionConfig):
         ttt_steps: aligned steps in training: 1 = EAGLE-1, 3 = HASS.
         fc_bias: whether fc has a bias. The authors' code has one. vLLM drops the bias, so the default has none.
         feature_noise: width of the uniform noise on the target's states in training; 0 = no noise. From 512 tokens on
-            the width falls as 512 / length of the padded batch (the authors' code: of each sequence, and shorter ones
-            get more noise).
+            the width falls as 512 / length up to the last token with a loss (the authors' code: whole length, and
+            shorter sequences get more noise).
         embedding_scale: factor of the token embeddings before fc, a power of two. None (from_target): when heads are
             created, the one that gives embeddings the scale of the states (`balance_embeddings`); from much smaller
             inputs fc hardly learns to read the token. Exports multiply it into fc. Published heads have 1.
@@ -132,11 +134,16 @@ class EagleHeads(AutoregressionHeads):
     def score(self, hidden: Tensor) -> Tensor:
         return self.score_as_target(hidden)
 
-    def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
-        """As in `AutoregressionHeads`. In training mode the target's states get noise, so that the layer learns to read
-        its own outputs, which have errors (EAGLE, section 3.2)."""
-        width = self.config.feature_noise * min(1.0, NOISE_LENGTH / input_ids.shape[1])
-        if self.training and width > 0:
+    def unroll_where(
+        self, features: Tensor, input_ids: Tensor, loss_mask: Tensor, token_seeds: Tensor | None = None
+    ) -> list[DraftStep]:
+        """`unroll`. With `token_seeds` the target's states get noise, so that the layer learns to read its own outputs,
+        which have errors (EAGLE, section 3.2)."""
+        if token_seeds is not None and self.config.feature_noise > 0:
             states = self.fuse(features)
-            features = states + width * (torch.rand_like(states) - 0.5)
-        return super().unroll(features, input_ids)
+            lengths = (loss_mask * torch.arange(1, loss_mask.shape[1] + 1)).amax(1, keepdim=True)
+            width = send(self.config.feature_noise * (NOISE_LENGTH / lengths).clamp(max=1.0), states.device)
+            seeds = send(token_seeds, states.device)
+            noise = uniform_noise(seeds.flatten(), states.shape[-1]).view_as(states) - 0.5
+            features = states + (width[..., None] * noise).to(states.dtype)
+        return self.unroll(features, input_ids)

@@ -7,8 +7,8 @@ Depth 0 is EAGLE-3's: slot t pairs g_t = fc(features of position t) with the emb
 Mask row d of slot t has RoPE position t + d, pairs a learned embedding with a learned hidden state (the same for all
 rows), and predicts x_{t+2+d}. It sees the slots up to t and the mask rows 1 to d of slot t.
 
-In training deeper rows are dropped geometrically: a share `keep_ratio`^d of the slots keeps row d, and with it the rows
-before d, which row d sees.
+In training deeper rows are dropped geometrically: a share `keep_ratio`^d of each sequence's slots keeps row d, and with
+it the rows before d, which row d sees.
 
 Worked example, 10 slots, K = 3, keep_ratio 0.7: all 10 slots predict x_{t+2}, 7 of them also x_{t+3}, and 5 of these
 also x_{t+4}.
@@ -16,8 +16,7 @@ also x_{t+4}.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
@@ -121,6 +120,11 @@ class Band:
         return (self.slots.clamp(min=0)[..., None] + rows).flatten(1)
 
 
+def _slots_with_row(bands: Sequence[Band], depth: int) -> Tensor:
+    """[B, A], the slots that keep mask row `depth`."""
+    return torch.cat([band.slots for band in bands if band.num_rows >= depth], dim=1)
+
+
 @dataclass
 class ParallelState:
     """The state of one batch.
@@ -212,14 +216,13 @@ class ParallelHeads(Eagle3Heads):
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
         return self.unroll_where(features, input_ids, torch.ones(input_ids.shape, dtype=torch.long))
 
-    def unroll_where(self, features: Tensor, input_ids: Tensor, loss_mask: Tensor) -> list[DraftStep]:
-        """All rows in one pass. Evaluation drops none of them."""
-        (batch, length), most = input_ids.shape, input_ids.shape[1]
+    def unroll_where(
+        self, features: Tensor, input_ids: Tensor, loss_mask: Tensor, token_seeds: Tensor | None = None
+    ) -> list[DraftStep]:
+        """All rows in one pass. Without `token_seeds`, as in evaluations, none of them is dropped."""
+        batch, length = input_ids.shape
         positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
-        if self.training:
-            bands = self.choose_bands(draw_slots(loss_mask, most, is_random=True))
-        else:
-            bands = [Band(torch.arange(length).expand(batch, -1), self.max_depth - 1)]
+        bands = self._find_bands(loss_mask, token_seeds)
         ahead = nn.functional.pad(input_ids[:, 1:], (0, 1))
         mask_positions = send(torch.cat([band.positions for band in bands], dim=1), input_ids.device)
         rows = self.with_masks(self.embed(ahead), self.fuse(features), mask_positions.shape[1])
@@ -240,27 +243,40 @@ class ParallelHeads(Eagle3Heads):
         steps = [DraftStep(2, first, self.score)]
         for depth in range(1, self.max_depth):
             deep = [
-                (band.slots, part.unflatten(1, (-1, band.num_rows))[:, :, depth - 1])
+                part.unflatten(1, (-1, band.num_rows))[:, :, depth - 1]
                 for band, part in zip(bands, parts, strict=True)
                 if band.num_rows >= depth
             ]
-            slots, states = (torch.cat(tensors, dim=1) for tensors in zip(*deep, strict=True))
-            steps.append(DraftStep(2 + depth, states, self.score, slots=slots))
+            slots = _slots_with_row(bands, depth)
+            steps.append(DraftStep(2 + depth, torch.cat(deep, dim=1), self.score, slots=slots))
         return steps
+
+    def choose_slots(self, loss_mask: Tensor, token_seeds: Tensor | None = None) -> list[Tensor | None]:
+        bands = self._find_bands(loss_mask, token_seeds)
+        return [None, *(_slots_with_row(bands, depth) for depth in range(1, self.max_depth))]
+
+    def _find_bands(self, loss_mask: Tensor, token_seeds: Tensor | None) -> list[Band]:
+        batch, length = loss_mask.shape
+        if token_seeds is None:
+            return [Band(torch.arange(length).expand(batch, -1), self.max_depth - 1)]
+        return self.choose_bands(draw_slots(loss_mask, length, token_seeds))
 
     def _mask_of_rows(self, num_rows: int) -> Tensor:
         return torch.ones(num_rows, num_rows, dtype=torch.bool, device=self.device).tril()
 
     def choose_bands(self, drawn: Tensor) -> list[Band]:
-        """Cuts slots [B, A], in the order drawn, into bands, the deepest first (geometric dropping)."""
-        count, config = drawn.shape[1], self.config
-        shares = [max(config.keep_ratio**depth, config.min_keep_ratio) for depth in range(1, self.max_depth)]
-        kept = [max(1, math.ceil(count * share - 1e-9)) for share in shares]
-        bands, start = [], 0
-        for num_rows in range(self.max_depth - 1, 0, -1):
-            if (end := kept[num_rows - 1]) > start:
-                bands.append(Band(drawn[:, start:end].sort(dim=1).values, num_rows))  # in order, attention costs less
-                start = end
+        """Cuts each sequence's slots [B, A], in the order drawn and padded at the end with -1, into bands, the deepest
+        first (geometric dropping). Bands without a slot are left out, but not the deepest, which all steps read."""
+        counts, places = (drawn >= 0).sum(1, keepdim=True), torch.arange(drawn.shape[1])
+        bands, before, deepest = [], torch.zeros_like(counts), self.max_depth - 1
+        for num_rows in range(deepest, 0, -1):
+            share = max(self.config.keep_ratio**num_rows, self.config.min_keep_ratio)
+            kept = (counts.double() * share - 1e-9).ceil().long()
+            slots = drawn.masked_fill((places < before) | (places >= kept), -1)
+            if (width := int((kept - before).max())) or num_rows == deepest:
+                # In order, attention costs less.
+                bands.append(Band(slots.sort(dim=1).values[:, -max(width, 1) :], num_rows))
+            before = kept
         return bands
 
     # Decoding.

@@ -6,13 +6,13 @@ L length of its rows, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from inference.targets.documents import DocumentGroup
+from inference.targets.documents import DocumentGroup, split_documents
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class DraftStep:
         slots: [B, M] int64 on the host, the slot of each column of `hidden`, -1 for padding; None = column t is slot t
             (M = T).
         confidence: [B, M] logits of the chance that the step's token is accepted; None = the kind has no such head.
-        document_ids: [B, T] on the host, of a packed batch (see `join_documents`). Its steps have one row of columns,
+        document_ids: [B, T] on the host, of a packed batch (see `unroll_documents`). Its steps have one row of columns,
             [1, M], in which b * T + t is slot t of row b. None = one document per row.
     """
 
@@ -68,15 +68,28 @@ class DraftStep:
         return read.masked_fill(is_outside | (places >= length), fill)
 
 
-def join_documents(
-    groups: Sequence[DocumentGroup], unrolled: Sequence[Sequence[DraftStep]], document_ids: Tensor
+def unroll_documents(
+    unroll: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], list[DraftStep]],
+    document_ids: Tensor,
+    num_groups: int | None,
+    features: Tensor,
+    input_ids: Tensor,
+    loss_mask: Tensor | None,
+    token_seeds: Tensor | None,
 ) -> list[DraftStep]:
-    """The steps of a packed batch, from the steps of its groups of documents.
+    """The steps of a packed batch [B, T], each of whose documents is unrolled by itself.
 
     Args:
-        unrolled: each group's steps, over rows of [R, L].
-        document_ids: [B, T] on the host, from which the groups were made.
+        unroll: unrolls a group of documents as rows of [R, L]; it gets the last four arguments of the group.
+        document_ids, loss_mask, token_seeds: on the host.
+        num_groups: as in `split_documents`.
     """
+    groups = split_documents(document_ids, num_groups=num_groups)
+    unrolled = []
+    for group in groups:
+        mask, seeds = (None if x is None else group.read(x) for x in (loss_mask, token_seeds))
+        mask = None if mask is None else mask * group.mask
+        unrolled.append(unroll(group.read(features), group.read(input_ids), mask, seeds))
     joined = []
     for steps in zip(*unrolled, strict=True):
         slots = torch.cat([_find_slots(group, step) for group, step in zip(groups, steps, strict=True)])
@@ -92,6 +105,33 @@ def join_documents(
             )
         )
     return joined
+
+
+def count_predicted(
+    choose_slots: Callable[[Tensor, Tensor], list[Tensor | None]],
+    loss_mask: Tensor,
+    token_seeds: Tensor,
+    document_ids: Tensor | None,
+    *,
+    num_groups: int | None,
+) -> Tensor:
+    """[K] int64: how many tokens each step predicts in a batch (`DraftStep.find_predicted`), known before it runs.
+
+    Args:
+        choose_slots: `DraftHeads.choose_slots`.
+        loss_mask, token_seeds: [B, T] on the host.
+        document_ids: likewise, of a packed batch; None = one document per row.
+        num_groups: as in `split_documents`.
+    """
+    rows = [(loss_mask, token_seeds)]
+    if document_ids is not None:
+        groups = split_documents(document_ids, num_groups=num_groups)
+        rows = [(group.read(loss_mask) * group.mask, group.read(token_seeds)) for group in groups]
+    counts = []
+    for mask, seeds in rows:
+        steps = [DraftStep(2 + k, mask, nn.Identity(), slots) for k, slots in enumerate(choose_slots(mask, seeds))]
+        counts.append(torch.stack([step.read_ahead(mask, step.shift).count_nonzero() for step in steps]))
+    return torch.stack(counts).sum(0)
 
 
 def _find_slots(group: DocumentGroup, step: DraftStep) -> Tensor:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from heads import HEAD_TYPES, DraftHeads, DraftStep, create_heads
+from heads.modules.draft_step import count_predicted
 from inference import Target, generate
 from inference.targets.encoding import encode
 from tests.heads.tiny_heads import FIRST_BY_DEFAULT, VARIANT_IDS, VARIANTS, tiny_heads
@@ -187,6 +188,25 @@ class TestTraining:
                 for slot in range(12 - step.shift):  # the predicted token is real, and with it every token they read
                     if (found := state_at(other, row, slot)) is not None:
                         torch.testing.assert_close(found, state_at(step, row, slot))
+
+    @every_kind
+    def test_what_is_drawn_and_counted_is_what_is_unrolled(self, head_type: str, overrides: dict[str, Any]) -> None:
+        """In rows of their own and in a packed batch, of one long and one short document and one without a loss."""
+        target = target_of("llama")
+        heads = tiny_heads(head_type, target, **overrides).train()
+        input_ids, loss_mask = random_prompt(40, batch_size=2), torch.ones(2, 40, dtype=torch.long)
+        loss_mask[0, :5], loss_mask[1, :9], loss_mask[1, 13:] = 0, 0, 0
+        features = torch.randn(2, 40, len(heads.feature_layers) * target.hidden_size)
+        seeds = torch.randint(-(2**63), 2**63 - 1, loss_mask.shape)
+        steps = heads.unroll_where(features, input_ids, loss_mask, seeds)
+        for step, slots in zip(steps, heads.choose_slots(loss_mask, seeds), strict=True):
+            assert (step.slots is None and slots is None) or torch.equal(step.slots, slots)
+        documents = (torch.arange(40) >= 11).long().repeat(2, 1)
+        for ids in (None, documents):
+            steps = heads(features, input_ids, loss_mask=loss_mask, document_ids=ids, token_seeds=seeds)
+            expected = [len(step.find_predicted(loss_mask)[0]) for step in steps]
+            assert sum(expected) > 0
+            assert count_predicted(heads.choose_slots, loss_mask, seeds, ids, num_groups=None).tolist() == expected
 
     @first_of_each_kind
     def test_heads_learn_after_they_have_decoded(self, head_type: str, overrides: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ class Reference:
     def __init__(self, case: Case, loss_type: str, step_decay: float = 0.8) -> None:
         ids = list(range(VOCAB)) if case.draft_token_ids is None else case.draft_token_ids.tolist()
         self.loss = torch.zeros(())
-        self.loss_counts, self.top1, self.top5, self.positions = [], [], [], []
+        self.loss_sums, self.top1, self.top5, self.positions = [], [], [], []
         for k, step in enumerate(case.steps):
             losses, top1, top5, positions = [], 0, 0, 0
             for row in range(BATCH):
@@ -118,9 +118,9 @@ class Reference:
                             gap = (mine - wanted).abs()
                             loss = loss + 1.5 * (gap**2 / 2 if gap < 1 else gap - 0.5) / HIDDEN
                     losses.append(loss)
-            if losses:
-                self.loss = self.loss + step_decay**k * torch.stack(losses).mean()
-            self.loss_counts.append(len(losses))
+            total = torch.stack(losses).sum() if losses else torch.zeros(())
+            self.loss = self.loss + step_decay**k * total / max(positions, 1)
+            self.loss_sums.append(total.item())
             self.top1.append(top1)
             self.top5.append(top5)
             self.positions.append(positions)

@@ -11,16 +11,21 @@ from typing import Any
 
 import datasets
 import torch
+import xxhash
 from torch import Tensor
 from torch.nn import functional as F
 
+from inference.noise import derive_seeds
 from inference.targets.host_tensors import OnHost, read_on_host
 
 
 @dataclass(frozen=True)
 class ConversationCollator:
-    """Pads rows on the right: input_ids, attention_mask and loss_mask, each [B, T] int64. The masks are counted, and so
-    stay on the host.
+    """Pads rows on the right: input_ids, attention_mask, loss_mask and token_keys, each [B, T] int64. All but the ids
+    are read on the host, and stay there.
+
+    A token's key is a hash of its document's tokens and of its place among them: random choices in training are a
+    function of the key, so they are the same in any batch.
 
     Packed rows (`training.data.packing`) also have document_ids, [B, T] int64: the number of the token's document in
     its row, from 0 (padding: -1). `inference.targets.documents` counts positions within documents.
@@ -41,16 +46,31 @@ class ConversationCollator:
             return torch.stack([F.pad(value, (0, length - len(value)), value=fill) for value in values])
 
         ids = [torch.tensor(row["input_ids"]) for row in rows]
+        sizes = [row.get("document_lengths", [len(row["input_ids"])]) for row in rows]
         batch: dict[str, Tensor | OnHost] = {
             "input_ids": pad(ids, self.pad_token_id),
             "attention_mask": OnHost(pad(map(torch.ones_like, ids), 0)),
             "loss_mask": OnHost(pad([torch.tensor(row["loss_mask"]) for row in rows], 0)),
+            "token_keys": OnHost(pad(map(_make_keys, ids, sizes), 0)),
         }
         if "document_lengths" in rows[0]:
-            sizes = [torch.tensor(row["document_lengths"]) for row in rows]
-            numbers = [torch.arange(len(size)).repeat_interleave(size) for size in sizes]
+            numbers = [torch.arange(len(size)).repeat_interleave(torch.tensor(size)) for size in sizes]
             batch["document_ids"] = OnHost(pad(numbers, -1))
         return batch
+
+
+def hash_tokens(input_ids: Tensor) -> int:
+    """The key of a text: a signed 64-bit hash of its ids ([T], any integer dtype)."""
+    ids = input_ids.int().cpu().contiguous()
+    unsigned = xxhash.xxh3_64_intdigest(ids.view(torch.uint8).numpy().data)
+    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
+
+
+def _make_keys(ids: Tensor, sizes: list[int]) -> Tensor:
+    """[T] int64, the keys of a row of documents of these sizes."""
+    documents = ids.split(sizes)
+    keys = torch.tensor([hash_tokens(document) for document in documents]).repeat_interleave(torch.tensor(sizes))
+    return derive_seeds(keys, torch.cat([torch.arange(size) for size in sizes]))
 
 
 def find_documents(batch: Mapping[str, Any], *, num_groups: int | None = None) -> OnHost | None:

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from inference.targets.model_config import find_length_limit
 from inference.targets.target import Target
-from training.data.collation import ConversationCollator
+from training.data.collation import ConversationCollator, hash_tokens
 from training.data.options import DataArguments
 from training.data.training_sets import cut_to_limit, load_every_row
 from training.features.endpoint_states import NUM_LAYERS, EndpointStates, refuse_without_target
@@ -38,7 +38,6 @@ from training.features.store import (
     StoreSettings,
     finished_shards,
     hash_text,
-    hash_tokens,
     name_tensors,
     read_settings,
     tensor_name,

@@ -22,12 +22,11 @@ from transformers import TrainerCallback
 
 from inference.targets.encoding import encode
 from inference.targets.target import Target
-from training.data.collation import find_documents
+from training.data.collation import find_documents, hash_tokens
 from training.features.store import (
     DiskFullError,
     FeatureStore,
     StoredRow,
-    hash_tokens,
     name_tensors,
     tensor_name,
     write_shard,

@@ -30,6 +30,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from training.data.collation import hash_tokens
+
 FORMAT = 3
 
 
@@ -92,13 +94,6 @@ def tensor_name(layer: int, num_layers: int) -> str:
 def name_tensors(feature_layers: Iterable[int], num_layers: int) -> list[str]:
     """The tensors that heads need: the states that they tap, and the last one for the teacher."""
     return sorted({"last", *(tensor_name(layer, num_layers) for layer in feature_layers)})
-
-
-def hash_tokens(input_ids: Tensor) -> int:
-    """The key of a row: a signed 64-bit hash of its ids ([T], any integer dtype)."""
-    ids = input_ids.int().cpu().contiguous()
-    unsigned = xxhash.xxh3_64_intdigest(ids.view(torch.uint8).numpy().data)
-    return unsigned - (1 << 64) if unsigned >= 1 << 63 else unsigned
 
 
 def hash_text(text: str) -> str:

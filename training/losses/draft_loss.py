@@ -36,14 +36,13 @@ BLOCK_ELEMENTS = 2**20  # logits whose losses a CPU computes at a time: 4 MiB in
 class LossOutput:
     """loss: scalar with gradients. The lists hold one detached scalar per step:
 
-    loss_sums, loss_counts: the sum over the positions with a loss, and their number.
-    top1, top5, positions: hits of the target's argmax among the best 1 and 5 draft tokens, and the number of predicted
-        positions (an argmax outside the draft vocabulary is a miss).
+    loss_sums, positions: the sum of the losses, and the number of predicted positions.
+    top1, top5: hits of the target's argmax among the best 1 and 5 draft tokens (an argmax outside the draft vocabulary
+        is a miss).
     """
 
     loss: Tensor
     loss_sums: list[Tensor] = field(default_factory=list)
-    loss_counts: list[Tensor] = field(default_factory=list)
     top1: list[Tensor] = field(default_factory=list)
     top5: list[Tensor] = field(default_factory=list)
     positions: list[Tensor] = field(default_factory=list)
@@ -57,6 +56,7 @@ def draft_loss(
     loss_type: str,
     step_decay: float = 1.0,
     depth_weights: str | None = None,
+    counts: Tensor | None = None,
     keeps_graph: bool = False,
 ) -> LossOutput:
     """Returns the sum over steps of the step's weight x the mean loss of the step.
@@ -64,11 +64,13 @@ def draft_loss(
     Args:
         teacher: of the same batch, loss mask and loss type.
         loss_mask: [B, T] on the host (which otherwise waits for the device), 1 where x_t is to be predicted.
-        loss_type: a loss or a mixture (`training.losses.terms.parse_loss`). A position has no loss if its argmax (for
-            losses of only the data's tokens: its label) is outside the draft vocabulary. The mean is over the
-            positions with a loss.
+        loss_type: a loss or a mixture (`training.losses.terms.parse_loss`). The mean is over the predicted positions,
+            whose number is known before the target runs. A position whose argmax (for losses of only the data's
+            tokens: whose label) is outside the draft vocabulary adds 0, as in EAGLE-3's code.
         step_decay: the weight of step k is step_decay^k, unless `depth_weights` is given.
         depth_weights: `d_pace` (`training.losses.depth_weights`), or None.
+        counts: [K] on the device, the predicted positions of each step to take the mean over, where the batch is a part
+            of a larger one: the losses of the parts then add up to its loss. None = those of the batch.
         keeps_graph: compute all gradients in the backward pass, which runs the LM head again where its logits do not
             fit: for heads whose parameters are whole only inside passes (FSDP, ZeRO-3). `d_pace` needs this too, and
             float16, whose gradients underflow before the loss is scaled.
@@ -83,23 +85,26 @@ def draft_loss(
     takes_early = torch.is_grad_enabled() and not (keeps_graph or is_d_pace or is_half)
     early = EarlyGradients() if takes_early else None
     mask = read_on_host(loss_mask)
+    # All predicted positions, whose number the host knows; those with a loss are known on the device only.
+    predicted = [step.find_predicted(mask) for step in steps]
+    sizes = [max(len(columns), 1) for columns, _ in predicted] if counts is None else counts.clamp(min=1)
+    scales = [weight / size for weight, size in zip(weights, sizes, strict=True)]
     scores = [
-        _score(step, teacher, mask, mixture, wants_chances=is_d_pace, weight=weight, early=early)
-        for step, weight in zip(steps, weights, strict=True)
+        _score(step, where, teacher, mixture, wants_chances=is_d_pace, scale=scale, early=early)
+        for step, where, scale in zip(steps, predicted, scales, strict=True)
     ]
     own = _d_pace(scores, mask.shape) if is_d_pace else [None] * len(steps)
     output = LossOutput(loss=steps[0].hidden.new_zeros((), dtype=torch.float32))
-    for step, score, weight, own_M in zip(steps, scores, weights, own, strict=True):
+    for step, score, scale, own_M in zip(steps, scores, scales, own, strict=True):
         # Without a position the graph still runs through the head: DDP waits for the gradient of every parameter.
         losses_M = score.losses if own_M is None else score.losses * own_M
         total = losses_M.sum() if len(losses_M) else _touch(step)
         if early is None or not len(losses_M):
-            output.loss = output.loss + weight * total / score.count.clamp(min=1)
+            output.loss = output.loss + scale * total
         output.loss_sums.append(total.detach())
-        output.loss_counts.append(score.count)
         output.top1.append(score.top1)
         output.top5.append(score.top5)
-        output.positions.append(torch.full_like(score.count, len(losses_M)))
+        output.positions.append(torch.full_like(score.top1, len(losses_M)))
     if early is not None and (loss := early.loss()) is not None:
         output.loss = output.loss + loss
     return output
@@ -117,28 +122,26 @@ def check_loss(loss_type: str, heads: DraftHeads) -> None:
 @dataclass(frozen=True)
 class _StepScore:
     """places: [M], the slots as b * T + t. losses: [M], with gradients, 0 where there is no loss. chances: [M] of the
-    labels, detached; empty unless wanted. count: positions with a loss. top1, top5: hits of the target's argmax."""
+    labels, detached; empty unless wanted. top1, top5: hits of the target's argmax."""
 
     places: Tensor
     losses: Tensor
     chances: Tensor
-    count: Tensor
     top1: Tensor
     top5: Tensor
 
 
 def _score(
     step: DraftStep,
+    predicted: tuple[Tensor, Tensor],
     teacher: Teacher,
-    loss_mask: Tensor,
     mixture: LossMixture,
     *,
     wants_chances: bool,
-    weight: float,
+    scale: float | Tensor,
     early: EarlyGradients | None,
 ) -> _StepScore:
-    # All predicted positions, whose number the host knows; those with a loss are known on the device only.
-    columns, places = (send(x, step.hidden.device) for x in step.find_predicted(loss_mask))
+    columns, places = (send(x, step.hidden.device) for x in predicted)
     rows = _ScoredRows(
         hidden=step.hidden.flatten(0, 1)[columns],
         teacher=teacher.rows.flatten()[places + step.shift - 1],
@@ -146,14 +149,13 @@ def _score(
         argmax=teacher.argmax.flatten()[places + step.shift - 1],
         confidence=None if step.confidence is None else step.confidence.flatten()[columns],
     )
-    count = mixture.has_loss(rows.label, rows.argmax).sum()
     losses, chances = [], []
     top1 = top5 = torch.zeros_like(rows.label[:0].sum())
     chunk = rows_per_chunk(teacher.num_columns)
     for start in range(0, len(rows), chunk):
         args = (step, rows.part(start, start + chunk), teacher, mixture, wants_chances)
         if early is not None:
-            loss, chance, hits1, hits5 = _early_chunk_loss(*args[:-1], weight / count.clamp(min=1), early)
+            loss, chance, hits1, hits5 = _early_chunk_loss(*args[:-1], scale, early)
         elif len(rows) > chunk and torch.is_grad_enabled():
             again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
             loss, chance, hits1, hits5 = again(_chunk_loss, *args)
@@ -167,7 +169,6 @@ def _score(
         places=places,
         losses=torch.cat(losses) if losses else empty,
         chances=torch.cat(chances) if chances else empty,
-        count=count,
         top1=top1,
         top5=top5,
     )
@@ -235,9 +236,14 @@ def _chunk_loss(
 
 
 def _early_chunk_loss(
-    step: DraftStep, rows: _ScoredRows, teacher: Teacher, mixture: LossMixture, weight: Tensor, early: EarlyGradients
+    step: DraftStep,
+    rows: _ScoredRows,
+    teacher: Teacher,
+    mixture: LossMixture,
+    scale: float | Tensor,
+    early: EarlyGradients,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_chunk_loss` without gradients: its weighted sum and its gradients go to `early`.
+    """`_chunk_loss` without gradients: its scaled sum and its gradients go to `early`.
 
     On a CPU it works on a few rows at a time, so that the logits stay in the CPU's cache.
     """
@@ -251,7 +257,7 @@ def _early_chunk_loss(
         wide = logits[start : start + size].detach().float().requires_grad_()
         found.append(_loss_of_logits(wide, part, teacher, mixture, wants_chances=False))
         # Losses of the states and of the confidence reach `leaf` without the logits.
-        (found[-1][0].sum() * weight).backward(inputs=[wide, *leaf.tensors])
+        (found[-1][0].sum() * scale).backward(inputs=[wide, *leaf.tensors])
         slopes[start : start + size] = 0 if wide.grad is None else wide.grad  # None: only a loss of the states
     losses, chances, hits1, hits5 = zip(*found, strict=True)
     leaves = find_leaves(logits) or [leaf.hidden] * logits.requires_grad  # a head may return its input
@@ -261,7 +267,7 @@ def _early_chunk_loss(
         if reached:
             gradients[source] = sum(reached[1:], reached[0])
     loss = torch.cat([loss.detach() for loss in losses])
-    early.add(loss.sum() * weight, gradients.items())
+    early.add(loss.sum() * scale, gradients.items())
     return loss, torch.cat(chances), sum(hits1, hits1[0] * 0), sum(hits5, hits5[0] * 0)
 
 

@@ -107,13 +107,20 @@ class JointModel(nn.Module):
         return self
 
     def forward(
-        self, batch: Mapping[str, Tensor], draft: Callable[[TargetStates], LossOutput], *, trains_target: bool
+        self,
+        batch: Mapping[str, Tensor],
+        draft: Callable[[TargetStates], LossOutput],
+        *,
+        trains_target: bool,
+        count: Tensor | None = None,
     ) -> JointOutput:
         """The losses of one batch.
 
         Args:
             draft: the heads' loss on the target's states; it runs `self.heads`.
             trains_target: False = only the heads train.
+            count: the positions over which the target's loss is the mean, where the batch is a part of a larger one;
+                None = those of the batch.
         """
         if not trains_target:
             with torch.no_grad():
@@ -129,9 +136,17 @@ class JointModel(nn.Module):
         with recomputing_layers(self.target) if self._is_checkpointing else nullcontext():
             states = self._features(batch)
         output = draft(states)
-        total, count = target_loss(self.target, states.last_hidden, reference, batch)
-        loss = total / count.clamp(min=1) + self.args.loss_weight * output.loss
-        return JointOutput(loss, output, total.detach(), count)
+        total, own_count = target_loss(self.target, states.last_hidden, reference, batch)
+        mean = total / (own_count if count is None else count).clamp(min=1)
+        return JointOutput(mean + self.args.loss_weight * output.loss, output, total.detach(), own_count)
+
+
+def find_predicted(batch: Mapping[str, Any]) -> Tensor:
+    """[P] int64 on the host: the positions of a batch whose next token is predicted, as b * T + t."""
+    is_predicted_BT = F.pad(read_on_host(batch["loss_mask"])[:, 1:], (0, 1)).bool()
+    if (documents := find_documents(batch)) is not None:
+        is_predicted_BT &= F.pad(documents.values[:, 1:], (0, 1), value=-1) == documents.values
+    return is_predicted_BT.flatten().nonzero()[:, 0]
 
 
 def target_loss(
@@ -144,10 +159,7 @@ def target_loss(
         reference: [B, T, D] states without adapters: the loss is KL(without adapters || with adapters). None = the loss
             is the cross-entropy to the data's next token.
     """
-    is_predicted_BT = F.pad(read_on_host(batch["loss_mask"])[:, 1:], (0, 1)).bool()
-    if (documents := find_documents(batch)) is not None:
-        is_predicted_BT &= F.pad(documents.values[:, 1:], (0, 1), value=-1) == documents.values
-    places_P = send(is_predicted_BT.flatten().nonzero()[:, 0], last_hidden.device)
+    places_P = send(find_predicted(batch), last_hidden.device)
     hidden_PD = last_hidden.flatten(0, 1)[places_P]
     if reference is not None:
         wanted = reference.flatten(0, 1)[places_P]

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from heads import DraftHeads
 from heads.adapter import FOLDER
 from training.losses.draft_loss import LossOutput
-from training.run.joint_model import JointModel, JointOutput, load_adapter_weights
+from training.run.joint_model import JointModel, JointOutput, find_predicted, load_adapter_weights
 from training.run.optimizer import MuonWithAdamW
 from training.run.trainer import HeadsTrainer
 
@@ -53,12 +53,18 @@ class JointTrainer(HeadsTrainer):
 
     # Losses.
 
-    def draft_batch(self, model: Any, inputs: dict[str, Tensor]) -> LossOutput:
+    def count_predicted(self, batch: dict[str, Any]) -> Tensor:
+        """The tokens that the target predicts follow those of the heads' steps."""
+        return torch.cat([super().count_predicted(batch), torch.full((1,), len(find_predicted(batch)))])
+
+    def draft_batch(self, model: Any, inputs: dict[str, Tensor], counts: Tensor | None) -> LossOutput:
         is_training = model.training
+        of_heads, of_target = (None, None) if counts is None else (counts[:-1], counts[-1])
         output: JointOutput = model(
             inputs,
-            draft=partial(self.draft_from, inputs=inputs, heads=self.heads, forward=self.heads),
+            draft=partial(self.draft_from, inputs=inputs, heads=self.heads, forward=self.heads, counts=of_heads),
             trains_target=self.is_joint or not is_training,
+            count=of_target,
         )
         if output.target_sum is not None and output.target_count is not None:
             sums, new = self._sums[is_training], torch.stack([output.target_sum, output.target_count.float()])

@@ -17,7 +17,9 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 
 from heads import DraftHeads
-from inference.targets.host_tensors import OnHost, read_on_host
+from heads.modules.draft_step import count_predicted
+from inference.noise import derive_seeds
+from inference.targets.host_tensors import OnHost, read_on_host, send
 from inference.targets.target import Target
 from training.data.collation import find_documents
 from training.data.streaming import ConversationStream
@@ -171,30 +173,43 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor]:
-        """The batches of one optimizer step, and the number of tokens they predict in all processes together."""
+        """The batches of one optimizer step, and how many tokens each step of the draft predicts (`count_predicted`) in
+        all of them and all processes together.
+
+        Random choices are functions of the run's seed, the step's number and the conversation.
+        """
         if (source := self._read_features) is not None:
             if self._ahead is None or self._ahead[0] is not epoch_iterator:
                 self._ahead = (epoch_iterator, look_ahead(epoch_iterator, source))
             epoch_iterator = self._ahead[1]
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        total = sum(int(read_on_host(batch["loss_mask"]).sum()) for batch in batches)
-        count = torch.full((), total, dtype=torch.long, device=device)
-        return batches, cast(Tensor, self.accelerator.reduce(count, reduction="sum"))
+        for batch in batches:
+            keys = read_on_host(batch["token_keys"])
+            batch["token_seeds"] = OnHost(derive_seeds(keys, self.args.seed, self.state.global_step))
+        none = torch.zeros((), dtype=torch.long)  # a stream may end before a step
+        counts = sum((self.count_predicted(batch) for batch in batches), none)
+        return batches, cast(Tensor, self.accelerator.reduce(send(counts, device), reduction="sum"))
+
+    def count_predicted(self, batch: dict[str, Any]) -> Tensor:
+        """[K] int64 on the host: how many tokens of a training batch each step of the draft predicts."""
+        mask, seeds = (read_on_host(batch[name]) for name in ("loss_mask", "token_seeds"))
+        documents = read_on_host(batch["document_ids"]) if "document_ids" in batch else None
+        return count_predicted(self.heads.choose_slots, mask, seeds, documents, num_groups=self.num_groups)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The batch's mean loss; in training, weighted by its share of the tokens that the optimizer step predicts.
+        """The batch's mean loss; in training, its part of the mean over the whole optimizer step.
 
-        Accumulated and distributed batches so add up to the mean over all tokens. The shares also count tokens without
-        a loss: tokens outside a reduced draft vocabulary, and tokens too near the start for the deeper steps.
+        Each depth's sum of losses is divided by the number of tokens that this depth predicts in all accumulated
+        batches of all processes (`num_items_in_batch`, from `get_batch_samples`). So the losses and the gradients of
+        accumulated and distributed batches add up to those of one big batch, for any lengths.
         """
-        output = self.draft_batch(model, inputs)
+        output = self.draft_batch(model, inputs, num_items_in_batch)
         self._add_metrics(output, is_training=model.training)
         loss = output.loss
         if num_items_in_batch is not None:
-            share = int(read_on_host(inputs["loss_mask"]).sum()) / num_items_in_batch.clamp(min=1)
-            loss = loss * share * self.accelerator.num_processes  # DDP averages gradients
+            loss = loss * self.accelerator.num_processes  # DDP averages gradients
         return (loss, {}) if return_outputs else loss
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
@@ -209,17 +224,22 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.state.num_input_tokens_seen += int(cast(Tensor, self.accelerator.reduce(count, "sum")))
         self._num_new_tokens = 0
 
-    def draft_batch(self, model: Any, inputs: dict[str, Any]) -> LossOutput:
-        """The heads' loss on one batch; `model` is the heads as Trainer wrapped them."""
+    def draft_batch(self, model: Any, inputs: dict[str, Any], counts: Tensor | None) -> LossOutput:
+        """The heads' loss on one batch; `model` is the heads as Trainer wrapped them. counts: as in `draft_loss`."""
         heads: DraftHeads = self.accelerator.unwrap_model(model)
         online = OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
         source = self.features or (SharedPasses(online) if self._is_tensor_parallel else online)
         with explain_lost_states(self):
             states = source(inputs)
-        return self.draft_from(states, inputs, heads, model)
+        return self.draft_from(states, inputs, heads, model, counts)
 
     def draft_from(
-        self, states: TargetStates, inputs: dict[str, Any], heads: DraftHeads, forward: Callable[..., Any]
+        self,
+        states: TargetStates,
+        inputs: dict[str, Any],
+        heads: DraftHeads,
+        forward: Callable[..., Any],
+        counts: Tensor | None,
     ) -> LossOutput:
         """The heads' loss on the target's states of a batch; `forward` runs the heads."""
         loss_mask = OnHost(read_on_host(inputs["loss_mask"]))
@@ -238,6 +258,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             loss_type=self.loss_type,
             step_decay=self.step_decay,
             depth_weights=self.depth_weights,
+            counts=counts,
             keeps_graph=self.num_groups is not None,
         )
         # A dict, because FSDP and ZeRO-3 look for tensors in dicts. Autocast, because FSDP has none of its own.
@@ -250,6 +271,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                     loss_mask=loss_mask,
                     document_ids=find_documents(inputs, num_groups=self.num_groups),
                     num_groups=self.num_groups,
+                    token_seeds=inputs.get("token_seeds"),
                 )
             )
         if heads.training:
@@ -364,7 +386,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def _add_metrics(self, output: LossOutput, *, is_training: bool) -> None:
         sums = self._sums[is_training]
-        for name in ("loss_sums", "loss_counts", "top1", "top5", "positions"):
+        for name in ("loss_sums", "top1", "top5", "positions"):
             values = torch.stack(getattr(output, name)).detach()
             sums[name] = sums[name] + values if name in sums else values
 
@@ -380,7 +402,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         weights = fixed_weights(num_steps, step_decay=self.step_decay, depth_weights=self.depth_weights)
         metrics = {"loss": 0.0}
         for k, positions in enumerate(total["positions"]):
-            metrics["loss"] += weights[k] * total["loss_sums"][k] / max(total["loss_counts"][k], 1)
+            metrics["loss"] += weights[k] * total["loss_sums"][k] / max(positions, 1)
             metrics[f"top1_depth{k + 1}"] = total["top1"][k] / max(positions, 1)
             metrics[f"top5_depth{k + 1}"] = total["top5"][k] / max(positions, 1)
         return metrics

@@ -63,17 +63,17 @@ def plain_loss(
     Args:
         use_sdpa: attend with torch's own function.
     """
-    input_ids, loss_mask = batch["input_ids"], batch["loss_mask"].values
+    input_ids, loss_mask, seeds = batch["input_ids"], batch["loss_mask"].values, batch["token_keys"].values
     with dense_attention(use_sdpa=use_sdpa):
-        steps = heads.unroll_where(states.features, input_ids, loss_mask)
+        steps = heads.unroll_where(states.features, input_ids, loss_mask, seeds)
     loss = torch.zeros((), device=input_ids.device)
     for k, step in enumerate(steps):
         p = shift_rows(step, states.teacher)
         log_q = step.head(step.hidden).float().log_softmax(-1)  # [B, M, C]
-        has_loss = step.read_ahead(loss_mask, step.shift).bool().to(input_ids.device)
-        has_loss &= step.read_ahead(states.is_drafted.long(), step.shift - 1).bool()
+        is_predicted = step.read_ahead(loss_mask, step.shift).bool().to(input_ids.device)
+        has_loss = is_predicted & step.read_ahead(states.is_drafted.long(), step.shift - 1).bool()
         losses = -(p * log_q).sum(-1)
-        loss = loss + step_decay**k * (losses * has_loss).sum() / has_loss.sum().clamp(min=1)
+        loss = loss + step_decay**k * (losses * has_loss).sum() / is_predicted.sum().clamp(min=1)
     return loss
 
 

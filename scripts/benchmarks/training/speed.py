@@ -149,7 +149,6 @@ class Bench:
         return [{"input_ids": row, "loss_mask": mask} for row in tokens.tolist()]
 
     def step(self, implementation: str, rows: list[dict[str, list[int]]], clock: Callable[[], float]) -> StepTimes:
-        torch.manual_seed(0)  # for noise and drawn anchors
         marks = [clock()]
         batch = send_to_device(self.collator(rows), self.device)
         marks.append(clock())
@@ -201,6 +200,7 @@ class Bench:
             loss_fn=lambda steps: draft_loss(steps, teacher, loss_mask, loss_type=loss_type, step_decay=STEP_DECAY),
             loss_mask=loss_mask,
             document_ids=find_documents(batch),
+            token_seeds=batch["token_keys"],
         )
         loss: Tensor = output.loss
         return loss

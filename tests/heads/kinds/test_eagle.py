@@ -112,18 +112,31 @@ class TestNoise:
         prepare = heads.prepare
         monkeypatch.setattr(heads, "prepare", lambda embedded, state: read.append(state) or prepare(embedded, state))
         features = torch.randn(2, length, 32)
-        first = heads.train().unroll(features, random_prompt(length, batch_size=2))[0]
+        loss_mask = torch.ones(2, length, dtype=torch.long)
+        seeds = torch.randint(2**60, loss_mask.shape)
+        first = heads.unroll_where(features, random_prompt(length, batch_size=2), loss_mask, seeds)[0]
         noise = read[0] - features
         assert 0.49 * width < noise.abs().max() <= 0.5001 * width
         assert noise.mean().abs() < 0.02 * width
         assert noise.std() == pytest.approx(width / 12**0.5, rel=0.02)
         assert torch.equal(read[1], first.hidden), "the draft's own features get none"
 
+    def test_is_a_conversations_own(self, target: Target) -> None:
+        """Whatever longer conversation is beside it, and whatever padding follows."""
+        heads = eagle(target)
+        input_ids, features = random_prompt(700, batch_size=2), torch.randn(2, 700, 32)
+        loss_mask, seeds = torch.ones(2, 700, dtype=torch.long), torch.randint(2**60, (2, 700))
+        loss_mask[1, 600:] = 0
+        together = heads.unroll_where(features, input_ids, loss_mask, seeds)[0].hidden[1, :600]
+        own = (x[1:, :600] for x in (features, input_ids, loss_mask, seeds))
+        alone = heads.unroll_where(*own)[0].hidden[0]
+        torch.testing.assert_close(alone[:599], together[:599])  # the last slot reads the token after it
+
     def test_is_for_training_alone(self, target: Target) -> None:
         input_ids, features = random_prompt(6), torch.randn(1, 6, 32)
 
         def is_same_again(heads: DraftHeads) -> bool:
-            one, other = (heads.unroll(features, input_ids)[0].hidden for _ in range(2))
+            one, other = (heads(features, input_ids, loss_mask=torch.ones(1, 6))[0].hidden for _ in range(2))
             return torch.equal(one, other)
 
         heads = eagle(target)

@@ -73,9 +73,10 @@ def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], s
     ],
 )
 def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any], is_training: bool) -> None:
-    heads = parallel(target, **overrides).train(is_training)
+    heads = parallel(target, **overrides)
     input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 96)
-    steps = heads.unroll(features, input_ids)
+    seeds = torch.arange(18).view(2, 9) * 7 % 5 if is_training else None
+    steps = heads.unroll_where(features, input_ids, torch.ones_like(input_ids), seeds)
     assert [step.shift for step in steps] == list(range(2, 2 + heads.max_depth))
     for row in range(2):
         expected = {slot: draft_slowly(heads, features[row], input_ids[row].tolist(), slot) for slot in range(8)}
@@ -113,11 +114,21 @@ class TestDropping:
         kept = [sum(band.slots.shape[1] for band in bands if band.num_rows >= depth) for depth in range(1, 6)]
         assert kept == [20, 10, 8, 8, 8]
 
+    def test_each_sequence_keeps_its_own_share(self, target: Target) -> None:
+        """Whatever longer sequence is beside it; of one slot all rows are kept, and of none nothing."""
+        heads = parallel(target, num_depths=3)
+        counts = torch.tensor([10, 3, 1, 0])[:, None]
+        drawn = torch.arange(10).expand(4, -1).masked_fill(torch.arange(10) >= counts, -1)
+        bands = heads.choose_bands(drawn)
+        kept = [sum((band.slots >= 0).sum(1) for band in bands if band.num_rows >= depth) for depth in (1, 2)]
+        assert [numbers.tolist() for numbers in kept] == [[7, 3, 1, 0], [5, 2, 1, 0]]
+
     def test_a_slot_that_keeps_a_row_keeps_those_before_it(self, target: Target) -> None:
-        heads = parallel(target, num_depths=5).train()
+        heads = parallel(target, num_depths=5)
         loss_mask = torch.zeros(2, 30, dtype=torch.long)
         loss_mask[0, 6:], loss_mask[1, 12:20] = 1, 1
-        steps = heads.unroll_where(torch.randn(2, 30, 96), random_prompt(30, batch_size=2), loss_mask)
+        seeds = torch.randint(2**60, (2, 30))
+        steps = heads.unroll_where(torch.randn(2, 30, 96), random_prompt(30, batch_size=2), loss_mask, seeds)
         assert steps[0].slots is None
         for row in range(2):
             before = set((loss_mask[row].nonzero().flatten() - 2).tolist())
@@ -129,7 +140,8 @@ class TestDropping:
                 before = set(slots)
 
     def test_a_ratio_of_one_drops_nothing(self, target: Target) -> None:
-        heads = parallel(target, num_depths=3, keep_ratio=1.0).train()
-        for step in heads.unroll(torch.randn(1, 9, 96), random_prompt(9))[1:]:
+        heads = parallel(target, num_depths=3, keep_ratio=1.0)
+        ids = random_prompt(9)
+        for step in heads.unroll_where(torch.randn(1, 9, 96), ids, torch.ones_like(ids), torch.arange(9)[None])[1:]:
             assert step.slots is not None
             assert sorted(step.slots[0].tolist()) == list(range(7))

@@ -57,7 +57,7 @@ def test_collator_pads_on_the_right() -> None:
         {"input_ids": [8], "loss_mask": [1]},
     ]
     batch = ConversationCollator(9, multiple_of=4)(rows)
-    assert {name: read_on_host(tensor).tolist() for name, tensor in batch.items()} == {
+    assert {name: read_on_host(tensor).tolist() for name, tensor in batch.items() if name != "token_keys"} == {
         "input_ids": [[5, 6, 7, 9], [8, 9, 9, 9]],
         "attention_mask": [[1, 1, 1, 0], [1, 0, 0, 0]],
         "loss_mask": [[0, 1, 1, 0], [1, 0, 0, 0]],

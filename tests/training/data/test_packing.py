@@ -56,11 +56,8 @@ class TestFitting:
         lengths = [min(2048, max(16, round(draw.lognormvariate(math.log(mean) - 0.32, 0.8)))) for _ in range(2000)]
         packs = fit_best(lengths, 2048)
         draw.shuffle(packs)
-        zeros = [0] * 2048
-        rows: list[dict[str, list[int]]] = [
-            {"input_ids": zeros, "loss_mask": zeros, "document_lengths": [lengths[index] for index in pack]}
-            for pack in packs[:160]
-        ]
+        sizes = [[lengths[index] for index in pack] for pack in packs[:160]]
+        rows = [{"input_ids": [0] * sum(row), "loss_mask": [0] * sum(row), "document_lengths": row} for row in sizes]
         batches = [ConversationCollator(0)(rows[start : start + 4]) for start in range(0, 160, 4)]
         groups = [group for batch in batches for group in split_documents(batch["document_ids"])]
         real = sum(int(group.mask.sum()) for group in groups)
@@ -96,13 +93,24 @@ def test_the_collator_says_whose_each_token_is() -> None:
         {"input_ids": [4], "loss_mask": [1], "document_lengths": [1]},
     ]
     batch = ConversationCollator(0, multiple_of=2)(rows)
-    assert {name: read_on_host(tensor).tolist() for name, tensor in batch.items()} == {
+    assert {name: read_on_host(tensor).tolist() for name, tensor in batch.items() if name != "token_keys"} == {
         "input_ids": [[5, 6, 7, 8, 9, 0], [4, 0, 0, 0, 0, 0]],
         "attention_mask": [[1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]],
         "loss_mask": [[0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0]],
         "document_ids": [[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]],
     }
     assert all(read_on_host(tensor).dtype == torch.int64 for tensor in batch.values())
+
+
+def test_a_documents_keys_are_the_same_in_any_row() -> None:
+    documents = [[5, 6, 7], [8, 9], [5, 6]]
+    own = ConversationCollator(0)([{"input_ids": ids, "loss_mask": [1] * len(ids)} for ids in documents])
+    packed = ConversationCollator(0)(
+        [{"input_ids": [8, 9, 5, 6, 7, 5, 6], "loss_mask": [1] * 7, "document_lengths": [2, 3, 2]}]
+    )
+    long, short, start = (keys[: len(ids)] for keys, ids in zip(own["token_keys"].values, documents, strict=True))
+    assert torch.equal(packed["token_keys"].values[0, :7], torch.cat([short, long, start]))
+    assert len(set(packed["token_keys"].values[0, :7].tolist())) == 7, "a document's start has keys of its own"
 
 
 class TestRuns:

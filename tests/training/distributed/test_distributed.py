@@ -27,10 +27,8 @@ pytestmark = pytest.mark.slow
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs the `deepspeed` extra")
 
-# Two steps, a checkpoint, two steps. The whole vocabulary, so that every predicted token has a loss and equal means
-# equal; an epsilon that keeps AdamW from making much of gradients that are rounding errors.
+# Two steps, a checkpoint, two steps. The epsilon keeps AdamW from making much of gradients that are rounding errors.
 OPTIONS: dict[str, Any] = {
-    "head_overrides": ["ttt_steps=2"],
     "adam_epsilon": 1e-4,
     "max_steps": 4,
     "lr_scheduler_type": "constant",

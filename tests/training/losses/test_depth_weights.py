@@ -53,7 +53,7 @@ def slow_d_pace(case: Case, loss_type: str) -> torch.Tensor:
                 output = draft_loss([step], teacher, only, loss_type=loss_type)
                 label, best = int(case.input_ids[row, place]), int(teacher.argmax[row, place - 1])
                 chance = 0.0
-                if label in ids and (int(output.loss_counts[0]) or best >= 0):
+                if label in ids and (loss_type == "cross_entropy" or best >= 0):
                     chance = float(step.head(step.hidden[row, slot]).detach().softmax(-1)[ids.index(label)])
                 alive *= 0.5 * chance + 0.5
                 lives.append(alive)
@@ -61,7 +61,7 @@ def slow_d_pace(case: Case, loss_type: str) -> torch.Tensor:
             for k, output in enumerate(losses):
                 if output is not None:
                     sums[k] = sums[k] + sum(lives[k:]) * output.loss
-                    counts[k] += int(output.loss_counts[0])
+                    counts[k] += 1
     return sum((total / max(count, 1) for total, count in zip(sums, counts, strict=True)), torch.zeros(()))
 
 
@@ -90,5 +90,5 @@ def test_d_pace_finds_the_steps_of_a_slot_wherever_their_columns_are() -> None:
     some = order[:, :5]
     case.steps = [first, second, DraftStep(4, gather_slots(third.hidden, some), third.head, slots=some)]
     found = run(case, "distillation", "d_pace")
-    assert found.loss_counts[2] < expected.loss_counts[2]
+    assert found.positions[2] < expected.positions[2]
     assert found.loss_sums[0] < expected.loss_sums[0], "drafts that stop earlier are worth less"

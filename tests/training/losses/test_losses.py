@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def test_equals_the_reference(loss_type: str, draft_size: int | None, shifts: tu
     expected = Reference(case, loss_type, 0.7)
     found = case.run(loss_type, 0.7)
     torch.testing.assert_close(found.loss, expected.loss)
-    for name in ("loss_counts", "top1", "top5", "positions"):
+    assert [float(total) for total in found.loss_sums] == pytest.approx(expected.loss_sums, rel=1e-5)
+    for name in ("top1", "top5", "positions"):
         assert [int(x) for x in getattr(found, name)] == getattr(expected, name), name
     if draft_size is None:
         assert 3 < expected.top1[0] < expected.positions[0]
@@ -40,6 +42,27 @@ def test_gradients_equal_the_references(loss_type: str) -> None:
     found = case.gradients()
     Reference(case, loss_type).loss.backward()
     for one, other in zip(found, case.gradients(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@every_loss
+@pytest.mark.parametrize(("depth_weights", "keeps_graph"), [(None, False), (None, True), ("d_pace", True)])
+def test_parts_of_a_batch_add_up(loss_type: str, depth_weights: str | None, keeps_graph: bool) -> None:
+    """One part for each row, each with the counts of the whole batch; deep steps predict in some rows only."""
+    case = Case(50, shifts=(2, 5, 9))
+    options: dict[str, Any] = {"depth_weights": depth_weights, "keeps_graph": keeps_graph}
+    whole = case.run(loss_type, **options)
+    whole.loss.backward()
+    gradients = case.gradients()
+    counts, mask, parts = torch.stack(whole.positions), case.loss_mask, []
+    assert len(set(counts.tolist())) == 3
+    for row in range(BATCH):
+        case.loss_mask = torch.zeros_like(mask)
+        case.loss_mask[row] = mask[row]
+        parts.append(case.run(loss_type, counts=counts, **options).loss)
+        parts[-1].backward()
+    torch.testing.assert_close(torch.stack(parts).sum(), whole.loss)
+    for one, other in zip(case.gradients(), gradients, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -98,7 +121,7 @@ class TestChunks:
         chunked = case.run(loss_type, keeps_graph=keeps_graph)
         (3 * chunked.loss).backward()
         torch.testing.assert_close(chunked.loss, whole.loss)
-        for name in ("loss_counts", "top1", "top5", "positions"):
+        for name in ("top1", "top5", "positions"):
             assert getattr(chunked, name) == getattr(whole, name)
         for one, other in zip(case.gradients(), gradients, strict=True):
             torch.testing.assert_close(one, other)
@@ -166,7 +189,7 @@ class TestNothingToLearn:
                 case.target.lm_head.weight[0] = 0  # ... and random states never score it best
         output = case.run(loss_type)
         assert output.loss.item() == 0
-        assert [int(count) for count in output.loss_counts] == [0, 0]
+        assert [float(total) for total in output.loss_sums] == [0, 0]
         output.loss.backward()
         for gradient in case.gradients():
             assert gradient.abs().max() == 0

@@ -244,6 +244,22 @@ class TestRuns:
         train(**{**options, **dict.fromkeys(names)})
         assert_same(joint, train.weights())
 
+    def test_accumulated_batches_equal_one_big_batch(self, train: Runner) -> None:
+        """Both losses, also of packed rows, whose documents begin with tokens that nothing predicts."""
+        found = []
+        options = {"head_type": "block", "head_overrides": ["num_anchors=3"], "target_loss": "lm", "optim": "sgd"}
+        for batch_size, accumulation in ((4, 1), (1, 4)):
+            split = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+            trainer = self.prepare(train, **options, **split, max_steps=3, packing=True, learning_rate=0.01)
+            trainer.train()
+            logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+            found.append(([entry["loss"] for entry in logs], trainer.heads.state_dict(), adapters(trainer)))
+        (losses, heads, lora), (other_losses, other_heads, other_lora) = found
+        assert other_losses == pytest.approx(losses, rel=1e-4)
+        assert len(losses) == 3
+        torch.testing.assert_close(other_heads, heads, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(other_lora, lora, rtol=1e-3, atol=1e-6)
+
     @needs_muon
     def test_learning_rates(self, train: Runner) -> None:
         options = {"max_steps": 10, "warmup_steps": 2, "heads_warmup_steps": 4, "muon_learning_rate": 0.02}

@@ -1,0 +1,53 @@
+"""The loss and the gradient of an optimizer step of two processes equal those of one big batch, for every kind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference import Target
+from tests.conftest import REPOSITORY
+from tests.tiny_targets import tiny_target
+from tests.training.run.test_splits import CASES, ROWS, Result, assert_same_step, pack, train
+
+WORDS = ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/multi_gpu.yaml"]
+PACKED = [pack(ROWS[:3]), pack(ROWS[3:])]
+
+
+def run_all(folder: Path, num_processes: int) -> dict[str, Result]:
+    """One step of all cases: with rows of one conversation each, and with packed rows."""
+    target, found = Target(tiny_target("llama").requires_grad_(False)), {}
+    for name in CASES:
+        found[name] = train(target, name, ROWS, len(ROWS) // num_processes, 1, folder)
+        found[f"{name}, packed"] = train(target, name, PACKED, len(PACKED) // num_processes, 1, folder)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_equals_one_big_batch(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
+    result = subprocess.run(
+        [sys.executable, *WORDS, "--module", __name__, str(tmp_path)],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = torch.load(tmp_path / "results.pt", weights_only=True)
+    for name, expected in run_all(tmp_path, 1).items():
+        assert_same_step(Result(*found[name]), expected, name)
+
+
+if __name__ == "__main__":
+    results = run_all(Path(sys.argv[1]), 2)
+    if os.environ["RANK"] == "0":
+        torch.save({name: tuple(result) for name, result in results.items()}, Path(sys.argv[1]) / "results.pt")
