@@ -28,23 +28,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from heads import DraftHeads
-from inference import Decoder, Drafter, Target
-from inference.streaming.detokenizer import IncrementalDetokenizer
-from inference.trees.options import resolve_policy
-from scripts.measuring.contenders import make_contenders
-from scripts.measuring.environment import describe_environment
-from scripts.measuring.matrix import measure_with_progress
-from scripts.measuring.measure import Contender, Prompt, Settings, load_prompts
-from scripts.measuring.plot import draw_plot
-from scripts.measuring.render import make_grids
-from scripts.measuring.report import headline, make_report, make_rows, write_json
-from scripts.measuring.rows import Row
-from scripts.shared.model_loading import DTYPES, encode_messages, load_heads, load_target
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.side_by_side import Recording, record_side_by_side
-from scripts.terminal.printer import style_of
-from training.options.program_parser import ProgramParser
+from draftsmith import Decoder, Drafter, DraftHeads, Target
+from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
+from draftsmith.inference.trees.options import resolve_policy
+from draftsmith.scripts.measuring.contenders import make_contenders
+from draftsmith.scripts.measuring.environment import describe_environment
+from draftsmith.scripts.measuring.matrix import measure_with_progress
+from draftsmith.scripts.measuring.measure import Contender, Prompt, Settings, load_prompts
+from draftsmith.scripts.measuring.plot import draw_plot
+from draftsmith.scripts.measuring.render import make_grids
+from draftsmith.scripts.measuring.report import headline, make_report, make_rows, write_json
+from draftsmith.scripts.measuring.rows import Row
+from draftsmith.scripts.shared.model_loading import DTYPES, encode_messages, load_heads, load_target
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
+from draftsmith.scripts.terminal.printer import style_of
+from draftsmith.training.options.program_parser import ProgramParser
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_ENDING = "-chat-13m-quick"

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from inference import DistributedDecoder, serve_target
-from scripts.shared.model_loading import encode_messages, load_drafter, load_target
+from draftsmith import DistributedDecoder, serve_target
+from draftsmith.scripts.shared.model_loading import encode_messages, load_drafter, load_target
 
 DEFAULTS = ("examples/chat-13m", "examples/heads/eagle3", "What are the benefits of exercise?")
 

@@ -6,18 +6,18 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from heads.base import HEAD_TYPES, DraftHeads
-from heads.config import DraftHeadsConfig
-from heads.kinds.block import BlockHeads
-from heads.kinds.eagle import EagleHeads
-from heads.kinds.eagle3 import Eagle3Heads
-from heads.kinds.hydra import HydraHeads
-from heads.kinds.kangaroo import KangarooHeads
-from heads.kinds.medusa import MedusaHeads
-from heads.kinds.mtp import MTPHeads
-from heads.kinds.parallel import ParallelHeads
-from heads.modules.draft_step import DraftStep
-from inference.targets.target import Target
+from draftsmith.heads.base import HEAD_TYPES, DraftHeads
+from draftsmith.heads.config import DraftHeadsConfig
+from draftsmith.heads.kinds.block import BlockHeads
+from draftsmith.heads.kinds.eagle import EagleHeads
+from draftsmith.heads.kinds.eagle3 import Eagle3Heads
+from draftsmith.heads.kinds.hydra import HydraHeads
+from draftsmith.heads.kinds.kangaroo import KangarooHeads
+from draftsmith.heads.kinds.medusa import MedusaHeads
+from draftsmith.heads.kinds.mtp import MTPHeads
+from draftsmith.heads.kinds.parallel import ParallelHeads
+from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.inference.targets.target import Target
 
 HEAD_TYPES |= {
     "block": BlockHeads,

@@ -16,12 +16,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from heads.base import EXTEND_CHUNK, DraftHeads
-from heads.config import DecoderConfig
-from heads.modules.draft_step import DraftStep
-from heads.modules.layers import DraftCache, DraftLayer
-from inference.drafters.base import DraftLogits
-from inference.targets.target import Target
+from draftsmith.heads.base import EXTEND_CHUNK, DraftHeads
+from draftsmith.heads.config import DecoderConfig
+from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.heads.modules.layers import DraftCache, DraftLayer
+from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.targets.target import Target
 
 
 class AutoregressionConfig(DecoderConfig):

@@ -22,20 +22,27 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heads.adapter import FOLDER, StoredAdapter, is_adapted, load_adapter, write_adapter
-from heads.binding import WeightCopies, check_fit
-from heads.checkpoint import check_place, check_tensors, is_published, read_dtype, read_head_type, replace_checkpoint
-from heads.config import DraftHeadsConfig
-from heads.formats.format import Imported
-from heads.formats.published import HUB_KEYS, open_published
-from heads.formats.registry import recognize
-from heads.modules.draft_step import DraftStep, unroll_documents
-from heads.modules.layers import DraftCache
-from inference.drafters.base import Drafter, DraftLogits, first_rows
-from inference.kernels.packed_weights import pack
-from inference.targets.host_tensors import OnHost, read_on_host
-from inference.targets.model_config import find_compute_dtype
-from inference.targets.target import Target
+from draftsmith.heads.adapter import FOLDER, StoredAdapter, is_adapted, load_adapter, write_adapter
+from draftsmith.heads.binding import WeightCopies, check_fit
+from draftsmith.heads.checkpoint import (
+    check_place,
+    check_tensors,
+    is_published,
+    read_dtype,
+    read_head_type,
+    replace_checkpoint,
+)
+from draftsmith.heads.config import DraftHeadsConfig
+from draftsmith.heads.formats.format import Imported
+from draftsmith.heads.formats.published import HUB_KEYS, open_published
+from draftsmith.heads.formats.registry import recognize
+from draftsmith.heads.modules.draft_step import DraftStep, unroll_documents
+from draftsmith.heads.modules.layers import DraftCache
+from draftsmith.inference.drafters.base import Drafter, DraftLogits, first_rows
+from draftsmith.inference.kernels.packed_weights import pack
+from draftsmith.inference.targets.host_tensors import OnHost, read_on_host
+from draftsmith.inference.targets.model_config import find_compute_dtype
+from draftsmith.inference.targets.target import Target
 
 EXTEND_CHUNK = 512  # slots of a prompt that `extend` reads in one pass
 
@@ -50,7 +57,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     `DraftHeads.from_pretrained(path_or_hub_id)` returns the right kind.
 
     A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), and `start`,
-    `extend`, `expand` and `draft_caches` (decoding, see `inference.Drafter`).
+    `extend`, `expand` and `draft_caches` (decoding, see `draftsmith.Drafter`).
 
     Attributes:
         default_loss: the kind's usual objective, in the words of the training option `loss_type`.
@@ -272,7 +279,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """Refuses a target that the heads cannot draft for. Kinds that need more of a target extend this.
 
         Raises:
-            ValueError: see `heads.binding.check_fit`.
+            ValueError: see `draftsmith.heads.binding.check_fit`.
         """
         check_fit(cast(DraftHeadsConfig, self.config), target)
         if self.config.target_adapter and not is_adapted(target.model):

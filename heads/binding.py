@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heads.config import DraftHeadsConfig, name_of_target
-from inference.targets.target import Target
+from draftsmith.heads.config import DraftHeadsConfig, name_of_target
+from draftsmith.inference.targets.target import Target
 
 
 def check_fit(config: DraftHeadsConfig, target: Target) -> None:

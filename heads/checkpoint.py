@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from heads.formats.published import Published, is_gguf_file, open_published
-from heads.formats.registry import recognize
+from draftsmith.heads.formats.published import Published, is_gguf_file, open_published
+from draftsmith.heads.formats.registry import recognize
 
 SCRATCH = ".incomplete"  # the folder, inside that of a checkpoint, into which files are written first
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")

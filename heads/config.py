@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self, cast
 
 from transformers import PreTrainedConfig
 
-from inference.targets.target import Target
+from draftsmith.inference.targets.target import Target
 
 FORMAT_VERSION = 1
 DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}

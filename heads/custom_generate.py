@@ -3,7 +3,7 @@
     model.generate(**inputs, custom_generate="ORG/REPO", trust_remote_code=True, max_new_tokens=64)
 
 The folder has the code; the heads lie beside it and are the default. `heads=` names others. Without a repository and
-without trust there is `inference.CustomGenerate`.
+without trust there is `draftsmith.CustomGenerate`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from heads.base import DraftHeads
-from inference.custom_generate import as_transformers_returns
-from inference.decoder import Decoder
-from inference.drafters.base import Drafter
-from inference.generation import take_decoder_options
+from draftsmith.heads.base import DraftHeads
+from draftsmith.inference.custom_generate import as_transformers_returns
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.generation import take_decoder_options
 
 _KEPT = "_draftsmith_heads"  # attribute of a model: its heads, by their folder or hub id
 
@@ -39,7 +39,7 @@ def generate_with_heads(
         default_heads: the hub id of the heads beside that code; None = they are not on the hub.
         heads: heads, another drafter, or a folder or hub id of heads, in any format that is read.
         inputs, input_ids: the prompts, under either name.
-        **arguments: of `model.generate`, of `inference.Decoder` (tree, acceptance, ...) and `seed`.
+        **arguments: of `model.generate`, of `draftsmith.Decoder` (tree, acceptance, ...) and `seed`.
 
     Returns:
         what `model.generate` returns.

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.acceptance.sampler import Sampler
-from inference.cache.tree_cache import TreeCache
-from inference.execution.drafting import Drafting
-from inference.prompts import HeldTexts
-from inference.request.request import Request
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.execution.drafting import Drafting
+from draftsmith.inference.prompts import HeldTexts
+from draftsmith.inference.request.request import Request
 
 
 class Batch:

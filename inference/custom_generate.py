@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from inference.decoder import Decoder
-from inference.drafters.base import Drafter
-from inference.loop import GenerationOutput
-from inference.request.generate_arguments import request_of_hook
-from inference.stats import GenerationStats
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.loop import GenerationOutput
+from draftsmith.inference.request.generate_arguments import request_of_hook
+from draftsmith.inference.stats import GenerationStats
 
 
 class CustomGenerate:
@@ -23,7 +23,7 @@ class CustomGenerate:
     >>> model.generate(**inputs, custom_generate=method, max_new_tokens=64)                  # doctest: +SKIP
 
     transformers does not pass its streamer and its tokenizer to a custom method. So give the streamer here, and use
-    `inference.generate` for stop strings.
+    `draftsmith.generate` for stop strings.
 
     Args:
         drafter: as `Decoder` takes it, and so are its other options (tree, acceptance, compile, ...).

@@ -15,27 +15,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from inference.acceptance.rules import AcceptanceRule, resolve_rule
-from inference.acceptance.sampler import Sampler
-from inference.cache.tree_cache import TreeCache
-from inference.drafters.base import Drafter
-from inference.execution.captured import CapturedExecutor, cuda_graphs
-from inference.execution.compiled import CompiledExecutor
-from inference.execution.drafting import TreeChoice
-from inference.execution.executor import Executor
-from inference.execution.step import DecodeStep
-from inference.loop import DecodeLoop, GenerationOutput, StepCallback, StepTokens, gather_output
-from inference.noise import row_seeds
-from inference.planning.costs import StepCosts
-from inference.planning.planner import TreePlanner
-from inference.prompts import HeldTexts, PromptReader
-from inference.request.generate_arguments import make_request
-from inference.request.request import Request
-from inference.stats import GenerationStats, PhaseClock
-from inference.streaming.token_stream import TokenStream
-from inference.targets.target import Target
-from inference.trees.options import TreeOption, resolve_policy
-from inference.trees.policy import TreePolicy
+from draftsmith.inference.acceptance.rules import AcceptanceRule, resolve_rule
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.execution.captured import CapturedExecutor, cuda_graphs
+from draftsmith.inference.execution.compiled import CompiledExecutor
+from draftsmith.inference.execution.drafting import TreeChoice
+from draftsmith.inference.execution.executor import Executor
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.loop import DecodeLoop, GenerationOutput, StepCallback, StepTokens, gather_output
+from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.planning.costs import StepCosts
+from draftsmith.inference.planning.planner import TreePlanner
+from draftsmith.inference.prompts import HeldTexts, PromptReader
+from draftsmith.inference.request.generate_arguments import make_request
+from draftsmith.inference.request.request import Request
+from draftsmith.inference.stats import GenerationStats, PhaseClock
+from draftsmith.inference.streaming.token_stream import TokenStream
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.options import TreeOption, resolve_policy
+from draftsmith.inference.trees.policy import TreePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -106,8 +106,8 @@ class Decoder:
             shown = drafter if isinstance(drafter, (str, os.PathLike)) else type(drafter).__name__
             raise TypeError(
                 f"drafter is {shown!r}; a Drafter, or None, is expected: load a folder of heads with "
-                "heads.DraftHeads.from_pretrained, wrap a small model in inference.SmallModelDrafter, or subclass "
-                "inference.Drafter"
+                "draftsmith.DraftHeads.from_pretrained, wrap a small model in draftsmith.SmallModelDrafter, or subclass "
+                "draftsmith.Drafter"
             )
         self.target = Target.of(target).with_packed_weights() if pack_weights else Target.of(target)
         if batch_invariant:
@@ -199,7 +199,7 @@ class Decoder:
             return self._run(request, seed, clock, reuse_cache=reuse_cache, on_step=on_step)
 
     def decode(self, request: Request, *, seed: int | Sequence[int] | None = None) -> GenerationOutput:
-        """`generate` of a request that is ready (`inference.request`).
+        """`generate` of a request that is ready (`draftsmith.inference.request`).
 
         Raises:
             RuntimeError: while this decoder is in the middle of another text.

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from inference.decoder import Decoder
-from inference.drafters.base import Drafter
-from inference.loop import GenerationOutput
-from inference.streaming.token_stream import TokenStream
-from inference.targets.target import Target
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.loop import GenerationOutput
+from draftsmith.inference.streaming.token_stream import TokenStream
+from draftsmith.inference.targets.target import Target
 
 
 def generate(

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from inference.acceptance.exact import accept_exact
-from inference.acceptance.sampler import Sampler
-from inference.acceptance.walk import Acceptance
-from inference.batch import Batch
-from inference.drafters.slots import NewSlots
-from inference.execution.drafting import Drafting, TreeChoice
-from inference.execution.step import DecodeStep
-from inference.prompts import HeldTexts, PromptReader
-from inference.request.emitted_scores import EmittedScores
-from inference.request.request import Request
-from inference.stats import GenerationStats, PhaseClock
-from inference.targets.passes import TargetOutput
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.acceptance.exact import accept_exact
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.acceptance.walk import Acceptance
+from draftsmith.inference.batch import Batch
+from draftsmith.inference.drafters.slots import NewSlots
+from draftsmith.inference.execution.drafting import Drafting, TreeChoice
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.prompts import HeldTexts, PromptReader
+from draftsmith.inference.request.emitted_scores import EmittedScores
+from draftsmith.inference.request.request import Request
+from draftsmith.inference.stats import GenerationStats, PhaseClock
+from draftsmith.inference.targets.passes import TargetOutput
+from draftsmith.inference.trees.token_tree import TokenTree
 
 StepCallback = Callable[[list[int], int], None]
 

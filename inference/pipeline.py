@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import TextGenerationPipeline
 
-from inference.decoder import Decoder
-from inference.drafters.base import Drafter
-from inference.generation import take_decoder_options
-from inference.stats import GenerationStats
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.generation import take_decoder_options
+from draftsmith.inference.stats import GenerationStats
 
 
 class DraftingPipeline(TextGenerationPipeline):

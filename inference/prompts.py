@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.cache.source import Source
-from inference.cache.tree_cache import TreeCache
-from inference.execution.step import DecodeStep
-from inference.stats import GenerationStats
-from inference.targets.multimodal import Media
-from inference.targets.passes import TargetOutput
+from draftsmith.inference.cache.source import Source
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.stats import GenerationStats
+from draftsmith.inference.targets.multimodal import Media
+from draftsmith.inference.targets.passes import TargetOutput
 
 PREFILL_CHUNK = 512  # tokens of a row per eager forward pass
 MIN_SHARED = 32  # a shared beginning shorter than this is not worth a pass of its own

@@ -11,7 +11,7 @@ batch sizes add one table that compares them.
 
 With --distributed, every drafter is measured once more while other processes verify:
 
-    torchrun --nproc_per_node 2 -m scripts.cli bench --target examples/chat-13m --heads examples/heads/eagle3 \\
+    torchrun --nproc_per_node 2 -m draftsmith.scripts.cli bench --target examples/chat-13m --heads examples/heads/eagle3 \\
         --prompts examples/prompts.jsonl --distributed
 """
 
@@ -30,18 +30,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from rich.console import Console
 
-from inference.acceptance.rules import RULES, resolve_rule
-from scripts.measuring.batches import make_batch_grid
-from scripts.measuring.matrix import Measured, check_matrix, is_faster_compiled, load_subject, measure_combination
-from scripts.measuring.measure import Settings
-from scripts.measuring.plot import draw_batch_plot, draw_plot
-from scripts.measuring.render import Grid, make_grids
-from scripts.measuring.report import headline, make_report, write_json
-from scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.ranks import choose_device, connect_servers, read_rank, serve_rank
-from scripts.shared.whole_files import write_text
-from training.options.program_parser import ProgramParser
+from draftsmith.inference.acceptance.rules import RULES, resolve_rule
+from draftsmith.scripts.measuring.batches import make_batch_grid
+from draftsmith.scripts.measuring.matrix import (
+    Measured,
+    check_matrix,
+    is_faster_compiled,
+    load_subject,
+    measure_combination,
+)
+from draftsmith.scripts.measuring.measure import Settings
+from draftsmith.scripts.measuring.plot import draw_batch_plot, draw_plot
+from draftsmith.scripts.measuring.render import Grid, make_grids
+from draftsmith.scripts.measuring.report import headline, make_report, write_json
+from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.ranks import choose_device, connect_servers, read_rank, serve_rank
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.options.program_parser import ProgramParser
 
 GROUPS = {
     "target and drafters": "target heads drafter_model ngrams assistant tree acceptance",

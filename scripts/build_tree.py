@@ -15,16 +15,16 @@ from torch.utils.data import DataLoader
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from inference import StaticTree, Target
-from inference.trees.search import best_static_tree
-from scripts.shared.model_loading import DTYPE_HELP, DTYPES, load_heads, load_target
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.data.chat_tokens import drop_unusable, tokenize_conversations
-from training.data.collation import ConversationCollator
-from training.data.conversations import load_conversations
-from training.losses.rank_accuracy import measure_rank_accuracy
-from training.options.program_parser import ProgramParser
+from draftsmith.inference import StaticTree, Target
+from draftsmith.inference.trees.search import best_static_tree
+from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, load_heads, load_target
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
+from draftsmith.training.data.collation import ConversationCollator
+from draftsmith.training.data.conversations import load_conversations
+from draftsmith.training.losses.rank_accuracy import measure_rank_accuracy
+from draftsmith.training.options.program_parser import ProgramParser
 
 
 @dataclass

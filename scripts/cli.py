@@ -12,16 +12,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 # Name -> module and purpose.
 PROGRAMS = {
-    "chat": ("scripts.generate", "chat with a target, or answer one prompt, and show accepted drafts"),
-    "serve": ("scripts.serve", "serve a target and its heads to OpenAI's clients and to browsers"),
-    "bench": ("scripts.benchmark", "measure drafters beside every baseline: tables, JSON, charts"),
-    "data": ("scripts.generate_data", "let a target write the conversations that heads learn from"),
-    "inspect": ("scripts.inspect_data", "show and count the tokens of a data set that heads would learn"),
-    "features": ("scripts.extract_features", "store a target's hidden states, for training without the target"),
-    "train": ("training.train_heads", "train draft heads (several processes: accelerate launch)"),
-    "import": ("scripts.import_heads", "turn heads that another project trained into heads of this library"),
-    "export": ("scripts.export_heads", "write heads as vLLM, SGLang, llama.cpp or their authors read them"),
-    "tree": ("scripts.build_tree", "build the best static tree for trained heads"),
+    "chat": ("draftsmith.scripts.generate", "chat with a target, or answer one prompt, and show accepted drafts"),
+    "serve": ("draftsmith.scripts.serve", "serve a target and its heads to OpenAI's clients and to browsers"),
+    "bench": ("draftsmith.scripts.benchmark", "measure drafters beside every baseline: tables, JSON, charts"),
+    "data": ("draftsmith.scripts.generate_data", "let a target write the conversations that heads learn from"),
+    "inspect": ("draftsmith.scripts.inspect_data", "show and count the tokens of a data set that heads would learn"),
+    "features": (
+        "draftsmith.scripts.extract_features",
+        "store a target's hidden states, for training without the target",
+    ),
+    "train": ("draftsmith.training.train_heads", "train draft heads (several processes: accelerate launch)"),
+    "import": ("draftsmith.scripts.import_heads", "turn heads that another project trained into heads of this library"),
+    "export": ("draftsmith.scripts.export_heads", "write heads as vLLM, SGLang, llama.cpp or their authors read them"),
+    "tree": ("draftsmith.scripts.build_tree", "build the best static tree for trained heads"),
 }
 # Package that only some programs need -> the extra that installs it.
 EXTRAS = {

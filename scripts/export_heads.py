@@ -22,17 +22,17 @@ from huggingface_hub import HfApi
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from heads import DraftHeads
-from heads.checkpoint import SCRATCH, replace_checkpoint
-from heads.config import is_hub_id, public_name
-from heads.formats.format import Exported, Format
-from heads.formats.registry import FORMATS, find_format
-from inference import Target
-from scripts.doors.serving_card import fill_commands, fill_python, render_serving_card
-from scripts.shared.model_loading import check_folder, load_target
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import check_new_folder
-from training.options.program_parser import ProgramParser
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.checkpoint import SCRATCH, replace_checkpoint
+from draftsmith.heads.config import is_hub_id, public_name
+from draftsmith.heads.formats.format import Exported, Format
+from draftsmith.heads.formats.registry import FORMATS, find_format
+from draftsmith.inference import Target
+from draftsmith.scripts.doors.serving_card import fill_commands, fill_python, render_serving_card
+from draftsmith.scripts.shared.model_loading import check_folder, load_target
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import check_new_folder
+from draftsmith.training.options.program_parser import ProgramParser
 
 NAMES = list(dict.fromkeys(known.name for known in FORMATS if known.kinds))
 # Keys of a config that are about a file or a place, not about the heads.

@@ -26,10 +26,10 @@ from pathlib import Path
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scripts.shared.one_line_errors import one_line_errors
-from training.features.extraction import extract_features
-from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
-from training.options.command_line import parse_arguments
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.training.features.extraction import extract_features
+from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
+from draftsmith.training.options.command_line import parse_arguments
 
 GROUPS = {
     "data": "config target dataset max_length max_samples",

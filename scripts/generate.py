@@ -12,7 +12,7 @@ output, the counts to the standard error.
 
 With --distributed, several processes decode (there, Ctrl-C ends them all):
 
-    torchrun --nproc_per_node 3 -m scripts.cli chat --target examples/chat-13m --heads examples/heads/mtp --distributed
+    torchrun --nproc_per_node 3 -m draftsmith.scripts.cli chat --target examples/chat-13m --heads examples/heads/mtp --distributed
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
 
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.ranks import read_rank, serve_rank
-from scripts.terminal.arguments import GenerateArguments
-from scripts.terminal.commands import chat
-from scripts.terminal.session import ChatSession
-from training.options.program_parser import ProgramParser
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.ranks import read_rank, serve_rank
+from draftsmith.scripts.terminal.arguments import GenerateArguments
+from draftsmith.scripts.terminal.commands import chat
+from draftsmith.scripts.terminal.session import ChatSession
+from draftsmith.training.options.program_parser import ProgramParser
 
 GROUPS = {
     "target and drafter": "target heads drafter_model ngrams dtype device compile pack_weights batch_invariant",

@@ -28,19 +28,25 @@ import torch
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from inference import Decoder
-from inference.request.model_settings import describe_model_settings
-from scripts.shared.model_loading import check_device, load_heads, load_target, read_generation_config, resolve_dtype
-from scripts.shared.one_line_errors import one_line_errors
-from training.options.program_parser import ProgramParser
-from training.synthesis.arguments import SynthesisArguments
-from training.synthesis.endpoint_replies import EndpointReplies
-from training.synthesis.output import SynthesisOutput
-from training.synthesis.prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
-from training.synthesis.reply_decoding import TurnDecoder
-from training.synthesis.reply_sources import DecodedReplies, ReplySource
-from training.synthesis.synthesizer import Synthesizer
-from training.synthesis.turn_template import TurnTemplate
+from draftsmith.inference import Decoder
+from draftsmith.inference.request.model_settings import describe_model_settings
+from draftsmith.scripts.shared.model_loading import (
+    check_device,
+    load_heads,
+    load_target,
+    read_generation_config,
+    resolve_dtype,
+)
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.synthesis.arguments import SynthesisArguments
+from draftsmith.training.synthesis.endpoint_replies import EndpointReplies
+from draftsmith.training.synthesis.output import SynthesisOutput
+from draftsmith.training.synthesis.prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
+from draftsmith.training.synthesis.reply_decoding import TurnDecoder
+from draftsmith.training.synthesis.reply_sources import DecodedReplies, ReplySource
+from draftsmith.training.synthesis.synthesizer import Synthesizer
+from draftsmith.training.synthesis.turn_template import TurnTemplate
 
 SECONDS_BETWEEN_WRITES = 5.0
 

@@ -20,15 +20,15 @@ from typing import Any
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from heads import DraftHeads
-from heads.checkpoint import check_place, is_published
-from heads.formats.published import open_published
-from heads.formats.registry import recognize
-from scripts.doors.conventions import compare_conventions, question_prompts
-from scripts.shared.model_loading import DTYPES, check_folder, load_target
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import check_new_folder
-from training.options.program_parser import ProgramParser
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.checkpoint import check_place, is_published
+from draftsmith.heads.formats.published import open_published
+from draftsmith.heads.formats.registry import recognize
+from draftsmith.scripts.doors.conventions import compare_conventions, question_prompts
+from draftsmith.scripts.shared.model_loading import DTYPES, check_folder, load_target
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import check_new_folder
+from draftsmith.training.options.program_parser import ProgramParser
 
 
 @dataclass

@@ -22,14 +22,14 @@ from transformers import AutoConfig, AutoTokenizer
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from inference.targets.model_config import find_length_limit
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.data.options import DataArguments
-from training.data.reply_spans import find_special_ids
-from training.data.set_statistics import join_sets, measure_sets
-from training.data.training_sets import cut_to_limit
-from training.options.command_line import parse_arguments
+from draftsmith.inference.targets.model_config import find_length_limit
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.data.options import DataArguments
+from draftsmith.training.data.reply_spans import find_special_ids
+from draftsmith.training.data.set_statistics import join_sets, measure_sets
+from draftsmith.training.data.training_sets import cut_to_limit
+from draftsmith.training.options.command_line import parse_arguments
 
 GROUPS = {
     "data": "config target dataset columns dataset_weights max_length max_samples",

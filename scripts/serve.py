@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from inference.drafters.base import Drafter
-from inference.request.model_settings import describe_model_settings, find_model_settings
-from inference.serving.app import create_app
-from inference.serving.row_maker import name_drafters
-from inference.serving.scheduler import Limits, Scheduler
-from inference.serving.server import new_server
-from scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP, load_drafter, load_target
-from scripts.shared.one_line_errors import one_line_errors
-from training.options.program_parser import ProgramParser
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.request.model_settings import describe_model_settings, find_model_settings
+from draftsmith.inference.serving.app import create_app
+from draftsmith.inference.serving.row_maker import name_drafters
+from draftsmith.inference.serving.scheduler import Limits, Scheduler
+from draftsmith.inference.serving.server import new_server
+from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP, load_drafter, load_target
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 
 API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"
 GROUPS = {

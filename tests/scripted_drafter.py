@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from inference import Drafter, DraftLogits
+from draftsmith.inference import Drafter, DraftLogits
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from heads import HEAD_TYPES
+from draftsmith.heads import HEAD_TYPES
 from tests.conftest import REPOSITORY
 
 # Each may import those to its left, and itself.
@@ -75,8 +75,8 @@ def conditions(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def kinds_branched_on(tree: ast.AST) -> set[str]:
-    """Head kinds that a condition names: as a string, by a class of theirs (`MedusaHeads`), or as `heads.kinds.medusa`.
-    A kind's bare name may be an ordinary word ("block")."""
+    """Head kinds that a condition names: as a string, by a class of theirs (`MedusaHeads`), or as
+    `draftsmith.heads.kinds.medusa`. A kind's bare name may be an ordinary word ("block")."""
     classes = {kind + suffix: kind for kind in HEAD_TYPES for suffix in ("heads", "config")}
     found = set()
     for condition in conditions(tree):
@@ -264,7 +264,7 @@ def test_only_its_own_file_asks_for_a_kind_of_heads() -> None:
         "is_fast = head_type != 'KIND'",
         "if isinstance(heads, KINDHeads): pass",
         "if type(model) is heads.KIND.Other: pass",
-        "if type(model) is heads.kinds.KIND.Other: pass",
+        "if type(model) is draftsmith.heads.kinds.KIND.Other: pass",
     ],
 )
 @pytest.mark.parametrize("kind", ["eagle3", "block"])

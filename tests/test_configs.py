@@ -11,12 +11,12 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
-from heads import HEAD_TYPES
-from heads.config import is_hub_id
-from inference import StaticTree
-from inference.trees.search import best_static_tree
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.heads.config import is_hub_id
+from draftsmith.inference import StaticTree
+from draftsmith.inference.trees.search import best_static_tree
+from draftsmith.training.options.command_line import parse_arguments
 from tests.conftest import REPOSITORY
-from training.options.command_line import parse_arguments
 
 CONFIGS = REPOSITORY / "configs"
 TRAIN = sorted([*(CONFIGS / "train").rglob("*.yaml"), *(CONFIGS / "ablation").glob("*.yaml")])

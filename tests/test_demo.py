@@ -19,10 +19,10 @@ sys.path.insert(0, str(REPOSITORY / "examples"))
 
 import demo
 
-from heads import HEAD_TYPES
-from inference import Target
-from inference.drafters.ngram import NgramDrafter
-from training.options.command_line import parse_arguments
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.inference import Target
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.training.options.command_line import parse_arguments
 
 QUESTIONS = ["What do you like about autumn?", "Tell me a story.", "Where do swallows go?", "Thank you!"]
 

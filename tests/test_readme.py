@@ -19,12 +19,11 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
-import heads
-import inference
-from scripts.cli import PROGRAMS
+from draftsmith import heads, inference
+from draftsmith.scripts.cli import PROGRAMS
+from draftsmith.training.options.choices import Choice
+from draftsmith.training.options.command_line import parse_arguments
 from tests.conftest import REPOSITORY
-from training.options.choices import Choice
-from training.options.command_line import parse_arguments
 
 README = REPOSITORY / "README.md"
 DOCS = REPOSITORY / "docs"
@@ -103,7 +102,7 @@ def choose_without_the_target(given: dict[str, list[str]], overrides: dict[str, 
 @pytest.mark.parametrize(("document", "words"), COMMANDS, ids=[f"{d}: {' '.join(w)}"[:70] for d, w in COMMANDS])
 def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setattr("training.options.command_line.choose_options", choose_without_the_target)
+    monkeypatch.setattr("draftsmith.training.options.command_line.choose_options", choose_without_the_target)
     match words:
         case ["make", target]:
             makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
@@ -128,7 +127,7 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
             launch_command_parser().parse_args(rest[: start + 1])
             check_paths([word for word in rest[start:] if word.startswith("configs/")])
             parse_arguments([*rest[start + 1 :], "--use_cpu", "true", "--bf16", "false"])
-        case ["torchrun", "--nproc_per_node", _, "-m", "scripts.cli", program, *rest]:
+        case ["torchrun", "--nproc_per_node", _, "-m", "draftsmith.scripts.cli", program, *rest]:
             check_options(PROGRAMS[program][0].replace(".", "/") + ".py", rest)
             check_paths(rest)
         case ["torchrun", "--nproc_per_node", _, "examples/distributed.py"]:  # tests/inference/distributed runs it
@@ -175,7 +174,7 @@ def test_the_api_page_has_every_public_name() -> None:
     page = (DOCS / "api.md").read_text(encoding="utf-8")
     names = [f"inference.{one}" for one in inference.__all__]
     names += [f"heads.{one}" for one in heads.__all__ if one != "HEAD_TYPES"]
-    names += [f"{kind.__module__}.{kind.config_class.__name__}" for kind in heads.HEAD_TYPES.values()]
+    names += [f"{kind.__module__}.{kind.config_class.__name__}" for kind in draftsmith.HEAD_TYPES.values()]
     documented = set(re.findall(r"^::: (\S+)$", page, re.M))
     assert not set(names) - documented
 

@@ -13,13 +13,13 @@ import torch
 from transformers import masking_utils
 from transformers.integrations import deepspeed as integration
 
-from inference import Target
-from inference.execution.compiled import CompiledExecutor
-from inference.kernels.attention import GROUPED, STOCK, grouped_attention
-from inference.targets.encoding import _single_texts, encode, recomputing_layers
+from draftsmith.inference import Target
+from draftsmith.inference.execution.compiled import CompiledExecutor
+from draftsmith.inference.kernels.attention import GROUPED, STOCK, grouped_attention
+from draftsmith.inference.targets.encoding import _single_texts, encode, recomputing_layers
+from draftsmith.training.features.target_loading import loading_whole
 from tests.inference.serving.arrivals import SECONDS
 from tests.tiny_targets import random_prompt, target_of
-from training.features.target_loading import loading_whole
 
 PACKED = torch.tensor([[0, 1, 2, 0, 1]])
 

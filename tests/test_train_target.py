@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from inference.targets.layer_groups import find_group_size
+from draftsmith.inference.targets.layer_groups import find_group_size
 from tests.conftest import REPOSITORY
 from tests.training.runner import save_chat_target, write_conversations
 

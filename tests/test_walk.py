@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from heads import DraftHeads
-from inference import generate
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import generate
 from tests.conftest import REPOSITORY
 from tests.test_architecture import ROOMS, room_of
 

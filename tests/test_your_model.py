@@ -14,16 +14,16 @@ import pytest
 from huggingface_hub import HfApi
 from transformers import AutoTokenizer, Qwen3Config
 
-from heads import DraftHeads
-from inference import Decoder
-from scripts import cli
-from scripts.measuring import matrix
-from scripts.measuring.roofline import Hardware
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Decoder
+from draftsmith.scripts import cli
+from draftsmith.scripts.measuring import matrix
+from draftsmith.scripts.measuring.roofline import Hardware
+from draftsmith.training.options.choices import Machine, choose_options
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.test_readme import BLOCK, DOCS, blocks, split_commands
 from tests.tiny_targets import tiny_target
 from tests.training.openai_server import serving
-from training.options.choices import Machine, choose_options
 
 PAGE = DOCS / "your-model.md"
 # Added to each program's command, where the last word wins: a few tokens of a few texts.

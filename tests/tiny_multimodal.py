@@ -15,7 +15,7 @@ from transformers import (
     Qwen2AudioForConditionalGeneration,
 )
 
-from inference import Target
+from draftsmith.inference import Target
 
 VOCAB_SIZE = 128
 IMAGE, VIDEO, START, END = 100, 101, 102, 103  # token ids that stand for media

@@ -18,7 +18,7 @@ from packaging.version import Version
 from torch.nn.utils.rnn import pad_sequence
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from inference import Target
+from draftsmith.inference import Target
 from tests import recurrent_families
 
 VOCAB_SIZE = 128

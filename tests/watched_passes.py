@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.tree_cache import TreeCache
 
 
 def watch_passes(monkeypatch: pytest.MonkeyPatch, look: Callable[[TreeCache, int], int]) -> list[int]:

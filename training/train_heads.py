@@ -28,18 +28,18 @@ def main() -> int:
     # Launched as a file, Python puts training/ first on the path; the packages beside it must be ours (another
     # distribution also ships one named `inference`).
     sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "training")]
-    import inference
+    from draftsmith import inference
 
     if Path(inference.__file__ or "").resolve().parent.parent != ROOT:
         sys.exit(f"`import inference` found {inference.__file__}, not {ROOT}/inference: uninstall the other package")
-    from training.data.conversations import BadLineError
-    from training.data.streaming import NoConversationError, message_of
-    from training.options.command_line import parse_arguments
-    from training.options.run_options import RunOptions
-    from training.run.outcome import describe_outcome
-    from training.run.preparation import prepare_run
-    from training.run.smoke_run import smoke_run
-    from training.run.stopping import TrainingStoppedError
+    from draftsmith.training.data.conversations import BadLineError
+    from draftsmith.training.data.streaming import NoConversationError, message_of
+    from draftsmith.training.options.command_line import parse_arguments
+    from draftsmith.training.options.run_options import RunOptions
+    from draftsmith.training.run.outcome import describe_outcome
+    from draftsmith.training.run.preparation import prepare_run
+    from draftsmith.training.run.smoke_run import smoke_run
+    from draftsmith.training.run.stopping import TrainingStoppedError
 
     program = sys.argv[0] if sys.argv[0].startswith("draftsmith ") else "train_heads.py"
     is_main_process = os.environ.get("RANK", "0") == "0"

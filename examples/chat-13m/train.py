@@ -26,16 +26,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from inference import Decoder
-from inference.targets.layer_groups import tie_layers
-from inference.targets.model_config import request_states
-from scripts.measuring.measure import load_prompts
-from scripts.measuring.texts import share_of_repeated_ngrams
-from scripts.shared.model_loading import load_target
-from scripts.shared.one_line_errors import one_line_errors
-from training.data.conversations import load_conversations
-from training.options.program_parser import ProgramParser
-from training.run.optimizer import MuonWithAdamW
+from draftsmith import Decoder
+from draftsmith.inference.targets.layer_groups import tie_layers
+from draftsmith.inference.targets.model_config import request_states
+from draftsmith.scripts.measuring.measure import load_prompts
+from draftsmith.scripts.measuring.texts import share_of_repeated_ngrams
+from draftsmith.scripts.shared.model_loading import load_target
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.training.data.conversations import load_conversations
+from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.run.optimizer import MuonWithAdamW
 
 FOLDER = Path(__file__).resolve().parent
 

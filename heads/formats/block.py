@@ -19,13 +19,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from heads.config import name_of_target
-from heads.formats.eagle.llama_keys import Reading, name_dtype, read_decoder, refuse_unwritable, write_decoder
-from heads.formats.format import Exported, Format, Imported
-from heads.formats.published import OWN_KEY, Published
-from heads.formats.tensors import as_wide_as, count_rows, is_targets_table, rename, take_copies
-from heads.modules.vocabulary import seldom_token
-from inference.targets.target import Target
+from draftsmith.heads.config import name_of_target
+from draftsmith.heads.formats.eagle.llama_keys import (
+    Reading,
+    name_dtype,
+    read_decoder,
+    refuse_unwritable,
+    write_decoder,
+)
+from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.published import OWN_KEY, Published
+from draftsmith.heads.formats.tensors import as_wide_as, count_rows, is_targets_table, rename, take_copies
+from draftsmith.heads.modules.vocabulary import seldom_token
+from draftsmith.inference.targets.target import Target
 
 _NAMES = {
     "markov.embedding.weight": "markov_head.markov_w1.weight",

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.config import public_name
-from heads.formats.format import Exported, Format, Imported
-from heads.formats.published import Published
-from inference.targets.target import Target
+from draftsmith.heads.config import public_name
+from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.published import Published
+from draftsmith.inference.targets.target import Target
 
 _CODE = '''"""Decodes with draft heads: the text of the model itself, in fewer of its passes.
 
@@ -22,7 +22,7 @@ Arguments of draftsmith's decoder are taken as well: tree="dynamic:5,6,24", seed
 that is not on the hub needs the place of its heads: heads="FOLDER".
 """
 
-from heads.custom_generate import generate_with_heads
+from draftsmith.heads.custom_generate import generate_with_heads
 
 HEADS = {heads}
 

@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from heads.formats.llama_cpp.gguf_file import write_gguf
-from heads.formats.published import Published
-from inference.targets.target import Target
+from draftsmith.heads.formats.llama_cpp.gguf_file import write_gguf
+from draftsmith.heads.formats.published import Published
+from draftsmith.inference.targets.target import Target
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Imported:
     """Heads read from another format.
 
     Attributes:
-        kind: of `heads.HEAD_TYPES`.
+        kind: of `draftsmith.HEAD_TYPES`.
         settings: keys of the kind's config, in place of those that the target suggests.
         tensors: by their names in our heads.
         names: our name -> the checkpoint's, for messages; names that are alike may be left out.

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.config import DEFAULT_ROPE, decoder_settings
-from heads.formats.eagle.llama_keys import refuse_unwritable, target_rope
-from heads.formats.format import Exported, Format, Imported
-from heads.formats.published import OWN_KEY, Published
-from heads.formats.tensors import refuse_other_layer, rename
-from inference.targets.target import Target
+from draftsmith.heads.config import DEFAULT_ROPE, decoder_settings
+from draftsmith.heads.formats.eagle.llama_keys import refuse_unwritable, target_rope
+from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.published import OWN_KEY, Published
+from draftsmith.heads.formats.tensors import refuse_other_layer, rename
+from draftsmith.inference.targets.target import Target
 
 _WHOLE = "hydra_head."  # before the heads' names in a whole model's state dict
 _PREFIX = "prefix_embeding_layer."  # as they spell it

@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import Tensor
 
-from heads.formats.format import Exported, Format, Imported
-from heads.formats.published import Published
-from heads.formats.tensors import refuse_other_layer, rename, take_copies
-from inference.targets.target import Target
+from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.published import Published
+from draftsmith.heads.formats.tensors import refuse_other_layer, rename, take_copies
+from draftsmith.inference.targets.target import Target
 
 _WHOLE = "medusa_head."  # before the heads' names in the checkpoint of a whole model
 _VLLM = "medusa_heads."  # vLLM strips it

@@ -1,4 +1,4 @@
-"""MTP modules in a target's own checkpoint, read for `heads.kinds.mtp`.
+"""MTP modules in a target's own checkpoint, read for `draftsmith.heads.kinds.mtp`.
 
 transformers leaves these tensors out when it loads the target. Checkpoints use three sets of names. Serving engines and
 transformers agree on the conventions, with one exception: only the engines zero the embedding of position 0.
@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.formats.published import find_file, open_safetensors, read_index
-from heads.modules.stock_layer import find_family
-from inference.targets.target import Target
+from draftsmith.heads.formats.published import find_file, open_safetensors, read_index
+from draftsmith.heads.modules.stock_layer import find_family
+from draftsmith.inference.targets.target import Target
 
 # FastMTP (arXiv 2509.18362) fine-tunes a native module with three applications.
 DEFAULT_NUM_STEPS = 3

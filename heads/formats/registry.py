@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
-from heads.formats.custom_generate import CustomGenerateFolder
-from heads.formats.eagle.eagle1 import Eagle1, SGLangEagle1, VLLMEagle1
-from heads.formats.eagle.eagle3 import Eagle3
-from heads.formats.eagle.engines import SGLangEagle3, VLLMEagle3
-from heads.formats.eagle.speculators_format import Speculators
-from heads.formats.format import Format
-from heads.formats.hydra import Hydra
-from heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
-from heads.formats.medusa import Medusa, VLLMMedusa
-from heads.formats.published import Published
-from heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
-from heads.formats.unread import DFlash2, WholeModel
+from draftsmith.heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
+from draftsmith.heads.formats.custom_generate import CustomGenerateFolder
+from draftsmith.heads.formats.eagle.eagle1 import Eagle1, SGLangEagle1, VLLMEagle1
+from draftsmith.heads.formats.eagle.eagle3 import Eagle3
+from draftsmith.heads.formats.eagle.engines import SGLangEagle3, VLLMEagle3
+from draftsmith.heads.formats.eagle.speculators_format import Speculators
+from draftsmith.heads.formats.format import Format
+from draftsmith.heads.formats.hydra import Hydra
+from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
+from draftsmith.heads.formats.medusa import Medusa, VLLMMedusa
+from draftsmith.heads.formats.published import Published
+from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
+from draftsmith.heads.formats.unread import DFlash2, WholeModel
 
 # In the order of recognition: the first that matches is the checkpoint's, so the special ones come first. Several with
 # one name write different kinds of heads for one engine.

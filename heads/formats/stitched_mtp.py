@@ -19,13 +19,21 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from heads.formats.eagle.llama_keys import refuse_unwritable
-from heads.formats.format import Exported, Format, Imported
-from heads.formats.native_mtp import DEEPSEEK, MIMO, OUTER_NORM, QWEN, Naming, find_tensors, read_native_modules
-from heads.formats.published import OWN_KEY, Published
-from heads.formats.tensors import as_wide_as
-from heads.modules.stock_layer import find_family
-from inference.targets.target import Target
+from draftsmith.heads.formats.eagle.llama_keys import refuse_unwritable
+from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.native_mtp import (
+    DEEPSEEK,
+    MIMO,
+    OUTER_NORM,
+    QWEN,
+    Naming,
+    find_tensors,
+    read_native_modules,
+)
+from draftsmith.heads.formats.published import OWN_KEY, Published
+from draftsmith.heads.formats.tensors import as_wide_as
+from draftsmith.heads.modules.stock_layer import find_family
+from draftsmith.inference.targets.target import Target
 
 # model_type -> the names of its MTP tensors
 FAMILIES: dict[str, Naming] = {
@@ -153,7 +161,7 @@ class VLLMMTP(Format):
         if config.stock_layer is None:
             raise ValueError(
                 f"these heads have a layer as Llama's, and engines run {family}'s own in its MTP modules: train on "
-                "from the target's modules (heads.kinds.mtp.MTPHeads.from_target_checkpoint), or choose custom_generate"
+                "from the target's modules (draftsmith.heads.kinds.mtp.MTPHeads.from_target_checkpoint), or choose custom_generate"
             )
         naming = FAMILIES[family]
         free = {"norm_output"} if family in self.passed_before_norm else set()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.targets.target import Target
+from draftsmith.inference.targets.target import Target
 
 
 def rename(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:

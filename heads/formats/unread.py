@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import NoReturn
 
-from heads.formats.format import Format
-from heads.formats.published import Published
-from inference.targets.target import Target
+from draftsmith.heads.formats.format import Format
+from draftsmith.heads.formats.published import Published
+from draftsmith.inference.targets.target import Target
 
 _TRAIN = "Heads of this kind can be trained here: draftsmith train."
 
@@ -38,7 +38,7 @@ class WholeModel(UnreadFormat):
     title = "a whole model, which may be a target"
     cure = (
         "Give the folder of the heads; MTP modules in a target's own checkpoint are read by "
-        "heads.kinds.mtp.MTPHeads.from_target_checkpoint."
+        "draftsmith.heads.kinds.mtp.MTPHeads.from_target_checkpoint."
     )
 
     def matches(self, published: Published) -> bool:

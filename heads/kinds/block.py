@@ -23,17 +23,17 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.base import EXTEND_CHUNK, DraftHeads
-from heads.config import DecoderConfig
-from heads.modules.anchors import draw_slots
-from heads.modules.block_layer import BlockLayer, MarkovBias
-from heads.modules.block_view import BlockView
-from heads.modules.draft_step import DraftStep
-from heads.modules.layers import DraftCache, RMSNorm
-from heads.modules.vocabulary import mean_embedding, principal_embeddings, seldom_token
-from inference.drafters.base import DraftLogits
-from inference.targets.host_tensors import send
-from inference.targets.target import Target
+from draftsmith.heads.base import EXTEND_CHUNK, DraftHeads
+from draftsmith.heads.config import DecoderConfig
+from draftsmith.heads.modules.anchors import draw_slots
+from draftsmith.heads.modules.block_layer import BlockLayer, MarkovBias
+from draftsmith.heads.modules.block_view import BlockView
+from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.heads.modules.layers import DraftCache, RMSNorm
+from draftsmith.heads.modules.vocabulary import mean_embedding, principal_embeddings, seldom_token
+from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.targets.host_tensors import send
+from draftsmith.inference.targets.target import Target
 
 # Rows over which loss weights fall to 1/e, by block size (DFlash).
 DECAY_OF_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}

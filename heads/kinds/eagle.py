@@ -8,7 +8,7 @@ no input norm, reads z = fc([scale * emb(x_{t+1}); f_t]) and returns an estimate
 head (frozen, borrowed, never saved; no norm before it) predicts x_{t+2}. In a tree the f of a drafted node is its
 parent's output; `autoregression.py` has the drafting.
 
-EAGLE-2 (arXiv 2406.16858) is these weights with `inference.DynamicTree`. HASS (arXiv 2408.15766) is these weights
+EAGLE-2 (arXiv 2406.16858) is these weights with `draftsmith.DynamicTree`. HASS (arXiv 2408.15766) is these weights
 trained with `ttt_steps=3` and `topk_distillation` in the loss: configs/train/hass-chat-13m.yaml.
 """
 
@@ -20,13 +20,13 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.autoregression import AutoregressionConfig, AutoregressionHeads
-from heads.modules.draft_step import DraftStep
-from heads.modules.layers import DraftAttention, DraftLayer
-from heads.modules.vocabulary import balance_embeddings
-from inference.noise import uniform_noise
-from inference.targets.host_tensors import send
-from inference.targets.target import Target
+from draftsmith.heads.autoregression import AutoregressionConfig, AutoregressionHeads
+from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.heads.modules.layers import DraftAttention, DraftLayer
+from draftsmith.heads.modules.vocabulary import balance_embeddings
+from draftsmith.inference.noise import uniform_noise
+from draftsmith.inference.targets.host_tensors import send
+from draftsmith.inference.targets.target import Target
 
 NOISE_LENGTH = 512  # tokens of the longest sequence whose noise has the config's width
 # Keys of older checkpoints; the loss is now a training option.

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.autoregression import AutoregressionConfig, AutoregressionHeads
-from heads.modules.layers import DraftAttention, DraftLayer, RMSNorm
-from heads.modules.vocabulary import map_tensors, most_frequent_tokens
-from inference.targets.target import Target
+from draftsmith.heads.autoregression import AutoregressionConfig, AutoregressionHeads
+from draftsmith.heads.modules.layers import DraftAttention, DraftLayer, RMSNorm
+from draftsmith.heads.modules.vocabulary import map_tensors, most_frequent_tokens
+from draftsmith.inference.targets.target import Target
 
 
 def default_feature_layers(num_layers: int) -> list[int]:

@@ -23,13 +23,13 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.base import EXTEND_CHUNK, DraftHeads
-from heads.config import DEFAULT_ROPE, DraftHeadsConfig, check_attention_shape, decoder_settings
-from heads.kinds.medusa import ResidualBlock
-from heads.modules.draft_step import DraftStep
-from heads.modules.layers import DecoderLayer, DraftCache, RMSNorm
-from inference.drafters.base import DraftLogits
-from inference.targets.target import Target
+from draftsmith.heads.base import EXTEND_CHUNK, DraftHeads
+from draftsmith.heads.config import DEFAULT_ROPE, DraftHeadsConfig, check_attention_shape, decoder_settings
+from draftsmith.heads.kinds.medusa import ResidualBlock
+from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.heads.modules.layers import DecoderLayer, DraftCache, RMSNorm
+from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.targets.target import Target
 
 
 class HydraConfig(DraftHeadsConfig):

@@ -24,14 +24,14 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from heads.base import DraftHeads
-from heads.config import DecoderConfig
-from heads.modules.draft_step import DraftStep
-from heads.modules.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
-from inference.cache.draft_rows import DraftRows
-from inference.cache.tree_cache import TreeCache
-from inference.drafters.base import DraftLogits
-from inference.targets.target import Target
+from draftsmith.heads.base import DraftHeads
+from draftsmith.heads.config import DecoderConfig
+from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.heads.modules.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
+from draftsmith.inference.cache.draft_rows import DraftRows
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.targets.target import Target
 
 
 def default_exit_layer(num_layers: int) -> int:

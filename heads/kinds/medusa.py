@@ -12,12 +12,12 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from heads.base import DraftHeads
-from heads.config import DraftHeadsConfig
-from heads.modules.draft_step import DraftStep
-from heads.modules.layers import DraftCache
-from inference.drafters.base import DraftLogits
-from inference.targets.target import Target
+from draftsmith.heads.base import DraftHeads
+from draftsmith.heads.config import DraftHeadsConfig
+from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.heads.modules.layers import DraftCache
+from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.targets.target import Target
 
 
 class MedusaConfig(DraftHeadsConfig):

@@ -40,16 +40,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from heads.base import EXTEND_CHUNK, DraftHeads
-from heads.checkpoint import refuse_differences
-from heads.config import DecoderConfig
-from heads.formats.native_mtp import read_native_modules
-from heads.formats.published import HUB_KEYS
-from heads.modules.draft_step import DraftStep
-from heads.modules.layers import DraftCache
-from heads.modules.mtp_block import MTPBlock, Rows
-from inference.drafters.base import DraftLogits
-from inference.targets.target import Target
+from draftsmith.heads.base import EXTEND_CHUNK, DraftHeads
+from draftsmith.heads.checkpoint import refuse_differences
+from draftsmith.heads.config import DecoderConfig
+from draftsmith.heads.formats.native_mtp import read_native_modules
+from draftsmith.heads.formats.published import HUB_KEYS
+from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.heads.modules.layers import DraftCache
+from draftsmith.heads.modules.mtp_block import MTPBlock, Rows
+from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.targets.target import Target
 
 FLOAT32_BUFFERS = {"e_score_correction_bias"}  # DeepSeek's routers keep it in float32
 SHOWN = 5  # tensors named of each problem
@@ -69,7 +69,7 @@ class MTPConfig(DecoderConfig):
         zero_first_embedding: the embedding at position 0 is zero, as in serving engines for DeepSeek's modules.
         reads_before_final_norm: depth 0 reads the target's state before its final norm (MiMo).
         stock_layer: the `to_dict()` of a config whose family's own decoder layer is in the blocks, as
-            `heads.formats.native_mtp` writes it; None = a layer like Llama's.
+            `draftsmith.heads.formats.native_mtp` writes it; None = a layer like Llama's.
         **kwargs: arguments of `DecoderConfig`.
     """
 

@@ -1,5 +1,5 @@
-"""Parts of block drafters (`heads.kinds.block`): attention with the target's features as keys and values (DFlash, arXiv
-2602.06036), and the bias from the previous token (DSpark, arXiv 2607.05147).
+"""Parts of block drafters (`draftsmith.heads.kinds.block`): attention with the target's features as keys and values
+(DFlash, arXiv 2602.06036), and the bias from the previous token (DSpark, arXiv 2607.05147).
 
 Legend: B batch, Q rows of a pass, D hidden size, H query heads, G key/value heads, d head size.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from heads.modules.layers import DecoderLayer, DraftAttention, RMSNorm, rotate
+from draftsmith.heads.modules.layers import DecoderLayer, DraftAttention, RMSNorm, rotate
 
 
 class BlockAttention(DraftAttention):

@@ -17,10 +17,10 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from heads.modules.unrolled_attention import attend_unrolled
-from inference.cache.tree_cache import pick_rows
-from inference.drafters.base import first_rows
-from inference.kernels.attention import attend_masked
+from draftsmith.heads.modules.unrolled_attention import attend_unrolled
+from draftsmith.inference.cache.tree_cache import pick_rows
+from draftsmith.inference.drafters.base import first_rows
+from draftsmith.inference.kernels.attention import attend_masked
 
 
 class RotaryEmbedding:
@@ -280,7 +280,7 @@ class DraftAttention(nn.Module):
         return self.output(attend_masked(q, keys, values, mask))
 
     def attend_unrolled(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-        """`heads.modules.unrolled_attention.attend_unrolled` and the output projection: [B, T, D]."""
+        """`draftsmith.heads.modules.unrolled_attention.attend_unrolled` and the output projection: [B, T, D]."""
         return self.output(attend_unrolled(q, keys, values))
 
 

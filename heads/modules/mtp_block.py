@@ -1,4 +1,5 @@
-"""One block of multi-token prediction (`heads.kinds.mtp`): a projection that joins state and embedding, and a layer.
+"""One block of multi-token prediction (`draftsmith.heads.kinds.mtp`): a projection that joins state and embedding, and
+a layer.
 
 Legend: B batch, Q rows of a pass, T sequence length, S cache columns in view, D hidden size, G key/value heads, d head
 size.
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from heads.modules.layers import DecoderLayer, DraftCache, RMSNorm
-from heads.modules.stock_layer import StockLayer
+from draftsmith.heads.modules.layers import DecoderLayer, DraftCache, RMSNorm
+from draftsmith.heads.modules.stock_layer import StockLayer
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from heads.modules.layers import DraftCache
-from inference.targets.forward_names import find_cache_name
-from inference.targets.model_config import find_layer_windows
+from draftsmith.heads.modules.layers import DraftCache
+from draftsmith.inference.targets.forward_names import find_cache_name
+from draftsmith.inference.targets.model_config import find_layer_windows
 
 
 class RowsInView(Protocol):
-    """The part of `heads.modules.mtp_block.Rows` that a layer uses."""
+    """The part of `draftsmith.heads.modules.mtp_block.Rows` that a layer uses."""
 
     @property
     def mask(self) -> Tensor: ...
@@ -74,7 +74,7 @@ def find_family(settings: dict[str, Any]) -> Family:
 
 
 class StockLayer(nn.Module):
-    """A decoder layer built from a text config, with the methods of `heads.modules.mtp_block.MTPLayer`.
+    """A decoder layer built from a text config, with the methods of `draftsmith.heads.modules.mtp_block.MTPLayer`.
 
     Args:
         settings: the config's `to_dict()`; its lists per layer describe the MTP layers.

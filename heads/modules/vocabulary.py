@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from inference.targets.target import Target
+from draftsmith.inference.targets.target import Target
 
 
 def most_frequent_tokens(counts: Tensor, size: int) -> Tensor:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inference.acceptance.sampler import Sampler, pick_token
-from inference.acceptance.walk import Acceptance, Walk
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.acceptance.sampler import Sampler, pick_token
+from draftsmith.inference.acceptance.walk import Acceptance, Walk
+from draftsmith.inference.trees.token_tree import TokenTree
 
 
 def accept_exact(

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.acceptance.sampler import Sampler
-from inference.drafters.sampling import GREEDY_TEMPERATURE
-from inference.request.texts import Texts
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.drafters.sampling import GREEDY_TEMPERATURE
+from draftsmith.inference.request.texts import Texts
 
 
 class JoinedSampler(Sampler):

@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inference.acceptance.sampler import Sampler, pick_token
-from inference.acceptance.walk import Acceptance, Walk
-from inference.noise import derive_seeds, uniform_noise
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.acceptance.sampler import Sampler, pick_token
+from draftsmith.inference.acceptance.walk import Acceptance, Walk
+from draftsmith.inference.noise import derive_seeds, uniform_noise
+from draftsmith.inference.trees.token_tree import TokenTree
 
 # Streams of `derive_seeds`: of the drafts, and of the draws that accept them.
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from inference.acceptance.exact import accept_exact
-from inference.acceptance.rejection import accept_blocks, accept_by_rejection
-from inference.acceptance.typical import accept_typical
-from inference.acceptance.walk import Acceptance
-from inference.trees.policy import TreePolicy
+from draftsmith.inference.acceptance.exact import accept_exact
+from draftsmith.inference.acceptance.rejection import accept_blocks, accept_by_rejection
+from draftsmith.inference.acceptance.typical import accept_typical
+from draftsmith.inference.acceptance.walk import Acceptance
+from draftsmith.inference.trees.policy import TreePolicy
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.cache.tree_cache import pick_rows
-from inference.noise import gumbel_noise
-from inference.request.processors import COLUMN_FREE, NO_TOKEN, PREFIX_FREE
-from inference.request.request import Request
-from inference.request.row_processors import processors_of_row
-from inference.request.text_processors import TextProcessor, read_processors
-from inference.request.texts import Texts
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.cache.tree_cache import pick_rows
+from draftsmith.inference.noise import gumbel_noise
+from draftsmith.inference.request.processors import COLUMN_FREE, NO_TOKEN, PREFIX_FREE
+from draftsmith.inference.request.request import Request
+from draftsmith.inference.request.row_processors import processors_of_row
+from draftsmith.inference.request.text_processors import TextProcessor, read_processors
+from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.trees.token_tree import TokenTree
 
 
 def pick_token(scores: Tensor, noise: Tensor | None = None) -> Tensor:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inference.acceptance.sampler import Sampler, pick_token
-from inference.acceptance.walk import Acceptance
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.acceptance.sampler import Sampler, pick_token
+from draftsmith.inference.acceptance.walk import Acceptance
+from draftsmith.inference.trees.token_tree import TokenTree
 
 
 def accept_typical(

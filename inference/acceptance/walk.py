@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference.acceptance.sampler import Sampler
+from draftsmith.inference.acceptance.sampler import Sampler
 
 
 @dataclass(frozen=True)

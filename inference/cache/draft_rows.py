@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.tree_cache import TreeCache
 
 
 class DraftRows(Cache):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.cache.tree_cache import LayerSpec, TreeCache, pick_rows
+from draftsmith.inference.cache.tree_cache import LayerSpec, TreeCache, pick_rows
 
 
 class ScratchCache(TreeCache):

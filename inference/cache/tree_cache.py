@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from inference.cache.recurrent_states import RecurrentStates
-from inference.cache.source import SourceMemory
+from draftsmith.inference.cache.recurrent_states import RecurrentStates
+from draftsmith.inference.cache.source import SourceMemory
 
 VIEW_MULTIPLE = 64  # the view grows in steps of this many slots
 

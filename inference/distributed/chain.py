@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from inference.distributed.messages import Answer, Task
+from draftsmith.inference.distributed.messages import Answer, Task
 
 
 class DraftChain:

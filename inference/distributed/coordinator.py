@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from inference.distributed.chain import DraftChain
-from inference.distributed.messages import Answer, Prompt, Task
-from inference.distributed.timeline import Draft, Timeline, Verification
+from draftsmith.inference.distributed.chain import DraftChain
+from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.distributed.timeline import Draft, Timeline, Verification
 
 SMOOTHING = 0.9  # of the measured times that choose the lookahead: a text's typical task outlives one odd one
 

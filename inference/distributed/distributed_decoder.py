@@ -11,26 +11,26 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from inference.acceptance.exact import accept_exact
-from inference.decoder import ending
-from inference.distributed.chain import DraftChain
-from inference.distributed.coordinator import Coordinator, Link
-from inference.distributed.drafting import ChainDrafting
-from inference.distributed.gloo_link import GlooLink, Greeting
-from inference.distributed.messages import Prompt
-from inference.distributed.timeline import Timeline
-from inference.drafters.base import Drafter
-from inference.execution.step import DecodeStep
-from inference.loop import GenerationOutput, StepTokens
-from inference.noise import row_seeds
-from inference.prompts import PromptReader
-from inference.request.generate_arguments import make_request
-from inference.request.request import Request
-from inference.stats import GenerationStats, PhaseClock
-from inference.streaming.token_stream import TokenStream
-from inference.targets.target import Target
-from inference.trees.static import chain as chain_policy
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.acceptance.exact import accept_exact
+from draftsmith.inference.decoder import ending
+from draftsmith.inference.distributed.chain import DraftChain
+from draftsmith.inference.distributed.coordinator import Coordinator, Link
+from draftsmith.inference.distributed.drafting import ChainDrafting
+from draftsmith.inference.distributed.gloo_link import GlooLink, Greeting
+from draftsmith.inference.distributed.messages import Prompt
+from draftsmith.inference.distributed.timeline import Timeline
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.loop import GenerationOutput, StepTokens
+from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.prompts import PromptReader
+from draftsmith.inference.request.generate_arguments import make_request
+from draftsmith.inference.request.request import Request
+from draftsmith.inference.stats import GenerationStats, PhaseClock
+from draftsmith.inference.streaming.token_stream import TokenStream
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.static import chain as chain_policy
+from draftsmith.inference.trees.token_tree import TokenTree
 
 
 class DistributedDecoder:

@@ -10,13 +10,13 @@ import itertools
 import torch
 from torch import Tensor
 
-from inference.acceptance.sampler import Sampler
-from inference.cache.tree_cache import TreeCache
-from inference.distributed.chain import DraftChain
-from inference.drafters.base import Drafter, DraftLogits
-from inference.drafters.sampling import DraftSampling
-from inference.execution.step import DecodeStep
-from inference.prompts import ReadPrompts
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.distributed.chain import DraftChain
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.prompts import ReadPrompts
 
 
 class ChainDrafting:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from inference.distributed.messages import Answer, Prompt, Task
-from inference.distributed.server import TargetServer
-from inference.targets.target import Target
+from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.distributed.server import TargetServer
+from draftsmith.inference.targets.target import Target
 
 FRAME = 2048  # bytes; a task or an answer without features fits
 HEADER = 8  # bytes for the size of a message

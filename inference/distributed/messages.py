@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.acceptance.sampler import Sampler
-from inference.request.processors import PREFIX_FREE
-from inference.request.request import Request
-from inference.request.text_processors import read_processors
-from inference.request.texts import Texts
-from inference.targets.target import Target
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.request.processors import PREFIX_FREE
+from draftsmith.inference.request.request import Request
+from draftsmith.inference.request.text_processors import read_processors
+from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.targets.target import Target
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Prompt:
         if sampler.is_lazy:
             raise ValueError(
                 f"{', '.join(sampler.lazy_names)} may keep a state, and every server sees only a part of the text: use "
-                "inference.generate, or transformers' own processors"
+                "draftsmith.generate, or transformers' own processors"
             )
         return sampler
 

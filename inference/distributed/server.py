@@ -10,11 +10,11 @@ import time
 import torch
 from torch import Tensor, nn
 
-from inference.acceptance.sampler import Sampler, pick_token
-from inference.cache.tree_cache import TreeCache
-from inference.distributed.messages import Answer, Prompt, Task
-from inference.targets.target import Target
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.acceptance.sampler import Sampler, pick_token
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.token_tree import TokenTree
 
 MAX_MISSED = 64  # a server that missed more tokens reads them first, without scoring each
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from inference.cache.tree_cache import TreeCache
-from inference.targets.target import Target
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.targets.target import Target
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference.cache.tree_cache import TreeCache, pick_rows
-from inference.drafters.base import Drafter, DraftLogits, first_rows
-from inference.targets.target import Target
+from draftsmith.inference.cache.tree_cache import TreeCache, pick_rows
+from draftsmith.inference.drafters.base import Drafter, DraftLogits, first_rows
+from draftsmith.inference.targets.target import Target
 
 # No weight falls to zero: a text may begin to repeat itself at any time.
 MIN_WEIGHT = 0.02

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference.drafters.base import Drafter, DraftLogits, first_rows
+from draftsmith.inference.drafters.base import Drafter, DraftLogits, first_rows
 
 BACKOFF = 0.4  # for each token that a match is shorter (the paper's)
 RECENCY = 1.0  # an occurrence at the end weighs 1 + RECENCY, one at the beginning 1

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from inference.drafters.base import DraftLogits
-from inference.noise import derive_seeds, gumbel_noise
+from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.noise import derive_seeds, gumbel_noise
 
 # A greedy target picks its most likely token, so the drafter's best token is right more often than q says. Scores at
 # this temperature rank the nodes of a dynamic tree better.

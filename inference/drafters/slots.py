@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference.cache.tree_cache import pick_rows
+from draftsmith.inference.cache.tree_cache import pick_rows
 
 
 @dataclass(frozen=True)

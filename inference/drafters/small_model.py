@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference.cache.scratch_cache import ScratchCache
-from inference.drafters.base import Drafter, DraftLogits, first_rows
-from inference.targets.target import Target
+from draftsmith.inference.cache.scratch_cache import ScratchCache
+from draftsmith.inference.drafters.base import Drafter, DraftLogits, first_rows
+from draftsmith.inference.targets.target import Target
 
 EXTEND_CHUNK = 512  # tokens of a prompt per pass
 SHOWN_CONFLICTS = 3

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference.drafters.base import Drafter, DraftLogits
-from inference.drafters.ngram import NgramDrafter, NgramState
-from inference.drafters.small_model import EXTEND_CHUNK, SmallModelDrafter, SmallModelState
-from inference.targets.target import Target
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.ngram import NgramDrafter, NgramState
+from draftsmith.inference.drafters.small_model import EXTEND_CHUNK, SmallModelDrafter, SmallModelState
+from draftsmith.inference.targets.target import Target
 
 
 @dataclass

@@ -27,10 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.execution.executor import Executor
-from inference.execution.homes import Homes
-from inference.execution.parts import NotCapturableError, Parts, Snapshot, hide_host_numbers, rebuild, set_entry
-from inference.execution.watched import storage_of, watch
+from draftsmith.inference.execution.executor import Executor
+from draftsmith.inference.execution.homes import Homes
+from draftsmith.inference.execution.parts import (
+    NotCapturableError,
+    Parts,
+    Snapshot,
+    hide_host_numbers,
+    rebuild,
+    set_entry,
+)
+from draftsmith.inference.execution.watched import storage_of, watch
 
 # Signatures of one function before further ones run eagerly. A text crosses few views; every temperature is a new one.
 GRAPH_LIMIT = 128

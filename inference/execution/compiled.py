@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference.execution.cache_folder import keep_compiled_kernels
-from inference.execution.executor import Executor
-from inference.kernels.attention import grouped_attention
-from inference.targets.model_config import has_attention_interface
+from draftsmith.inference.execution.cache_folder import keep_compiled_kernels
+from draftsmith.inference.execution.executor import Executor
+from draftsmith.inference.kernels.attention import grouped_attention
+from draftsmith.inference.targets.model_config import has_attention_interface
 
 # Each graph holds a packed copy of the weights it reads. Larger models would fill the memory.
 FREEZE_LIMIT_BYTES = 1 << 30

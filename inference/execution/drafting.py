@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.acceptance.sampler import Sampler
-from inference.cache.tree_cache import TreeCache
-from inference.drafters.slots import NewSlots, join_slots
-from inference.execution.step import DecodeStep
-from inference.trees.policy import TreePolicy
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.drafters.slots import NewSlots, join_slots
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.trees.policy import TreePolicy
+from draftsmith.inference.trees.token_tree import TokenTree
 
 # Tokens of a row that may wait for the drafter while nothing is drafted: it costs one pass in so many plain steps.
 CATCH_UP = 32

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from inference.cache.tree_cache import VIEW_MULTIPLE
+from draftsmith.inference.cache.tree_cache import VIEW_MULTIPLE
 
 
 class Executor:

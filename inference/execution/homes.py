@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.execution.parts import NotCapturableError, Parts, set_entry
-from inference.execution.watched import storage_of
+from draftsmith.inference.execution.parts import NotCapturableError, Parts, set_entry
+from draftsmith.inference.execution.watched import storage_of
 
 
 @dataclass

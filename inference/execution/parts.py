@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from inference.targets.target import Target
+from draftsmith.inference.targets.target import Target
 
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device)
 # Taken as they are. A graph holds their weights and settings, as compiled graphs do.

@@ -13,23 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.acceptance.exact import accept_exact
-from inference.acceptance.rejection import DRAFT_STREAM
-from inference.acceptance.rules import EXACT, AcceptanceRule
-from inference.acceptance.sampler import Sampler
-from inference.acceptance.walk import Acceptance
-from inference.cache.source import Source
-from inference.cache.tree_cache import VIEW_MULTIPLE, TreeCache
-from inference.drafters.base import Drafter, DraftLogits
-from inference.drafters.sampling import DraftSampling
-from inference.drafters.slots import NewSlots
-from inference.execution.executor import Executor
-from inference.noise import derive_seeds
-from inference.targets.multimodal import Media, read_media
-from inference.targets.passes import TargetOutput
-from inference.targets.target import Target
-from inference.trees.policy import TreePolicy, run_eagerly
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.acceptance.exact import accept_exact
+from draftsmith.inference.acceptance.rejection import DRAFT_STREAM
+from draftsmith.inference.acceptance.rules import EXACT, AcceptanceRule
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.acceptance.walk import Acceptance
+from draftsmith.inference.cache.source import Source
+from draftsmith.inference.cache.tree_cache import VIEW_MULTIPLE, TreeCache
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference.drafters.slots import NewSlots
+from draftsmith.inference.execution.executor import Executor
+from draftsmith.inference.noise import derive_seeds
+from draftsmith.inference.targets.multimodal import Media, read_media
+from draftsmith.inference.targets.passes import TargetOutput
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.policy import TreePolicy, run_eagerly
+from draftsmith.inference.trees.token_tree import TokenTree
 
 # Capacities of caches are rounded up: to powers of two with graphs, since each is a graph of its own.
 CAPACITY_MULTIPLE = 256

@@ -22,8 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from inference.kernels.packed_masks import WORDS, is_packed, unpack_even_chain, unpack_mask
-from inference.shared_swaps import SharedSwap
+from draftsmith.inference.kernels.packed_masks import WORDS, is_packed, unpack_even_chain, unpack_mask
+from draftsmith.inference.shared_swaps import SharedSwap
 
 STOCK = "sdpa"
 GROUPED = "sdpa_grouped_rows"
@@ -75,7 +75,7 @@ def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, sc
     """Attention [B, N, H, d of the values] under a packed mask."""
     num_slots, size = key.shape[2:]
     if can_use_kernel(query.device) and fits_kernel(query.dtype, size, value.shape[-1]):
-        from inference.kernels import triton_kernel
+        from draftsmith.inference.kernels import triton_kernel
 
         scale = size**-0.5 if scale is None else scale
         attended: Tensor = triton_kernel.attend_packed(query, key, value, packed, scale)

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.errors import TritonError
 
-from inference.kernels import packed_masks
+from draftsmith.inference.kernels import packed_masks
 
 TILE = 64
 SPLIT = 512  # slots; a multiple of TILE

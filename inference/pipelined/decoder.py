@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
-from inference.acceptance.sampler import Sampler, pick_token
-from inference.decoder import ending
-from inference.noise import row_seeds
-from inference.pipelined.texts_in_flight import TextInFlight
-from inference.request.generate_arguments import make_request
-from inference.request.processors import PREFIX_FREE
-from inference.request.request import Request
-from inference.targets.layer_groups import LayerGroups
-from inference.targets.target import Target
+from draftsmith.inference.acceptance.sampler import Sampler, pick_token
+from draftsmith.inference.decoder import ending
+from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.pipelined.texts_in_flight import TextInFlight
+from draftsmith.inference.request.generate_arguments import make_request
+from draftsmith.inference.request.processors import PREFIX_FREE
+from draftsmith.inference.request.request import Request
+from draftsmith.inference.targets.layer_groups import LayerGroups
+from draftsmith.inference.targets.target import Target
 
 SEGMENTS_PER_GROUP = 4  # of a prompt: the groups are then idle for a fifth of its passes
 LONGEST_SEGMENT = 512

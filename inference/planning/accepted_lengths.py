@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inference.trees.policy import TreePolicy
+from draftsmith.inference.trees.policy import TreePolicy
 
 WINDOW = 128  # rows that a mean is of, about
 

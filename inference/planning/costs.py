@@ -20,15 +20,15 @@ from typing import Any
 import torch
 import transformers
 
-from inference.acceptance.sampler import Sampler
-from inference.cache.source import SOURCE_MULTIPLE, Source
-from inference.cache.tree_cache import TreeCache
-from inference.drafters.slots import NewSlots
-from inference.execution.cache_folder import cache_folder
-from inference.execution.step import DecodeStep
-from inference.targets.model_config import find_attention
-from inference.targets.target import Target
-from inference.trees.policy import TreePolicy
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.cache.source import SOURCE_MULTIPLE, Source
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.drafters.slots import NewSlots
+from draftsmith.inference.execution.cache_folder import cache_folder
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.targets.model_config import find_attention
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.policy import TreePolicy
 
 MEASUREMENT = 15  # raise it with every change that makes stored costs wrong
 CONTEXTS = (64, 896)  # both fit in the smallest cache of compiled decoding, so that its graphs are measured

@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from inference.acceptance.sampler import Sampler
-from inference.execution.drafting import TreeChoice
-from inference.execution.step import DecodeStep
-from inference.noise import row_seeds
-from inference.planning.accepted_lengths import AcceptedLengths
-from inference.planning.costs import StepCosts, find_costs
-from inference.request.processors import PREFIX_FREE
-from inference.trees.policy import TreePolicy
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.execution.drafting import TreeChoice
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.planning.accepted_lengths import AcceptedLengths
+from draftsmith.inference.planning.costs import StepCosts, find_costs
+from draftsmith.inference.request.processors import PREFIX_FREE
+from draftsmith.inference.trees.policy import TreePolicy
 
 # Steps that a choice holds.
 CHOICE_STEPS = 16

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inference.request.request import Request
+from draftsmith.inference.request.request import Request
 
 
 class EmittedScores:

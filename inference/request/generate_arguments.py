@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
-from inference.cache.source import Source
-from inference.request.prompt_checks import are_tokens, check_prompt, check_source, pad_left
-from inference.request.request import Request
-from inference.targets.forward_names import CACHE_NAMES, read_cache
-from inference.targets.multimodal import media_names, prepare_media
-from inference.targets.probing.media_proof import prove_media
-from inference.targets.target import Target
+from draftsmith.inference.cache.source import Source
+from draftsmith.inference.request.prompt_checks import are_tokens, check_prompt, check_source, pad_left
+from draftsmith.inference.request.request import Request
+from draftsmith.inference.targets.forward_names import CACHE_NAMES, read_cache
+from draftsmith.inference.targets.multimodal import media_names, prepare_media
+from draftsmith.inference.targets.probing.media_proof import prove_media
+from draftsmith.inference.targets.target import Target
 
 # Options that transformers accepts silently and this loop cannot honour: name -> (allowed values, cure).
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_beams": ((None, 1), "beam search keeps several texts a row; use num_beams=1, with do_sample=True for variety"),
     "num_beam_groups": ((None, 1), "use num_beams=1"),
     "penalty_alpha": ((None, 0.0), "contrastive search is another decoding method; leave it out"),
-    "prompt_lookup_num_tokens": ((None,), "pass an inference.drafters.ngram.NgramDrafter as the drafter instead"),
+    "prompt_lookup_num_tokens": ((None,), "pass a draftsmith.NgramDrafter as the drafter instead"),
     "assistant_early_exit": ((None,), "pass heads as the drafter instead"),
     "use_mtp": ((None, False), "pass heads as the drafter instead"),
     "speculation_type": ((None,), "pass heads as the drafter instead"),
@@ -47,7 +47,7 @@ _ONE_ADAPTER = (
 # Arguments of generate that arrive here; any other argument of the model's forward would be dropped.
 _READ = {"use_cache", "attention_mask", "decoder_attention_mask", "decoder_input_ids", "encoder_outputs", "tokenizer"}
 _REFUSED_ARGUMENTS = {
-    "assistant_model": "pass an inference.drafters.small_model.SmallModelDrafter of it as the drafter instead",
+    "assistant_model": "pass a draftsmith.SmallModelDrafter of it as the drafter instead",
     **dict.fromkeys(CACHE_NAMES, _LEAVE_OUT),
     "inputs_embeds": _LEAVE_OUT,
     "position_ids": _LEAVE_OUT,
@@ -173,7 +173,7 @@ def request_of_hook(
     target.check_again()
     name = type(target.model).__name__
     if target.is_encoder_decoder:
-        raise ValueError(f"custom_generate does not give the sources that {name} reads: call inference.generate")
+        raise ValueError(f"custom_generate does not give the sources that {name} reads: call draftsmith.generate")
     media = media_names(target) & {name for name, value in model_kwargs.items() if value is not None}
     _refuse_options(config, model_kwargs.keys() - _PREPARED - media)
     mask = model_kwargs.get("attention_mask")

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria
 
-from inference.cache.source import Source
-from inference.request.processors import NO_TOKEN
-from inference.request.prompt_checks import check_token_ids, pad_left
-from inference.request.stopping import Stopping
-from inference.request.texts import Texts
-from inference.targets.multimodal import Media
-from inference.targets.target import Target
+from draftsmith.inference.cache.source import Source
+from draftsmith.inference.request.processors import NO_TOKEN
+from draftsmith.inference.request.prompt_checks import check_token_ids, pad_left
+from draftsmith.inference.request.stopping import Stopping
+from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.targets.multimodal import Media
+from draftsmith.inference.targets.target import Target
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import StopStringCriteria
 
-from inference.request.row_processors import ask_criterion, criteria_of_row
+from draftsmith.inference.request.row_processors import ask_criterion, criteria_of_row
 
 
 class Stopping:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from inference.request.processors import OccurrencePenaltiesLogitsProcessor
-from inference.request.texts import Texts
+from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
+from draftsmith.inference.request.texts import Texts
 
 NEVER = float("-inf")
 

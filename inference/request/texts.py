@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from inference.cache.tree_cache import pick_rows
+from draftsmith.inference.cache.tree_cache import pick_rows
 
 VIEW_MULTIPLE = 256  # the view grows in steps of this many places
 

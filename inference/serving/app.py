@@ -24,12 +24,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from inference.serving.errors import RequestError, error_body
-from inference.serving.protocol import ChatRequest, CompletionOptions, CompletionRequest
-from inference.serving.replies import ReplyWriter
-from inference.serving.row import Piece, Row
-from inference.serving.row_maker import RowMaker
-from inference.serving.scheduler import QueueFullError, Scheduler, StoppingError
+from draftsmith.inference.serving.errors import RequestError, error_body
+from draftsmith.inference.serving.protocol import ChatRequest, CompletionOptions, CompletionRequest
+from draftsmith.inference.serving.replies import ReplyWriter
+from draftsmith.inference.serving.row import Piece, Row
+from draftsmith.inference.serving.row_maker import RowMaker
+from draftsmith.inference.serving.scheduler import QueueFullError, Scheduler, StoppingError
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import json
 import threading
 from typing import Any
 
-from inference.serving.errors import RequestError
-from inference.targets.target import Target
+from draftsmith.inference.serving.errors import RequestError
+from draftsmith.inference.targets.target import Target
 
 INSTALL_HINT = "pip install xgrammar on the server"
 

@@ -15,21 +15,21 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from inference.acceptance.exact import accept_exact
-from inference.acceptance.joined_sampler import JoinedSampler
-from inference.acceptance.sampler import Sampler
-from inference.acceptance.walk import Acceptance
-from inference.batch import close_ranks
-from inference.decoder import Decoder
-from inference.drafters.slots import NewSlots
-from inference.execution.drafting import Drafting
-from inference.loop import Emission, StepTokens
-from inference.noise import row_seeds
-from inference.prompts import HeldTexts, ReadPrompts
-from inference.request.texts import Texts
-from inference.serving.prompt_buffers import NUM_BUFFERS, PromptBuffer, PromptBuffers
-from inference.serving.row import Row, RowToken
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.acceptance.exact import accept_exact
+from draftsmith.inference.acceptance.joined_sampler import JoinedSampler
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.acceptance.walk import Acceptance
+from draftsmith.inference.batch import close_ranks
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.drafters.slots import NewSlots
+from draftsmith.inference.execution.drafting import Drafting
+from draftsmith.inference.loop import Emission, StepTokens
+from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.prompts import HeldTexts, ReadPrompts
+from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.serving.prompt_buffers import NUM_BUFFERS, PromptBuffer, PromptBuffers
+from draftsmith.inference.serving.row import Row, RowToken
+from draftsmith.inference.trees.token_tree import TokenTree
 
 
 class Lane:

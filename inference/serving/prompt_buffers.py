@@ -10,10 +10,10 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from inference.cache.tree_cache import TreeCache
-from inference.execution.step import DecodeStep
-from inference.prompts import MIN_SHARED, HeldTexts, PromptReader, ReadPrompts, Reused
-from inference.stats import GenerationStats
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.prompts import MIN_SHARED, HeldTexts, PromptReader, ReadPrompts, Reused
+from draftsmith.inference.stats import GenerationStats
 
 NUM_BUFFERS = 2  # one would forget a conversation whenever another prompt comes in between
 

@@ -50,7 +50,9 @@ class Message(BaseModel):
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind != "text":
-                raise ValueError(f"a part is of type {kind!r}: this server reads text; inference.generate reads images")
+                raise ValueError(
+                    f"a part is of type {kind!r}: this server reads text; draftsmith.generate reads images"
+                )
         return content
 
 

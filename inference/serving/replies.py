@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from inference.serving.protocol import ChatRequest, CompletionOptions
-from inference.serving.row import Piece, Row, RowToken
-from inference.streaming.token_texts import TokenTexts
+from draftsmith.inference.serving.protocol import ChatRequest, CompletionOptions
+from draftsmith.inference.serving.row import Piece, Row, RowToken
+from draftsmith.inference.streaming.token_texts import TokenTexts
 
 
 class ReplyWriter:

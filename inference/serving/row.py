@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from inference.request.request import Request
-from inference.stats import GenerationStats
-from inference.streaming.detokenizer import IncrementalDetokenizer
+from draftsmith.inference.request.request import Request
+from draftsmith.inference.stats import GenerationStats
+from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 
 
 @dataclass(frozen=True)

@@ -12,27 +12,27 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from inference.drafters.base import Drafter
-from inference.noise import row_seeds
-from inference.request.chat_template import ConversationError, encode_prompt
-from inference.request.generate_arguments import make_request
-from inference.request.processors import OccurrencePenaltiesLogitsProcessor
-from inference.request.request import Request
-from inference.serving.errors import RequestError
-from inference.serving.grammar import Grammars
-from inference.serving.protocol import (
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.request.chat_template import ConversationError, encode_prompt
+from draftsmith.inference.request.generate_arguments import make_request
+from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
+from draftsmith.inference.request.request import Request
+from draftsmith.inference.serving.errors import RequestError
+from draftsmith.inference.serving.grammar import Grammars
+from draftsmith.inference.serving.protocol import (
     MAX_STOP_LENGTH,
     MAX_STOPS,
     ChatRequest,
     CompletionOptions,
     CompletionRequest,
 )
-from inference.serving.row import Piece, Row, StopStrings
-from inference.serving.scheduler import PLAIN, LaneName
-from inference.streaming.detokenizer import IncrementalDetokenizer
-from inference.streaming.token_texts import TokenTexts
-from inference.targets.target import Target
-from inference.trees.options import resolve_policy
+from draftsmith.inference.serving.row import Piece, Row, StopStrings
+from draftsmith.inference.serving.scheduler import PLAIN, LaneName
+from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
+from draftsmith.inference.streaming.token_texts import TokenTexts
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.options import resolve_policy
 
 MAX_TREE_NODES, MAX_TREE_DEPTH = 64, 16
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's

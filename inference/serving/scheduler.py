@@ -17,13 +17,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from inference.decoder import Decoder
-from inference.drafters.base import Drafter
-from inference.prompts import PREFILL_CHUNK
-from inference.serving.lane import Lane
-from inference.serving.metrics import Metrics
-from inference.serving.row import Row
-from inference.targets.target import Target
+from draftsmith.inference.decoder import Decoder
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.prompts import PREFILL_CHUNK
+from draftsmith.inference.serving.lane import Lane
+from draftsmith.inference.serving.metrics import Metrics
+from draftsmith.inference.serving.row import Row
+from draftsmith.inference.targets.target import Target
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import uvicorn
 from fastapi import FastAPI
 
-from inference.serving.scheduler import Scheduler
+from draftsmith.inference.serving.scheduler import Scheduler
 
 # After the replies have ended, their last events travel to the clients.
 LAST_EVENTS_SECONDS = 2

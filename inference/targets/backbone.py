@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from inference.kernels.attention import grouped_attention
-from inference.targets.forward_names import ForwardNames
-from inference.targets.model_config import has_attention_interface, refuse_training, request_states
+from draftsmith.inference.kernels.attention import grouped_attention
+from draftsmith.inference.targets.forward_names import ForwardNames
+from draftsmith.inference.targets.model_config import has_attention_interface, refuse_training, request_states
 
 
 @dataclass(frozen=True)

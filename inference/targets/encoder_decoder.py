@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from inference.cache.source import SourceMemory
-from inference.targets.copied_modules import copy_module, replace_modules
-from inference.targets.forward_names import find_cache_name
+from draftsmith.inference.cache.source import SourceMemory
+from draftsmith.inference.targets.copied_modules import copy_module, replace_modules
+from draftsmith.inference.targets.forward_names import find_cache_name
 
 
 class _Places(threading.local):

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from inference.shared_swaps import SharedSwap
-from inference.targets.documents import gather_documents, split_documents
-from inference.targets.host_tensors import OnHost
-from inference.targets.multimodal import take_media
-from inference.targets.target import Target
+from draftsmith.inference.shared_swaps import SharedSwap
+from draftsmith.inference.targets.documents import gather_documents, split_documents
+from draftsmith.inference.targets.host_tensors import OnHost
+from draftsmith.inference.targets.multimodal import take_media
+from draftsmith.inference.targets.target import Target
 
 _HAS_SINGLE_TEXTS = ContextVar("has_single_texts", default=False)
 _FIND_PACKED = masking_utils.find_packed_sequence_indices

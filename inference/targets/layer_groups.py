@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference.cache.tree_cache import TreeCache
-from inference.targets.forward_names import find_cache_name
-from inference.targets.model_config import refuse_training, unwrap_model
-from inference.targets.parts import find_final_norm, take_first_layers
-from inference.targets.probing.probe_tree import draw_ids, is_single
-from inference.targets.target import Target
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.targets.forward_names import find_cache_name
+from draftsmith.inference.targets.model_config import refuse_training, unwrap_model
+from draftsmith.inference.targets.parts import find_final_norm, take_first_layers
+from draftsmith.inference.targets.probing.probe_tree import draw_ids, is_single
+from draftsmith.inference.targets.target import Target
 
 
 class LayerGroups:
@@ -39,7 +39,7 @@ class LayerGroups:
             raise ValueError(
                 f"the layers of this {name} do not repeat, so tokens of several positions cannot share a pass over "
                 "the weights: pipelined decoding needs a model that was trained with tied layers "
-                "(inference.targets.layer_groups.tie_layers)"
+                "(draftsmith.inference.targets.layer_groups.tie_layers)"
             )
         self.num_groups = len(layers) // self.group_size
         self.group: Any = take_first_layers(causal_lm, self.group_size)

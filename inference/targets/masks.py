@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.cache.draft_rows import DraftRows
-from inference.cache.tree_cache import TreeCache
-from inference.kernels.packed_masks import pack_chain, pack_tree
+from draftsmith.inference.cache.draft_rows import DraftRows
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.kernels.packed_masks import pack_chain, pack_tree
 
 FEW_SLOTS = 1024  # up to here an additive mask, made once for all layers, is faster on a CPU
 

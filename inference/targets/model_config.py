@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from inference.kernels.attention import GROUPED, STOCK
+from draftsmith.inference.kernels.attention import GROUPED, STOCK
 
 # Layer types whose whole past stays in the cache, so that a step can be rolled back.
 _ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from inference.cache.tree_cache import TreeCache
-from inference.targets.forward_names import CACHE_NAMES, find_cache_name
-from inference.targets.model_config import refuse_training, request_states
-from inference.targets.passes import TargetOutput
-from inference.targets.target import Target
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.targets.forward_names import CACHE_NAMES, find_cache_name
+from draftsmith.inference.targets.model_config import refuse_training, request_states
+from draftsmith.inference.targets.passes import TargetOutput
+from draftsmith.inference.targets.target import Target
 
 # Arguments of forward that every language model has. Any other argument belongs to media.
 _TEXT_ARGUMENTS = {

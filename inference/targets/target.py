@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inference.cache.draft_rows import DraftRows
-from inference.cache.scratch_cache import ScratchCache
-from inference.cache.source import Source, SourceMemory
-from inference.cache.tree_cache import TreeCache
-from inference.kernels.attention import can_use_kernel, fits_kernel
-from inference.kernels.packed_weights import is_packed, pack
-from inference.targets.backbone import Backbone, PassOutput
-from inference.targets.encoder_decoder import PlacedDecoder
-from inference.targets.masks import TreeMasks
-from inference.targets.model_config import (
+from draftsmith.inference.cache.draft_rows import DraftRows
+from draftsmith.inference.cache.scratch_cache import ScratchCache
+from draftsmith.inference.cache.source import Source, SourceMemory
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.kernels.attention import can_use_kernel, fits_kernel
+from draftsmith.inference.kernels.packed_weights import is_packed, pack
+from draftsmith.inference.targets.backbone import Backbone, PassOutput
+from draftsmith.inference.targets.encoder_decoder import PlacedDecoder
+from draftsmith.inference.targets.masks import TreeMasks
+from draftsmith.inference.targets.model_config import (
     check_adapters,
     find_device,
     find_layer_windows,
@@ -39,14 +39,20 @@ from inference.targets.model_config import (
     refuse_training,
     unwrap_model,
 )
-from inference.targets.parts import find_final_norm, find_final_norm_gain, read_weight, run_frozen, take_first_layers
-from inference.targets.passes import Nodes, TargetOutput
-from inference.targets.probing.invariance import check_invariance, check_supported, count_least_rows
-from inference.targets.probing.known_models import describe_model, find_known
-from inference.targets.probing.probe import Findings, examine_encoder_decoder, examine_model
-from inference.targets.recurrent.finding import find_recurrence
-from inference.targets.recurrent.mixers import PlacedMixers
-from inference.targets.recurrent.proving import check_rollback
+from draftsmith.inference.targets.parts import (
+    find_final_norm,
+    find_final_norm_gain,
+    read_weight,
+    run_frozen,
+    take_first_layers,
+)
+from draftsmith.inference.targets.passes import Nodes, TargetOutput
+from draftsmith.inference.targets.probing.invariance import check_invariance, check_supported, count_least_rows
+from draftsmith.inference.targets.probing.known_models import describe_model, find_known
+from draftsmith.inference.targets.probing.probe import Findings, examine_encoder_decoder, examine_model
+from draftsmith.inference.targets.recurrent.finding import find_recurrence
+from draftsmith.inference.targets.recurrent.mixers import PlacedMixers
+from draftsmith.inference.targets.recurrent.proving import check_rollback
 
 
 class Target:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.trees.dynamic import DynamicTree
-from inference.trees.policy import TreePolicy
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.trees.dynamic import DynamicTree
+from draftsmith.inference.trees.policy import TreePolicy
+from draftsmith.inference.trees.token_tree import TokenTree
 
 # (depth, top_k, nodes): from the cheapest tree to the default of `DynamicTree`. Batches need those with few nodes.
 SIZES = (

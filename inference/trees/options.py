@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from inference.trees.auto import AutoTree, gamma_chain
-from inference.trees.dynamic import DynamicTree
-from inference.trees.policy import TreePolicy
-from inference.trees.static import StaticTree, chain
+from draftsmith.inference.trees.auto import AutoTree, gamma_chain
+from draftsmith.inference.trees.dynamic import DynamicTree
+from draftsmith.inference.trees.policy import TreePolicy
+from draftsmith.inference.trees.static import StaticTree, chain
 
 TreeOption = TreePolicy | str | Path | Sequence[Sequence[int]] | None
 

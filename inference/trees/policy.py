@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from inference.drafters.base import Drafter, DraftLogits
-from inference.drafters.sampling import DraftSampling
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference.trees.token_tree import TokenTree
 
 Run = Callable[..., Any]
 """Runs a function of tensors: `run(function, *args)` is `function(*args)`, eagerly or compiled."""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.drafters.base import Drafter, DraftLogits
-from inference.drafters.sampling import DraftSampling
-from inference.trees.policy import Run, TreePolicy, mask_absent, run_eagerly
-from inference.trees.token_tree import DrawnFrom, TokenTree
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference.trees.policy import Run, TreePolicy, mask_absent, run_eagerly
+from draftsmith.inference.trees.token_tree import DrawnFrom, TokenTree
 
 
 class StaticTree(TreePolicy):

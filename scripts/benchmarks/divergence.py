@@ -29,14 +29,14 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from inference import Drafter, Target
-from inference.drafters.ngram import NgramDrafter
-from inference.execution.compiled import count_graphs
-from inference.noise import gumbel_noise, row_seeds
-from scripts.measuring.contenders import OurDecoding, TransformersDecoding
-from scripts.measuring.environment import describe_environment
-from scripts.measuring.matrix import load_all_heads
-from scripts.measuring.measure import (
+from draftsmith.inference import Drafter, Target
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.execution.compiled import count_graphs
+from draftsmith.inference.noise import gumbel_noise, row_seeds
+from draftsmith.scripts.measuring.contenders import OurDecoding, TransformersDecoding
+from draftsmith.scripts.measuring.environment import describe_environment
+from draftsmith.scripts.measuring.matrix import load_all_heads
+from draftsmith.scripts.measuring.measure import (
     PLAIN,
     TRANSFORMERS,
     Batch,
@@ -46,13 +46,13 @@ from scripts.measuring.measure import (
     load_prompts,
     make_batches,
 )
-from scripts.measuring.render import Grid
-from scripts.measuring.texts import find_step
-from scripts.shared.clock import read_clock
-from scripts.shared.model_loading import fit_tree, load_target
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.options.program_parser import ProgramParser
+from draftsmith.scripts.measuring.render import Grid
+from draftsmith.scripts.measuring.texts import find_step
+from draftsmith.scripts.shared.clock import read_clock
+from draftsmith.scripts.shared.model_loading import fit_tree, load_target
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.options.program_parser import ProgramParser
 
 DTYPES = ("bfloat16", "float16", "float32")
 # In bfloat16, two passes over the same text move the lead of one token over another by up to 3 steps where both choose

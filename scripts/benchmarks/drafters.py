@@ -24,16 +24,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from rich.console import Console
 
-from inference.drafters.ngram import NgramDrafter
-from scripts.measuring.contenders import NGRAMS
-from scripts.measuring.environment import describe_machine
-from scripts.measuring.matrix import Measured, Subject, check_matrix, load_subject, measure_combination, name_heads
-from scripts.measuring.measure import PLAIN, Contender, Settings
-from scripts.measuring.render import Grid, format_number
-from scripts.shared.model_loading import DTYPES, TREE_HELP
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.options.program_parser import ProgramParser
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.scripts.measuring.contenders import NGRAMS
+from draftsmith.scripts.measuring.environment import describe_machine
+from draftsmith.scripts.measuring.matrix import (
+    Measured,
+    Subject,
+    check_matrix,
+    load_subject,
+    measure_combination,
+    name_heads,
+)
+from draftsmith.scripts.measuring.measure import PLAIN, Contender, Settings
+from draftsmith.scripts.measuring.render import Grid, format_number
+from draftsmith.scripts.shared.model_loading import DTYPES, TREE_HELP
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.options.program_parser import ProgramParser
 
 HEADS_FOLDER = Path("examples/heads")
 PARTS = ("draft", "verify", "step")

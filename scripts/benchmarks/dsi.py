@@ -8,11 +8,11 @@
         --json outputs/dsi-0.4B.json
     python scripts/benchmarks/dsi.py --draw outputs/dsi-chat.json outputs/dsi-sweep.json --picture docs/images/dsi.png
 
-The simulation runs the real protocol (`inference.distributed`) with a clock of its own: drafts, verifications and
-messages take given times, which vary as measured, and a draft is right with a given chance. `--emulate` runs the same
-with real processes and real messages, where drafts and verifications sleep. With `--target` everything is real. With
-`--shape` target and EAGLE-3 heads have random weights in a published shape and do all their work; then drafts are right
-with a given chance.
+The simulation runs the real protocol (`draftsmith.inference.distributed`) with a clock of its own: drafts,
+verifications and messages take given times, which vary as measured, and a draft is right with a given chance.
+`--emulate` runs the same with real processes and real messages, where drafts and verifications sleep. With `--target`
+everything is real. With `--shape` target and EAGLE-3 heads have random weights in a published shape and do all their
+work; then drafts are right with a given chance.
 
 Baselines: plain decoding, and speculation that waits for each verification (in one process), with its best number of
 drafts; of real models also with as many threads as there are processes.
@@ -32,18 +32,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from inference import serve_target
-from inference.distributed.gloo_link import GlooLink, serve
-from scripts.benchmarks.scripted.counting import SHAPES, ScriptedChances, make_counting_target, make_random_heads
-from scripts.benchmarks.servers.picture import draw, read_timeline
-from scripts.benchmarks.servers.runs import EMULATED, EmulatedServer, emulate, run_models
-from scripts.benchmarks.servers.simulation import Costs, sweep
-from scripts.measuring.environment import describe_machine, describe_program
-from scripts.measuring.measure import load_prompts
-from scripts.shared.model_loading import DTYPES, load_drafter, load_target
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.options.program_parser import ProgramParser
+from draftsmith.inference import serve_target
+from draftsmith.inference.distributed.gloo_link import GlooLink, serve
+from draftsmith.scripts.benchmarks.scripted.counting import (
+    SHAPES,
+    ScriptedChances,
+    make_counting_target,
+    make_random_heads,
+)
+from draftsmith.scripts.benchmarks.servers.picture import draw, read_timeline
+from draftsmith.scripts.benchmarks.servers.runs import EMULATED, EmulatedServer, emulate, run_models
+from draftsmith.scripts.benchmarks.servers.simulation import Costs, sweep
+from draftsmith.scripts.measuring.environment import describe_machine, describe_program
+from draftsmith.scripts.measuring.measure import load_prompts
+from draftsmith.scripts.shared.model_loading import DTYPES, load_drafter, load_target
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.options.program_parser import ProgramParser
 
 LENGTHS = (2, 4, 8)  # of chains that wait for their verification
 CONTEXT = 64  # tokens of a prompt for --shape

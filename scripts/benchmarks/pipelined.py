@@ -24,16 +24,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from inference import Decoder, PipelinedDecoder, Target
-from inference.targets.layer_groups import tie_layers
-from scripts.benchmarks.scripted.counting import SHAPES, make_counting_target
-from scripts.measuring.environment import describe_machine, describe_program
-from scripts.measuring.measure import load_prompts
-from scripts.shared.clock import read_clock
-from scripts.shared.model_loading import DTYPES, check_device, load_target
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.options.program_parser import ProgramParser
+from draftsmith.inference import Decoder, PipelinedDecoder, Target
+from draftsmith.inference.targets.layer_groups import tie_layers
+from draftsmith.scripts.benchmarks.scripted.counting import SHAPES, make_counting_target
+from draftsmith.scripts.measuring.environment import describe_machine, describe_program
+from draftsmith.scripts.measuring.measure import load_prompts
+from draftsmith.scripts.shared.clock import read_clock
+from draftsmith.scripts.shared.model_loading import DTYPES, check_device, load_target
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.options.program_parser import ProgramParser
 
 RIGHT = (0.5, 0.6, 0.7, 0.8, 0.9)  # shares of right predictions whose speed is computed
 CONTEXT = 64  # tokens of a prompt for a shape

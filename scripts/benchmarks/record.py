@@ -19,14 +19,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from inference import Decoder
-from inference.streaming.detokenizer import IncrementalDetokenizer
-from scripts.measuring.environment import describe_machine
-from scripts.shared.model_loading import encode_messages, load_heads, load_target
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.side_by_side import Recording, record_side_by_side
-from scripts.shared.whole_files import write_text
-from training.options.program_parser import ProgramParser
+from draftsmith.inference import Decoder
+from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
+from draftsmith.scripts.measuring.environment import describe_machine
+from draftsmith.scripts.shared.model_loading import encode_messages, load_heads, load_target
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.options.program_parser import ProgramParser
 
 COLUMNS, CHARACTER, LINE = 50, 8.0, 19  # characters in a line; pixels of a character and of a line
 MARGIN, TOP, GAP = 18, 74, 24

@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
-from inference import Target
-from inference.cache.tree_cache import TreeCache
-from inference.trees.token_tree import TokenTree
-from scripts.measuring.environment import describe_machine, describe_program
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.options.program_parser import ProgramParser
+from draftsmith.inference import Target
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.trees.token_tree import TokenTree
+from draftsmith.scripts.measuring.environment import describe_machine, describe_program
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.options.program_parser import ProgramParser
 
 KINDS = {"recurrent": ["linear_attention"] * 3 + ["full_attention"], "attention": ["full_attention"] * 4}
 

@@ -33,12 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import openai
 import torch
 
-from inference import Target, generate
-from scripts.measuring.environment import describe_machine, describe_program
-from scripts.shared.model_loading import DTYPES, encode_messages, load_target
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.options.program_parser import ProgramParser
+from draftsmith.inference import Target, generate
+from draftsmith.scripts.measuring.environment import describe_machine, describe_program
+from draftsmith.scripts.shared.model_loading import DTYPES, encode_messages, load_target
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.options.program_parser import ProgramParser
 
 SERVE = Path(__file__).resolve().parents[1] / "serve.py"
 STOCK = "transformers serve"

@@ -28,21 +28,26 @@ import torch
 from rich.console import Console
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from heads import HEAD_TYPES
-from inference import Target
-from inference.execution.compiled import count_graphs
-from inference.trees.options import resolve_policy
-from scripts.benchmarks.scripted.counting import SHAPES, ScriptedTree, make_counting_target, make_random_heads
-from scripts.benchmarks.scripted.llama_cpp import measure_llama_cpp
-from scripts.benchmarks.scripted.summary import SIMULATED, compare, draw_sizes, make_grids
-from scripts.measuring.contenders import OurDecoding, TransformersDecoding, compiled_options
-from scripts.measuring.environment import describe_machine, describe_program
-from scripts.measuring.measure import Batch, Prompt, Run, Settings
-from scripts.shared.clock import read_clock
-from scripts.shared.model_loading import check_device, fit_tree
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.options.program_parser import ProgramParser
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.inference import Target
+from draftsmith.inference.execution.compiled import count_graphs
+from draftsmith.inference.trees.options import resolve_policy
+from draftsmith.scripts.benchmarks.scripted.counting import (
+    SHAPES,
+    ScriptedTree,
+    make_counting_target,
+    make_random_heads,
+)
+from draftsmith.scripts.benchmarks.scripted.llama_cpp import measure_llama_cpp
+from draftsmith.scripts.benchmarks.scripted.summary import SIMULATED, compare, draw_sizes, make_grids
+from draftsmith.scripts.measuring.contenders import OurDecoding, TransformersDecoding, compiled_options
+from draftsmith.scripts.measuring.environment import describe_machine, describe_program
+from draftsmith.scripts.measuring.measure import Batch, Prompt, Run, Settings
+from draftsmith.scripts.shared.clock import read_clock
+from draftsmith.scripts.shared.model_loading import check_device, fit_tree
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.options.program_parser import ProgramParser
 
 # How steps run -> options of OurDecoding.
 MODES: dict[str, dict[str, Any]] = {

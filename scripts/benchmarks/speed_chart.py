@@ -19,9 +19,9 @@ from typing import Any
 # First on the path: another distribution also ships a package named `inference`.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.options.program_parser import ProgramParser
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.options.program_parser import ProgramParser
 
 PLAIN = ("transformers generate", "plain decoding")
 COLOURS = {"plain": "#94a3b8", "untrained": "#60a5fa", "heads": "#1d4ed8"}

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads import DraftHeads
-from heads.formats.format import Format, Imported
-from inference import GenerationStats, Target, generate
-from inference.targets.encoding import encode
-from scripts.shared.model_loading import encode_messages
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.format import Format, Imported
+from draftsmith.inference import GenerationStats, Target, generate
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.scripts.shared.model_loading import encode_messages
 
 QUESTIONS = (
     "What are the benefits of exercise?",

@@ -8,8 +8,8 @@ import shlex
 
 from huggingface_hub import ModelCardData
 
-from heads.config import is_hub_id
-from heads.formats.format import Exported
+from draftsmith.heads.config import is_hub_id
+from draftsmith.heads.formats.format import Exported
 
 
 def fill_commands(exported: Exported, *, heads: str, target: str) -> list[str]:
@@ -57,8 +57,8 @@ def render_serving_card(exported: Exported, *, name: str, kind: str, heads: str,
         + (f"## Notes\n\n{notes}\n" if notes else "")
         + "## Decode with draftsmith\n\n"
         "```python\n"
-        "from heads import DraftHeads\n"
-        "from inference import generate\n\n"
+        "from draftsmith.heads import DraftHeads\n"
+        "from draftsmith.inference import generate\n\n"
         f"heads = DraftHeads.from_pretrained({heads!r}, target=model)\n"
         "output = generate(model, heads, **inputs)\n"
         "```\n"

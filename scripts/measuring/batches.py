@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scripts.measuring.measure import PLAIN, TRANSFORMERS
-from scripts.measuring.render import Grid, format_number
-from scripts.measuring.rows import Row
+from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
+from draftsmith.scripts.measuring.render import Grid, format_number
+from draftsmith.scripts.measuring.rows import Row
 
 MARK = "★"
 

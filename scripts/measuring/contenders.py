@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
-from inference import Decoder, DistributedDecoder, Drafter, DraftLogits, Target
-from inference.distributed.coordinator import Link
-from inference.drafters.ngram import NgramDrafter
-from inference.noise import row_seeds
-from inference.trees.auto import AutoTree
-from inference.trees.options import TreeOption, resolve_policy
-from scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Contender, Prompt, Run, Settings
-from scripts.measuring.roofline import Work, count_round
-from scripts.shared.clock import read_clock
-from scripts.shared.model_loading import fit_tree
+from draftsmith.inference import Decoder, DistributedDecoder, Drafter, DraftLogits, Target
+from draftsmith.inference.distributed.coordinator import Link
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.trees.auto import AutoTree
+from draftsmith.inference.trees.options import TreeOption, resolve_policy
+from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Contender, Prompt, Run, Settings
+from draftsmith.scripts.measuring.roofline import Work, count_round
+from draftsmith.scripts.shared.clock import read_clock
+from draftsmith.scripts.shared.model_loading import fit_tree
 
 NGRAMS = "n-gram drafter"
 PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import transformers
 
-from inference import Target
-from inference.targets.model_config import find_attention
-from scripts.measuring.measure import Settings
+from draftsmith.inference import Target
+from draftsmith.inference.targets.model_config import find_attention
+from draftsmith.scripts.measuring.measure import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 # Instruction sets that decide what a wide forward pass costs on a CPU.

@@ -13,12 +13,12 @@ from rich.markup import escape
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
-from heads import DraftHeads
-from inference import Drafter, Target
-from inference.distributed.coordinator import Link
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import NgramDrafter
-from scripts.measuring.contenders import (
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Drafter, Target
+from draftsmith.inference.distributed.coordinator import Link
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.scripts.measuring.contenders import (
     NGRAMS,
     OurDecoding,
     TransformersDecoding,
@@ -26,12 +26,12 @@ from scripts.measuring.contenders import (
     make_contenders,
     make_distributed_contenders,
 )
-from scripts.measuring.environment import describe_environment
-from scripts.measuring.measure import Batch, Contender, Prompt, Settings, load_prompts, make_batches, measure
-from scripts.measuring.report import make_rows, texts_of_one_row
-from scripts.measuring.roofline import Hardware, count_weight_bytes, measure_hardware
-from scripts.measuring.rows import Row
-from scripts.shared.model_loading import bind_heads, load_assistant, load_drafter_model, load_target
+from draftsmith.scripts.measuring.environment import describe_environment
+from draftsmith.scripts.measuring.measure import Batch, Contender, Prompt, Settings, load_prompts, make_batches, measure
+from draftsmith.scripts.measuring.report import make_rows, texts_of_one_row
+from draftsmith.scripts.measuring.roofline import Hardware, count_weight_bytes, measure_hardware
+from draftsmith.scripts.measuring.rows import Row
+from draftsmith.scripts.shared.model_loading import bind_heads, load_assistant, load_drafter_model, load_target
 
 Heads = dict[str, DraftHeads]
 SMALL_MODEL = "small model"

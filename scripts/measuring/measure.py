@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from inference import GenerationStats, Target
-from inference.execution.compiled import count_graphs
-from inference.request.model_settings import find_model_settings
-from scripts.measuring.roofline import Work
-from training.synthesis.prompts import read_prompts
+from draftsmith.inference import GenerationStats, Target
+from draftsmith.inference.execution.compiled import count_graphs
+from draftsmith.inference.request.model_settings import find_model_settings
+from draftsmith.scripts.measuring.roofline import Work
+from draftsmith.training.synthesis.prompts import read_prompts
 
 WARM_UP_TOKENS = 32
 # The two references, by name.

@@ -11,8 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
-from inference.request.model_settings import describe_model_settings
-from scripts.measuring.rows import Row
+from draftsmith.inference.request.model_settings import describe_model_settings
+from draftsmith.scripts.measuring.rows import Row
 
 LABEL_WIDTH = 24  # of the first column, where it has to be folded
 BORDER = 3  # of a column: a line and two spaces

@@ -1,7 +1,7 @@
 """Turns a benchmark's runs into one row of numbers for each contender, and into a JSON file.
 
-Acceptance length is tokens that verify steps emit / verify steps, as in `inference.stats`. The bonus token counts; the
-prefill and its token do not. For transformers, whose steps are unknown, it is tokens / forward passes.
+Acceptance length is tokens that verify steps emit / verify steps, as in `draftsmith.inference.stats`. The bonus token
+counts; the prefill and its token do not. For transformers, whose steps are unknown, it is tokens / forward passes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from inference import GenerationStats, Target
-from scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
-from scripts.measuring.roofline import Hardware, Work
-from scripts.measuring.rows import Row
-from scripts.measuring.texts import find_difference, share_of_repeated_ngrams
-from scripts.shared.whole_files import write_text
+from draftsmith.inference import GenerationStats, Target
+from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
+from draftsmith.scripts.measuring.roofline import Hardware, Work
+from draftsmith.scripts.measuring.rows import Row
+from draftsmith.scripts.measuring.texts import find_difference, share_of_repeated_ngrams
+from draftsmith.scripts.shared.whole_files import write_text
 
 
 def make_rows(

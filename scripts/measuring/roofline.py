@@ -21,8 +21,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from inference import Decoder, Drafter, Target, TreePolicy
-from scripts.shared.clock import read_clock
+from draftsmith.inference import Decoder, Drafter, Target, TreePolicy
+from draftsmith.scripts.shared.clock import read_clock
 
 MAX_BUFFER_BYTES = 2**30  # no cache holds more, so a larger buffer would read no slower
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}  # width of the square product; keeps every unit busy

@@ -1,13 +1,13 @@
 """One contender's numbers in a benchmark.
 
-Acceptance length: see `scripts.measuring.report`.
+Acceptance length: see `draftsmith.scripts.measuring.report`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scripts.measuring.texts import Difference
+from draftsmith.scripts.measuring.texts import Difference
 
 
 @dataclass

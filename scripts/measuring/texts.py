@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from inference import Target
-from scripts.measuring.measure import Prompt
+from draftsmith.inference import Target
+from draftsmith.scripts.measuring.measure import Prompt
 
 
 @dataclass

@@ -16,17 +16,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from heads import DraftHeads
-from heads.checkpoint import is_published
-from inference import Drafter, DynamicTree, Target
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.small_model import SmallModelDrafter
-from inference.drafters.staged import StagedDrafter
-from inference.kernels.packed_weights import has_bfloat16
-from inference.request.chat_template import encode_prompt
-from inference.targets.model_config import find_auto_class_of
-from inference.trees.options import resolve_policy
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.checkpoint import is_published
+from draftsmith.inference import Drafter, DynamicTree, Target
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.drafters.staged import StagedDrafter
+from draftsmith.inference.kernels.packed_weights import has_bfloat16
+from draftsmith.inference.request.chat_template import encode_prompt
+from draftsmith.inference.targets.model_config import find_auto_class_of
+from draftsmith.inference.trees.options import resolve_policy
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import os
 
 import torch
 
-from inference import Target, serve_target
-from inference.distributed.coordinator import Link
-from inference.distributed.gloo_link import GlooLink, Greeting
-from scripts.shared.model_loading import load_target
+from draftsmith.inference import Target, serve_target
+from draftsmith.inference.distributed.coordinator import Link
+from draftsmith.inference.distributed.gloo_link import GlooLink, Greeting
+from draftsmith.scripts.shared.model_loading import load_target
 
 
 def read_rank(program: str) -> int:
@@ -24,7 +24,7 @@ def read_rank(program: str) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ValueError(
             "got --distributed in a single process: one process drafts, and all others serve the target, so start "
-            f"torchrun --nproc_per_node 2 -m scripts.cli {program} with the same options"
+            f"torchrun --nproc_per_node 2 -m draftsmith.scripts.cli {program} with the same options"
         )
     return int(os.environ["RANK"])
 

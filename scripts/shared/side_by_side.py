@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference import Decoder
+from draftsmith.inference import Decoder
 
 REPEATS = 5  # recordings of each decoder, in turns; the recording of median duration is kept
 

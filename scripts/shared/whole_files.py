@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from heads.checkpoint import SCRATCH
+from draftsmith.heads.checkpoint import SCRATCH
 
 
 def write_text(path: Path, text: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from inference.acceptance.rules import RULES
-from scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
+from draftsmith.inference.acceptance.rules import RULES
+from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
 
 DRAFTERS = "--heads, --drafter_model or --ngrams"
 

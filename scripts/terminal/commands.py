@@ -8,8 +8,8 @@ from contextlib import contextmanager, suppress
 
 from rich.console import Console
 
-from inference.execution.cache_folder import cache_folder
-from scripts.terminal.session import ChatSession
+from draftsmith.inference.execution.cache_folder import cache_folder
+from draftsmith.scripts.terminal.session import ChatSession
 
 try:
     import readline

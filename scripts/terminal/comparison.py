@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference import Decoder, GenerationStats
-from inference.streaming.token_texts import TokenTexts
-from scripts.terminal.printer import speed_of
+from draftsmith.inference import Decoder, GenerationStats
+from draftsmith.inference.streaming.token_texts import TokenTexts
+from draftsmith.scripts.terminal.printer import speed_of
 
 NEAR_TIE = 0.05  # between two log-probabilities that rounding in low precision may swap
 

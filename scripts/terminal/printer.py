@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from inference import GenerationStats, StepTokens
-from inference.streaming.detokenizer import IncrementalDetokenizer
+from draftsmith.inference import GenerationStats, StepTokens
+from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 
 _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}, "\N{REPLACEMENT CHARACTER}")
 _CONTROLS[0x1B] = "\N{SYMBOL FOR ESCAPE}"

@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from inference import Decoder, DistributedDecoder, Drafter, GenerationStats
-from inference.distributed.coordinator import Link
-from inference.request.model_settings import describe_model_settings, find_model_settings
-from scripts.shared.model_loading import encode_messages, load_drafter, load_target
-from scripts.shared.ranks import choose_device
-from scripts.terminal.arguments import GenerateArguments
-from scripts.terminal.comparison import Reply, compare_with_plain
-from scripts.terminal.printer import ReplyPrinter, describe, speed_of, without_escapes
+from draftsmith.inference import Decoder, DistributedDecoder, Drafter, GenerationStats
+from draftsmith.inference.distributed.coordinator import Link
+from draftsmith.inference.request.model_settings import describe_model_settings, find_model_settings
+from draftsmith.scripts.shared.model_loading import encode_messages, load_drafter, load_target
+from draftsmith.scripts.shared.ranks import choose_device
+from draftsmith.scripts.terminal.arguments import GenerateArguments
+from draftsmith.scripts.terminal.comparison import Reply, compare_with_plain
+from draftsmith.scripts.terminal.printer import ReplyPrinter, describe, speed_of, without_escapes
 
 
 class Conversation:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads import DraftHeads
-from inference import Decoder, Target
-from inference.stats import GenerationStats
-from inference.trees.dynamic import DynamicTree
-from inference.trees.token_tree import TokenTree
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Decoder, Target
+from draftsmith.inference.stats import GenerationStats
+from draftsmith.inference.trees.dynamic import DynamicTree
+from draftsmith.inference.trees.token_tree import TokenTree
 
 # Two logits this close may change their order between two libraries' float32 arithmetic.
 NEAR_TIE = 1e-3

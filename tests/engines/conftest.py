@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from heads import DraftHeads
-from heads.formats.registry import find_format
-from inference import Target
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.registry import find_format
+from draftsmith.inference import Target
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.engines.chains import Texts, write_texts
 from tests.engines.environments.running import find_python, run_worker

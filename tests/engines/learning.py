@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from heads import DraftHeads
-from inference import Target
-from inference.targets.encoding import encode
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Target
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.losses.draft_loss import draft_loss
+from draftsmith.training.losses.teacher import compute_teacher
+from draftsmith.training.run.optimizer import MuonWithAdamW
 from tests.conftest import REPOSITORY
 from tests.engines.chains import Texts
-from training.losses.draft_loss import draft_loss
-from training.losses.teacher import compute_teacher
-from training.run.optimizer import MuonWithAdamW
 
 
 def load_trained(name: str, target: Target) -> DraftHeads:

@@ -15,13 +15,13 @@ import openai
 import pytest
 from safetensors.torch import load_file
 
+from draftsmith.training.features.extraction import extract_features
+from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
+from draftsmith.training.features.store import FeatureStore
+from draftsmith.training.options.command_line import parse_arguments
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.engines.environments.servers import VLLM_PYTHON, running_vllm
 from tests.training.runner import Runner
-from training.features.extraction import extract_features
-from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
-from training.features.store import FeatureStore
-from training.options.command_line import parse_arguments
 
 LAYERS = "feature_layers=[2,8,13]"
 CONVERSATIONS = REPOSITORY / "examples/conversations.jsonl.gz"
@@ -57,7 +57,7 @@ def find_command(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
 def test_vllm_gives_our_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "training.features")
+    caplog.set_level(logging.INFO, "draftsmith.training.features")
     words = find_command(tmp_path / "shared", monkeypatch)
     total = extract(tmp_path / "local")
     with running_vllm(words, tmp_path / "log", modules=Path(__file__).with_name("environments")) as address:

@@ -17,9 +17,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from heads import DraftHeads
-from heads.formats.registry import find_format
-from inference import Target
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.registry import find_format
+from draftsmith.inference import Target
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.engines.chains import decode_chains
 from tests.engines.environments.servers import running_server

@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from heads import DraftHeads
-from heads.formats.format import Exported
-from heads.formats.registry import find_format
-from heads.kinds.mtp import MTPHeads
-from inference import Target
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.format import Exported
+from draftsmith.heads.formats.registry import find_format
+from draftsmith.heads.kinds.mtp import MTPHeads
+from draftsmith.inference import Target
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
 from tests.heads.tiny_heads import tiny_heads

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from heads import DraftHeads
-from inference import Target, generate
-from inference.targets.encoding import encode
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Target, generate
+from draftsmith.inference.targets.encoding import encode
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.engines.environments.running import find_python, run_worker
 from tests.engines.learning import load_trained

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from heads import DraftHeads, create_heads
-from inference import Target
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.inference import Target
 from tests.engines.chains import Texts, compare_with_engine
 from tests.engines.learning import learn_by_heart, load_trained
 

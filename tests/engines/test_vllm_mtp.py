@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from heads.kinds.mtp import MTPHeads
-from inference import Target
+from draftsmith.heads.kinds.mtp import MTPHeads
+from draftsmith.inference import Target
 from tests.engines.chains import compare_with_engine, write_texts
 from tests.engines.learning import learn_by_heart
 from tests.heads.formats.test_native_mtp import (

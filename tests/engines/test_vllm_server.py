@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from heads import DraftHeads
-from heads.formats.registry import find_format
-from inference import Target, generate
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.registry import find_format
+from draftsmith.inference import Target, generate
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.engines.environments.servers import VLLM_PYTHON, running_vllm
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from heads import DraftHeads
-from inference import Target
-from scripts import export_heads, import_heads
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Target
+from draftsmith.scripts import export_heads, import_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.engines.chains import Texts, compare_with_engine, decode_chains
 from tests.engines.learning import load_trained

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from heads import HEAD_TYPES, DraftHeads
-from inference import Decoder, DynamicTree, Target
-from inference.loop import DecodeLoop, Emission
-from scripts.benchmarks.scripted.counting import ScriptedTree, make_counting_target, make_random_heads
+from draftsmith.heads import HEAD_TYPES, DraftHeads
+from draftsmith.inference import Decoder, DynamicTree, Target
+from draftsmith.inference.loop import DecodeLoop, Emission
+from draftsmith.scripts.benchmarks.scripted.counting import ScriptedTree, make_counting_target, make_random_heads
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target

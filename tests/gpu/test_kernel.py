@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference import Decoder, DynamicTree, Target
+from draftsmith.inference import Decoder, DynamicTree, Target
 from tests.gpu.conftest import CUDA_MARKS
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.kernels.kernel_checks import (
@@ -46,7 +46,7 @@ def test_a_row_does_not_depend_on_the_rest_of_the_pass(length: int, dtype: torch
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_whole_decode(family: str, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text is transformers' own; Mistral has a window of 8 tokens."""
-    from inference.kernels import triton_kernel
+    from draftsmith.inference.kernels import triton_kernel
 
     model, prompt, calls = tiny_target(family, initializer_range=0.3).to(CUDA), random_prompt(12).to(CUDA), []
     target, stock = Target(model), triton_kernel.attend_packed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference import Target
+from draftsmith.inference import Target
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import target_of
 

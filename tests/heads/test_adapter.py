@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from heads import DraftHeads, create_heads
-from heads.adapter import is_adapted
-from inference import Decoder, Target, generate
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.heads.adapter import is_adapted
+from draftsmith.inference import Decoder, Target, generate
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
 

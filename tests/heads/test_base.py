@@ -16,12 +16,12 @@ from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import heads as heads_package
-from heads import DraftHeads, create_heads
-from heads.config import FORMAT_VERSION
-from heads.kinds.eagle3 import Eagle3Heads
-from heads.kinds.medusa import MedusaHeads
-from inference import Target
+import draftsmith.heads as heads_package
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.heads.config import FORMAT_VERSION
+from draftsmith.heads.kinds.eagle3 import Eagle3Heads
+from draftsmith.heads.kinds.medusa import MedusaHeads
+from draftsmith.inference import Target
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
 
@@ -194,7 +194,7 @@ class TestSaving:
         program = """
             import os, pathlib, signal, sys
             import transformers.modeling_utils
-            from heads import DraftHeads
+            from draftsmith.heads import DraftHeads
 
             def die_while_writing(tensors, path, **kwargs):
                 pathlib.Path(path).write_bytes(bytes(1000))

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-import heads as heads_package
-from heads import DraftHeads, create_heads
-from inference import Decoder, Target, generate
+import draftsmith.heads as heads_package
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.inference import Decoder, Target, generate
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -172,7 +172,7 @@ class TestLMHeadThatHasNoPlainWeight:
         ids=["medusa", "hydra", "eagle3", "eagle3-reduced"],
     )
     def test_quantised(self, head_type: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("inference.targets.parts._ROWS", 10)  # parts of unequal size
+        monkeypatch.setattr("draftsmith.inference.targets.parts._ROWS", 10)  # parts of unequal size
         model: Any = tiny_target("llama")
         model.lm_head = Int8Head(model.lm_head)
         wanted = model.lm_head.weight.float() * model.lm_head.scale

@@ -15,14 +15,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from heads import HEAD_TYPES, DraftHeads, DraftStep, create_heads
-from heads.modules.draft_step import count_predicted
-from inference import Target, generate
-from inference.targets.encoding import encode
+from draftsmith.heads import HEAD_TYPES, DraftHeads, DraftStep, create_heads
+from draftsmith.heads.modules.draft_step import count_predicted
+from draftsmith.inference import Target, generate
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.losses.draft_loss import draft_loss
+from draftsmith.training.losses.teacher import compute_teacher
 from tests.heads.tiny_heads import FIRST_BY_DEFAULT, VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import CORE_FAMILIES, random_prompt, target_of, tiny_target
-from training.losses.draft_loss import draft_loss
-from training.losses.teacher import compute_teacher
 
 every_kind = pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)
 _FIRST = {kind: index for index, (kind, _) in reversed([*enumerate(VARIANTS)])}

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
-from heads import DraftHeads
-from heads.formats.registry import find_format
-from inference import NgramDrafter, Target, generate
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.registry import find_format
+from draftsmith.inference import NgramDrafter, Target, generate
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.test_generation import Recorder
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
@@ -118,7 +118,7 @@ def test_the_folder(heads: DraftHeads, folder: str, tmp_path: Path) -> None:
 def test_requirements_are_pinned_to_this_package(
     installed: str, line: str, heads: DraftHeads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("heads.formats.custom_generate.version", lambda _: installed)
+    monkeypatch.setattr("draftsmith.heads.formats.custom_generate.version", lambda _: installed)
     known = find_format("custom_generate", heads.config.head_type)
     files = known.write(heads.config, heads.state_dict(), heads.target).files
     assert files["custom_generate/requirements.txt"] == f"{line}\n"

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig, DraftStep, create_heads
-from heads.modules.layers import DraftCache
-from inference import Target, generate
-from inference.drafters.base import DraftLogits
+from draftsmith.heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig, DraftStep, create_heads
+from draftsmith.heads.modules.layers import DraftCache
+from draftsmith.inference import Target, generate
+from draftsmith.inference.drafters.base import DraftLogits
 from tests.heads.test_overfit import learn
 from tests.tiny_targets import random_prompt, tiny_target
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import HEAD_TYPES, DraftHeads, create_heads
-from inference import Target, chain, generate
-from inference.stats import GenerationStats
-from inference.targets.encoding import encode
+from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
+from draftsmith.inference import Target, chain, generate
+from draftsmith.inference.stats import GenerationStats
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.losses.draft_loss import draft_loss
+from draftsmith.training.losses.teacher import compute_teacher
 from tests.tiny_targets import random_prompt
-from training.losses.draft_loss import draft_loss
-from training.losses.teacher import compute_teacher
 
 PROMPT_LENGTH, NUM_NEW = 8, 40
 DEPTH_OF_ANY = 3  # of kinds that draft to any depth: the depth of their unroll

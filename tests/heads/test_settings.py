@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from heads import HEAD_TYPES, create_heads
-from heads.kinds.medusa import MedusaConfig
-from inference import Target
+from draftsmith.heads import HEAD_TYPES, create_heads
+from draftsmith.heads.kinds.medusa import MedusaConfig
+from draftsmith.inference import Target
 from tests.tiny_targets import tiny_target
 
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {

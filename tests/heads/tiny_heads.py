@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from heads import HEAD_TYPES, DraftHeads, create_heads
-from inference import Target
+from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
+from draftsmith.inference import Target
 from tests.params import slow_but
 from tests.tiny_targets import tiny_target
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.tiny_targets import tiny_target
 
 ATOL = 1e-4

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from inference.request.texts import Texts
+from draftsmith.inference.request.texts import Texts
 
 ROOM = 16  # tokens that every text may grow by, unless another limit is given
 

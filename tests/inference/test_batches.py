@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from heads import create_heads
-from inference import (
+from draftsmith.heads import create_heads
+from draftsmith.inference import (
     Decoder,
     Drafter,
     DynamicTree,
@@ -25,8 +25,8 @@ from inference import (
     chain,
     generate,
 )
-from inference import prompts as prompt_reading
-from inference.cache.tree_cache import TreeCache
+from draftsmith.inference import prompts as prompt_reading
+from draftsmith.inference.cache.tree_cache import TreeCache
 from tests.lossless.near_tie import assert_same_text
 from tests.params import slow_but
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from inference import CustomGenerate, NgramDrafter
-from inference.targets.forward_names import find_cache_name, read_cache
+from draftsmith.inference import CustomGenerate, NgramDrafter
+from draftsmith.inference.targets.forward_names import find_cache_name, read_cache
 from tests.inference.test_generation import GREEDY, MODEL, PROMPT, Recorder, StopAt, scripted, truth
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from inference import Decoder, GenerationStats, chain, generate
-from inference.drafters.ngram import NgramDrafter
-from inference.targets.forward_names import CACHE_NAMES
+from draftsmith.inference import Decoder, GenerationStats, chain, generate
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.targets.forward_names import CACHE_NAMES
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -178,7 +178,7 @@ def test_outputs_are_read_by_name() -> None:
         ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
         ({"token_healing": True}, "token_healing .*: leave it out, and give model.heal_tokens"),
         ({"generation_config": GenerationConfig(token_healing=True)}, "token_healing"),
-        ({"assistant_model": MODEL}, "assistant_model .*: pass an inference.drafters.small_model.SmallModelDrafter"),
+        ({"assistant_model": MODEL}, "assistant_model .*: pass a draftsmith.SmallModelDrafter"),
         ({"speculation_type": "dflash"}, "speculation_type"),
         *(({name: DynamicCache()}, f"{name} is not supported") for name in CACHE_NAMES),
     ],

@@ -12,20 +12,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as stock
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from inference.acceptance.exact import accept_exact
-from inference.acceptance.sampler import Sampler
-from inference.drafters.base import Drafter
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.sampling import DraftSampling
-from inference.drafters.small_model import SmallModelDrafter
-from inference.generation import Decoder
-from inference.noise import row_seeds
-from inference.request.text_processors import read_processors
-from inference.request.texts import Texts
-from inference.targets.target import Target
-from inference.trees.options import resolve_policy
-from inference.trees.static import chain
+from draftsmith.inference.acceptance.exact import accept_exact
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.generation import Decoder
+from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.request.text_processors import read_processors
+from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.options import resolve_policy
+from draftsmith.inference.trees.static import chain
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, target_of, tiny_target

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from inference import Decoder, SmallModelDrafter, chain, generate
+from draftsmith.inference import Decoder, SmallModelDrafter, chain, generate
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 

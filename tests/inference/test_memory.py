@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from heads import DraftHeads, create_heads
-from inference import Decoder, Target
-from inference.kernels.attention import LONG_PASS
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.inference import Decoder, Target
+from draftsmith.inference.kernels.attention import LONG_PASS
 from tests.memory_tracker import MemoryTracker, count_bytes
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
@@ -66,7 +66,7 @@ def held_bytes(decoder: Decoder) -> int:
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.prompts.PREFILL_CHUNK", CHUNK)
+    monkeypatch.setattr("draftsmith.inference.prompts.PREFILL_CHUNK", CHUNK)
 
 
 def test_prompts_need_the_activations_of_one_chunk() -> None:

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor
 from transformers import LlavaForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
 
-from heads import create_heads
-from inference import (
+from draftsmith.heads import create_heads
+from draftsmith.inference import (
     CustomGenerate,
     Decoder,
     Drafter,
@@ -23,11 +23,11 @@ from inference import (
     generate,
     stream,
 )
-from inference.pipelined.decoder import PipelinedDecoder
-from inference.targets.encoding import encode
-from inference.targets.layer_groups import tie_layers
-from inference.targets.model_config import find_auto_class
-from inference.targets.multimodal import read_media
+from draftsmith.inference.pipelined.decoder import PipelinedDecoder
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.inference.targets.layer_groups import tie_layers
+from draftsmith.inference.targets.model_config import find_auto_class
+from draftsmith.inference.targets.multimodal import read_media
 from tests import recurrent_families
 from tests.inference.execution.test_captured import capture
 from tests.scripted_drafter import ScriptedDrafter
@@ -178,7 +178,7 @@ class TestPass:
             found.append((args[1], read_media(*args, **kwargs)))
             return found[-1][1]
 
-        monkeypatch.setattr("inference.execution.step.read_media", watch)
+        monkeypatch.setattr("draftsmith.inference.execution.step.read_media", watch)
         generate(target, scripted(family), **inputs, tree=TREE, **OPTIONS)
         output = found[0][1]
         with torch.no_grad():
@@ -371,7 +371,8 @@ class TestProof:
         assert torch.equal(generate(target, None, **inputs, **OPTIONS).sequences, expected)
         assert target.findings.proven_media == {frozenset({"pixel_values"})}
         monkeypatch.setattr(
-            "inference.targets.probing.media_proof._continue_by_model", lambda *_: pytest.fail("it was proven before")
+            "draftsmith.inference.targets.probing.media_proof._continue_by_model",
+            lambda *_: pytest.fail("it was proven before"),
         )
         assert torch.equal(generate(target, None, **inputs, **OPTIONS).sequences, expected)
 

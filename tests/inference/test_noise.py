@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.noise import gumbel_noise, row_seeds
+from draftsmith.inference.noise import gumbel_noise, row_seeds
 
 MASK = 2**32 - 1
 FROZEN_NOISE = [-1.160369, 2.746974, 0.294903]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, pipeline
 
-from inference import NgramDrafter
-from inference.pipeline import DraftingPipeline
+from draftsmith.inference import NgramDrafter
+from draftsmith.inference.pipeline import DraftingPipeline
 
 CHAT = [{"role": "user", "content": "Name three birds."}]
 GREEDY = {"max_new_tokens": 24, "do_sample": False}

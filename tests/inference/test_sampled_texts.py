@@ -28,10 +28,10 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from inference import DraftLogits, DynamicTree, StaticTree, TreePolicy, chain, generate
-from inference.acceptance.rejection import accept_by_rejection
-from inference.drafters.base import Drafter
-from inference.noise import gumbel_noise
+from draftsmith.inference import DraftLogits, DynamicTree, StaticTree, TreePolicy, chain, generate
+from draftsmith.inference.acceptance.rejection import accept_by_rejection
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.noise import gumbel_noise
 from tests.tiny_targets import tiny_target
 
 VOCAB, NUM_ROWS, FALSE_ALARM = 6, 20_000, 1e-6
@@ -195,13 +195,15 @@ def test_each_setting_changes_the_distribution(setting: str) -> None:
 @pytest.mark.slow
 def test_noise_that_is_too_small_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """15% less noise: a temperature that is too low."""
-    monkeypatch.setattr("inference.acceptance.sampler.gumbel_noise", lambda *args: 0.85 * gumbel_noise(*args))
+    monkeypatch.setattr(
+        "draftsmith.inference.acceptance.sampler.gumbel_noise", lambda *args: 0.85 * gumbel_noise(*args)
+    )
     assert measure("exact", "dynamic", SETTINGS["T=1.3"]) > 1
 
 
 def test_drafts_that_are_accepted_too_easily_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uniform draws a tenth too small."""
-    import inference.acceptance.rejection as rejection
+    import draftsmith.inference.acceptance.rejection as rejection
 
     usual = rejection._uniforms
     monkeypatch.setattr(rejection, "_uniforms", lambda *args: 0.9 * usual(*args))

@@ -33,7 +33,7 @@ from transformers import (
     UMT5ForConditionalGeneration,
 )
 
-from inference import SmallModelDrafter, Target
+from draftsmith.inference import SmallModelDrafter, Target
 
 VOCAB_SIZE = 96
 START = 2  # the decoder's first token

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inference.acceptance.sampler import Sampler
-from inference.noise import row_seeds
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.noise import row_seeds
 
 # Between one float32 pass over a text of 80 tokens and a pass for each token, the scores of small random routers of
 # 6 layers differ by up to 4e-6 (probabilities) and 1.5e-5 (gpt-oss's logits), relative to their spread.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from inference import Decoder, DynamicTree
-from inference.planning.planner import TreePlanner
-from inference.trees.auto import AutoTree
-from inference.trees.policy import TreePolicy
+from draftsmith.inference import Decoder, DynamicTree
+from draftsmith.inference.planning.planner import TreePlanner
+from draftsmith.inference.trees.auto import AutoTree
+from draftsmith.inference.trees.policy import TreePolicy
 
 
 def auto_tree(depths: tuple[int, ...], sizes: tuple[int, ...], widths: tuple[int, ...]) -> AutoTree:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import DraftHeads
-from inference import Decoder, Drafter, NgramDrafter, Target
-from inference.execution.compiled import CompiledExecutor
-from inference.pipeline import DraftingPipeline
-from inference.targets.probing.invariance import check_invariance
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Decoder, Drafter, NgramDrafter, Target
+from draftsmith.inference.execution.compiled import CompiledExecutor
+from draftsmith.inference.pipeline import DraftingPipeline
+from draftsmith.inference.targets.probing.invariance import check_invariance
 from tests.lossless.test_real_heads import TRAINED, chat_prompts, chat_target
 from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter

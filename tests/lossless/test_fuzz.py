@@ -12,8 +12,8 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
-from inference import DynamicTree, StaticTree, TreePolicy, chain
-from inference.trees.auto import AutoTree, gamma_chain
+from draftsmith.inference import DynamicTree, StaticTree, TreePolicy, chain
+from draftsmith.inference.trees.auto import AutoTree, gamma_chain
 from tests.lossless.matrix.cases import Call, Case, run_case
 from tests.lossless.matrix.drafters import DRAFTERS
 from tests.lossless.matrix.references import SAMPLING, Row, attentions_of, do_sample

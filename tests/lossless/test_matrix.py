@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from heads import HEAD_TYPES
-from inference.acceptance.sampler import Sampler
-from inference.acceptance.walk import Acceptance
-from inference.execution.step import DecodeStep
-from inference.trees.token_tree import TokenTree
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.acceptance.walk import Acceptance
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.lossless.matrix import __main__ as program
 from tests.lossless.matrix import cases, render
 from tests.lossless.matrix.cases import Case, run_case

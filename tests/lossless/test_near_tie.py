@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from inference import generate
+from draftsmith.inference import generate
 from tests.lossless.near_tie import assert_same_text, explain_difference, picking_scores
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from heads import DraftHeads
-from inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.lossless.near_tie import assert_same_text, explain_difference
 from tests.params import slow_but

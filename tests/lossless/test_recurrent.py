@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from heads import HEAD_TYPES
-from inference import Decoder, GenerationStats, Target, generate, prompts
-from inference.cache.recurrent_states import RecurrentStates
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.inference import Decoder, GenerationStats, Target, generate, prompts
+from draftsmith.inference.cache.recurrent_states import RecurrentStates
 from tests.lossless.matrix.drafters import PLAIN, drafter_of, policy_of
 from tests.lossless.matrix.references import attentions_of, target_of
 from tests.lossless.near_tie import assert_same_text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference import GenerationStats, generate, prompts
+from draftsmith.inference import GenerationStats, generate, prompts
 from tests.lossless.matrix.drafters import policy_of
 from tests.lossless.near_tie import assert_same_text
 from tests.lossless.watched_commits import Commits, watch_commits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.lossless.watched_commits import Commits
 
 

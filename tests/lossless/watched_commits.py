@@ -13,10 +13,10 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from inference.acceptance.walk import Acceptance
-from inference.cache.tree_cache import TreeCache
-from inference.execution.step import DecodeStep
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.acceptance.walk import Acceptance
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.trees.token_tree import TokenTree
 
 
 @dataclass

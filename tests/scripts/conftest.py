@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from scripts.measuring import matrix
-from scripts.measuring.roofline import Hardware
+from draftsmith.scripts.measuring import matrix
+from draftsmith.scripts.measuring.roofline import Hardware
 from tests.tiny_targets import tiny_target
 
 

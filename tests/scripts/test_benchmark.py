@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from heads import create_heads
-from inference import GenerationStats, Target
-from inference.drafters.ngram import NgramDrafter
-from scripts.measuring.contenders import OurDecoding, TransformersDecoding, make_contenders
-from scripts.measuring.environment import describe_environment
-from scripts.measuring.matrix import name_heads
-from scripts.measuring.measure import (
+from draftsmith.heads import create_heads
+from draftsmith.inference import GenerationStats, Target
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.scripts.measuring.contenders import OurDecoding, TransformersDecoding, make_contenders
+from draftsmith.scripts.measuring.environment import describe_environment
+from draftsmith.scripts.measuring.matrix import name_heads
+from draftsmith.scripts.measuring.measure import (
     PLAIN,
     TRANSFORMERS,
     Batch,
@@ -30,10 +30,10 @@ from scripts.measuring.measure import (
     load_prompts,
     measure,
 )
-from scripts.measuring.render import make_grids
-from scripts.measuring.report import headline, make_report, make_rows, write_json
-from scripts.measuring.texts import find_difference, share_of_repeated_ngrams
-from scripts.shared.model_loading import encode_messages, load_assistant
+from draftsmith.scripts.measuring.render import make_grids
+from draftsmith.scripts.measuring.report import headline, make_report, make_rows, write_json
+from draftsmith.scripts.measuring.texts import find_difference, share_of_repeated_ngrams
+from draftsmith.scripts.shared.model_loading import encode_messages, load_assistant
 from tests.tiny_targets import random_prompt, tiny_target
 
 

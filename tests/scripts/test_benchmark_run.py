@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
-from heads import create_heads
-from scripts import benchmark
-from scripts.benchmark import BenchmarkArguments
-from scripts.measuring.batches import MARK
-from scripts.measuring.measure import PLAIN, TRANSFORMERS
+from draftsmith.heads import create_heads
+from draftsmith.scripts import benchmark
+from draftsmith.scripts.benchmark import BenchmarkArguments
+from draftsmith.scripts.measuring.batches import MARK
+from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
 from tests.tiny_targets import tiny_target
 
 pytestmark = pytest.mark.usefixtures("known_hardware")

@@ -11,10 +11,10 @@ import torch
 import yaml
 from transformers import AutoTokenizer
 
-from heads import create_heads
-from inference import Decoder, StaticTree
-from inference.trees.search import best_static_tree
-from scripts import build_tree
+from draftsmith.heads import create_heads
+from draftsmith.inference import Decoder, StaticTree
+from draftsmith.inference.trees.search import best_static_tree
+from draftsmith.scripts import build_tree
 from tests.conftest import CHAT_TARGET
 from tests.tiny_targets import tiny_target
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from transformers import GenerationConfig
 
-from inference import StepTokens
-from scripts import generate
-from scripts.terminal import commands
-from scripts.terminal.arguments import GenerateArguments
-from scripts.terminal.comparison import Reply, compare_with_plain
-from scripts.terminal.printer import ReplyPrinter
-from scripts.terminal.session import ChatSession
+from draftsmith.inference import StepTokens
+from draftsmith.scripts import generate
+from draftsmith.scripts.terminal import commands
+from draftsmith.scripts.terminal.arguments import GenerateArguments
+from draftsmith.scripts.terminal.comparison import Reply, compare_with_plain
+from draftsmith.scripts.terminal.printer import ReplyPrinter
+from draftsmith.scripts.terminal.session import ChatSession
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 EAGLE3, MTP = (str(REPOSITORY / "examples" / "heads" / kind) for kind in ("eagle3", "mtp"))

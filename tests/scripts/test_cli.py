@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import cli
-from scripts.shared.model_loading import check_device, check_folder
+from draftsmith.scripts import cli
+from draftsmith.scripts.shared.model_loading import check_device, check_folder
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 

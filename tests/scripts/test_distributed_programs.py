@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from scripts import benchmark, generate
-from scripts.benchmark import BenchmarkArguments
-from scripts.terminal.arguments import GenerateArguments
+from draftsmith.scripts import benchmark, generate
+from draftsmith.scripts.benchmark import BenchmarkArguments
+from draftsmith.scripts.terminal.arguments import GenerateArguments
 from tests.conftest import REPOSITORY
 
 
 def launch(*words: str, typed: str = "") -> str:
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "scripts.cli")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "draftsmith.scripts.cli")
     done = subprocess.run(
         [sys.executable, "-m", *torchrun, *words, "--distributed", "--device", "cpu"],
         cwd=REPOSITORY,

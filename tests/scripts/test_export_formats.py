@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from heads import DraftHeads
-from heads.formats.llama_cpp.gguf_file import read_gguf, write_gguf
-from heads.kinds.mtp import MTPHeads
-from scripts import export_heads, import_heads
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.llama_cpp.gguf_file import read_gguf, write_gguf
+from draftsmith.heads.kinds.mtp import MTPHeads
+from draftsmith.scripts import export_heads, import_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
 from tests.heads.formats.test_stitched_mtp import load_target

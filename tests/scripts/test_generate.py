@@ -12,14 +12,14 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedModel
 
-from inference import Decoder, StaticTree, StepTokens
-from inference.drafters.ngram import NgramDrafter
-from inference.streaming.detokenizer import IncrementalDetokenizer
-from scripts import generate
-from scripts.shared.model_loading import encode_messages
-from scripts.terminal.arguments import GenerateArguments
-from scripts.terminal.printer import DEPTH_STYLES, ReplyPrinter, style_of
-from scripts.terminal.session import Conversation
+from draftsmith.inference import Decoder, StaticTree, StepTokens
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
+from draftsmith.scripts import generate
+from draftsmith.scripts.shared.model_loading import encode_messages
+from draftsmith.scripts.terminal.arguments import GenerateArguments
+from draftsmith.scripts.terminal.printer import DEPTH_STYLES, ReplyPrinter, style_of
+from draftsmith.scripts.terminal.session import Conversation
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.params import slow_but
 

@@ -18,14 +18,14 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from heads import create_heads
-from inference import Decoder, Target
+from draftsmith.heads import create_heads
+from draftsmith.inference import Decoder, Target
+from draftsmith.training.data.conversations import load_conversations
+from draftsmith.training.synthesis.arguments import SynthesisArguments
+from draftsmith.training.synthesis.synthesizer import Synthesizer
 from tests.conftest import REPOSITORY
 from tests.training.openai_server import serving
 from tests.training.runner import WORDS, save_chat_target
-from training.data.conversations import load_conversations
-from training.synthesis.arguments import SynthesisArguments
-from training.synthesis.synthesizer import Synthesizer
 
 PROGRAM = REPOSITORY / "scripts" / "generate_data.py"
 # Hot, because the tiny target's texts are too much alike otherwise.

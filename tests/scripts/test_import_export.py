@@ -22,22 +22,22 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoTokenizer
 
-from heads import DraftHeads
-from heads.formats.format import Exported
-from heads.formats.published import open_published
-from heads.formats.registry import recognize
-from inference import Target
-from scripts import export_heads, import_heads
-from scripts.doors import conventions
-from scripts.doors.conventions import (
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.format import Exported
+from draftsmith.heads.formats.published import open_published
+from draftsmith.heads.formats.registry import recognize
+from draftsmith.inference import Target
+from draftsmith.scripts import export_heads, import_heads
+from draftsmith.scripts.doors import conventions
+from draftsmith.scripts.doors.conventions import (
     Convention,
     Finding,
     compare_conventions,
     measure_cross_entropy,
     question_prompts,
 )
-from scripts.doors.serving_card import fill_commands, fill_python
-from scripts.shared.model_loading import load_heads
+from draftsmith.scripts.doors.serving_card import fill_commands, fill_python
+from draftsmith.scripts.shared.model_loading import load_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import tiny_target
@@ -273,7 +273,7 @@ def test_heads_without_a_vocabulary_are_not_exported(tiny: Path, tmp_path: Path)
 
 
 def test_settings_that_do_not_come_back_are_named(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("heads.formats.eagle.eagle1._OWN", ("feature_noise", "embedding_scale"))
+    monkeypatch.setattr("draftsmith.heads.formats.eagle.eagle1._OWN", ("feature_noise", "embedding_scale"))
     heads = DraftHeads.from_pretrained(HEADS / "eagle")
     heads.config.ttt_steps += 1
     heads.save_pretrained(tmp_path / "heads")

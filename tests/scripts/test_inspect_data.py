@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from scripts import inspect_data
+from draftsmith.scripts import inspect_data
+from draftsmith.training.data.chat_tokens import tokenize_conversation
+from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.training.conversation_cases import sharegpt, write
 from tests.training.runner import Runner, save_chat_target
-from training.data.chat_tokens import tokenize_conversation
-from training.data.learned_turns import EMPTY, UNLEARNED
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from heads import DraftHeads, create_heads
-from inference import Decoder, Target
-from scripts.measuring.matrix import load_all_heads
-from scripts.shared.model_loading import load_drafter, load_heads
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.inference import Decoder, Target
+from draftsmith.scripts.measuring.matrix import load_all_heads
+from draftsmith.scripts.shared.model_loading import load_drafter, load_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
 peft = pytest.importorskip("peft", reason="peft is an optional extra")

@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from scripts import serve
-from scripts.benchmarks import serving
-from scripts.benchmarks.serving import Answer, ServingArguments
+from draftsmith.scripts import serve
+from draftsmith.scripts.benchmarks import serving
+from draftsmith.scripts.benchmarks.serving import Answer, ServingArguments
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 HEADS = str(REPOSITORY / "examples" / "heads" / "eagle3")

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from inference import Target
-from scripts.shared import model_loading
+from draftsmith.inference import Target
+from draftsmith.scripts.shared import model_loading
+from draftsmith.training.run.preparation import warn_of_slow_dtypes
 from tests.conftest import CHAT_TARGET
 from tests.tiny_targets import tiny_target
-from training.run.preparation import warn_of_slow_dtypes
 
 
 @pytest.mark.parametrize(("is_fast", "expected"), [(True, torch.bfloat16), (False, torch.float32)])

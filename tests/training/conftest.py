@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from inference import Target
+from draftsmith.inference import Target
 from tests.conftest import CHAT_TARGET
 from tests.tiny_targets import tiny_target
 from tests.training.runner import Runner, save_chat_target, write_conversations

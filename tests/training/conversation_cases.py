@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 
-from training.data.chat_tokens import tokenize_conversation
+from draftsmith.training.data.chat_tokens import tokenize_conversation
 
 TWO_TURNS = [
     {"role": "user", "content": "Hi"},

@@ -12,14 +12,14 @@ import datasets
 import pytest
 from torch import Tensor
 
-from inference import Target
+from draftsmith.inference import Target
+from draftsmith.training.data.collation import ConversationCollator
+from draftsmith.training.features.extraction import Extraction, LocalStates
+from draftsmith.training.features.extraction_options import ExtractionArguments
+from draftsmith.training.features.sources import OnlineFeatures, TargetStates
+from draftsmith.training.features.store import FeatureStore, StoreSettings, name_tensors
+from draftsmith.training.features.target_identity import identify_target
 from tests.training.run.test_trainer import UNEVEN, make_rows
-from training.data.collation import ConversationCollator
-from training.features.extraction import Extraction, LocalStates
-from training.features.extraction_options import ExtractionArguments
-from training.features.sources import OnlineFeatures, TargetStates
-from training.features.store import FeatureStore, StoreSettings, name_tensors
-from training.features.target_identity import identify_target
 
 ROWS = sorted(make_rows(UNEVEN), key=lambda row: len(row["input_ids"]))
 COLLATE = ConversationCollator(0)

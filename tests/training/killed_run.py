@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from training.options.command_line import parse_arguments
-from training.run.preparation import prepare_run
-from training.run.stopping import TrainingStoppedError
+from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.run.preparation import prepare_run
+from draftsmith.training.run.stopping import TrainingStoppedError
 
 # What a run does to its folder: every such event is a moment at which it can be killed.
 FILE_EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heads import DraftStep
+from draftsmith.heads import DraftStep
+from draftsmith.training.losses.draft_loss import LossOutput, draft_loss
+from draftsmith.training.losses.teacher import Teacher, compute_teacher
 from tests.tiny_targets import random_prompt, target_of
-from training.losses.draft_loss import LossOutput, draft_loss
-from training.losses.teacher import Teacher, compute_teacher
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 12, 32, 128
 # What is read of a position: only the token, the distribution, both, and states besides.

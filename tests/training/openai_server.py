@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from inference import Decoder
-from training.synthesis.reply_decoding import TurnDecoder, TurnSettings
-from training.synthesis.turn_template import TurnTemplate
+from draftsmith.inference import Decoder
+from draftsmith.training.synthesis.reply_decoding import TurnDecoder, TurnSettings
+from draftsmith.training.synthesis.turn_template import TurnTemplate
 
 # What the server does instead of answering: a status with headers and a text, or None = the connection breaks.
 Fault = tuple[int, dict[str, str], str] | None

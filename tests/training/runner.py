@@ -16,10 +16,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.run.preparation import run_training
+from draftsmith.training.run.trainer import HeadsTrainer
 from tests.tiny_targets import tiny_target
-from training.options.command_line import parse_arguments
-from training.run.preparation import run_training
-from training.run.trainer import HeadsTrainer
 
 SPECIAL = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>")
 WORDS = [f"word{index}" for index in range(60 - len(SPECIAL))]

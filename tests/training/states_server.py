@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inference import Decoder
+from draftsmith.inference import Decoder
 from tests.training.openai_server import Handler, OpenAIServer, answering
 
 DELAY = 0.02  # seconds from an answer to its file

@@ -26,13 +26,13 @@ from typing import Any
 import datasets
 from pyarrow import compute
 
-from inference.request.chat_template import ConversationError
-from training.data.conversations import IMAGES_FIRST, BadLineError
-from training.data.layouts import Messages
-from training.data.learned_turns import EMPTY, UNLEARNED, find_learned_turns
-from training.data.reply_spans import Span, find_special_ids
-from training.data.thoughts import find_thought_end
-from training.images.processor import ImageError, expand_images, load_processor
+from draftsmith.inference.request.chat_template import ConversationError
+from draftsmith.training.data.conversations import IMAGES_FIRST, BadLineError
+from draftsmith.training.data.layouts import Messages
+from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED, find_learned_turns
+from draftsmith.training.data.reply_spans import Span, find_special_ids
+from draftsmith.training.data.thoughts import find_thought_end
+from draftsmith.training.images.processor import ImageError, expand_images, load_processor
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import xxhash
 from torch import Tensor
 from torch.nn import functional as F
 
-from inference.noise import derive_seeds
-from inference.targets.host_tensors import OnHost, read_on_host
+from draftsmith.inference.noise import derive_seeds
+from draftsmith.inference.targets.host_tensors import OnHost, read_on_host
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class ConversationCollator:
     A token's key is a hash of its document's tokens and of its place among them: random choices in training are a
     function of the key, so they are the same in any batch.
 
-    Packed rows (`training.data.packing`) also have document_ids, [B, T] int64: the number of the token's document in
-    its row, from 0 (padding: -1). `inference.targets.documents` counts positions within documents.
+    Packed rows (`draftsmith.training.data.packing`) also have document_ids, [B, T] int64: the number of the token's
+    document in its row, from 0 (padding: -1). `draftsmith.inference.targets.documents` counts positions within
+    documents.
 
     Args:
         pad_token_id: any valid id: padding is masked everywhere.

@@ -13,12 +13,13 @@ import datasets
 from datasets.distributed import split_dataset_by_node
 from datasets.exceptions import DatasetGenerationError
 
-from training.data.layouts import AUTO, RecordFormat, parse_record
-from training.data.records import SUFFIXES, WHOLE, Share, drop_nulls, read_records
+from draftsmith.training.data.layouts import AUTO, RecordFormat, parse_record
+from draftsmith.training.data.records import SUFFIXES, WHOLE, Share, drop_nulls, read_records
 
 logger = logging.getLogger(__name__)
 
-# A conversation is one text, the JSON of `training.data.layouts.parse_record`: tool calls fit no fixed columns.
+# A conversation is one text, the JSON of `draftsmith.training.data.layouts.parse_record`: tool calls fit no fixed
+# columns.
 _PARSED = datasets.Features({"conversation": datasets.Value("string"), "problem": datasets.Value("string")})
 # A conversation with images begins so.
 IMAGES_FIRST = '{"media": ['

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from training.images.references import is_image_part, place_images
+from draftsmith.training.images.references import is_image_part, place_images
 
 # A message has `role` and `content` (text, or a list of parts if it has images), and optionally `reasoning_content`
 # (thoughts), `tool_calls`, `tool_call_id`, `name`, and `learn`: False for a reply that is context only.
@@ -159,8 +159,8 @@ AUTO = RecordFormat()
 def parse_record(record: Any, record_format: RecordFormat = AUTO, folder: Path | None = None) -> dict[str, Any]:
     """Returns a record as `messages`, and `tools` if the record has any.
 
-    If there are images, the first key is `media`, their references in order (`training.images.references`), and the
-    content of a message with images is a list of parts. `note` says what was left out.
+    If there are images, the first key is `media`, their references in order (`draftsmith.training.images.references`),
+    and the content of a message with images is a list of parts. `note` says what was left out.
 
     Args:
         folder: of the record's file.

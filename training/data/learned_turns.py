@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from training.data.layouts import Messages
-from training.data.reply_spans import ReplyFinder, Span
-from training.data.thoughts import split_visible
+from draftsmith.training.data.layouts import Messages
+from draftsmith.training.data.reply_spans import ReplyFinder, Span
+from draftsmith.training.data.thoughts import split_visible
 
 EMPTY = "empty replies, which are context only"
 UNLEARNED = "replies that the data mark as not to be learned"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
-from training.data.layouts import RecordFormat
+from draftsmith.training.data.layouts import RecordFormat
 
 # transformers' field for an option and its help text; mypy knows only `dataclasses.field`.
 option: Any = HfArg

@@ -1,6 +1,7 @@
 """Packs several conversations into each row of up to `max_length` tokens.
 
-This file decides which conversations share a row; `inference.targets.documents` keeps them from seeing one another.
+This file decides which conversations share a row; `draftsmith.inference.targets.documents` keeps them from seeing one
+another.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import datasets
 
-from training.data.chat_tokens import ROW
+from draftsmith.training.data.chat_tokens import ROW
 
 WINDOW = 1000  # conversations, in random order, that are packed together
 

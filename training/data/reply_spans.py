@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from inference.request.chat_template import ChatRenderer, ConversationError
-from training.data.layouts import Messages
-from training.data.thoughts import split_visible
+from draftsmith.inference.request.chat_template import ChatRenderer, ConversationError
+from draftsmith.training.data.layouts import Messages
+from draftsmith.training.data.thoughts import split_visible
 
 # No whitespace (templates trim), and no text that a conversation or a template could contain.
 _SENTINEL, _EARLIER_SENTINEL = "@@sentinel-7f3a@@", "@@sentinel-91c4@@"

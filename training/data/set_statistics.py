@@ -12,9 +12,9 @@ from typing import Any
 import datasets
 import pyarrow.compute
 
-from training.data.chat_tokens import count_problems, tokenize_conversations
-from training.data.conversations import Place, iterate_place, parse_row, read_place
-from training.data.options import DataArguments
+from draftsmith.training.data.chat_tokens import count_problems, tokenize_conversations
+from draftsmith.training.data.conversations import Place, iterate_place, parse_row, read_place
+from draftsmith.training.data.options import DataArguments
 
 _QUANTILES = (0, 0.1, 0.5, 0.9, 0.99, 1)
 
@@ -26,7 +26,7 @@ class MeasuredSet:
     Attributes:
         num_records: lines or rows that were read; each is a conversation or is in `dropped`.
         dropped: reason -> number of records, malformed lines included.
-        notes: what is not learned in the conversations (`training.data.learned_turns`) -> how often.
+        notes: what is not learned in the conversations (`draftsmith.training.data.learned_turns`) -> how often.
         turns: role -> number of messages of the conversations.
         rows: the usable rows, `input_ids` and `loss_mask`.
     """

@@ -3,7 +3,8 @@
 A stream never ends: after the last conversation the next epoch begins, in another order. So the position of a run is a
 number of batches; Trainer skips that many in a resumed run, which then sees the batches of the uninterrupted one.
 
-Of N readers (processes x DataLoader workers), each reads its own part of every file (`training.data.records.Share`).
+Of N readers (processes x DataLoader workers), each reads its own part of every file
+(`draftsmith.training.data.records.Share`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import datasets
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import TrainingArguments
 
-from training.data.chat_tokens import ROW, check_tokenizer, log_problems, tokenize_row
-from training.data.conversations import IMAGES_FIRST, BadLineError, Place, iterate_place, parse_row
-from training.data.options import DataArguments
-from training.data.packing import WINDOW, pack_window
-from training.data.records import SUFFIXES, Share
+from draftsmith.training.data.chat_tokens import ROW, check_tokenizer, log_problems, tokenize_row
+from draftsmith.training.data.conversations import IMAGES_FIRST, BadLineError, Place, iterate_place, parse_row
+from draftsmith.training.data.options import DataArguments
+from draftsmith.training.data.packing import WINDOW, pack_window
+from draftsmith.training.data.records import SUFFIXES, Share
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ class ConversationStream(IterableDataset[Row]):
         )
 
     def _pack(self, rows: Iterator[Row]) -> Iterator[Row]:
-        """Packs window by window, as `training.data.packing.pack_rows`."""
+        """Packs window by window, as `draftsmith.training.data.packing.pack_rows`."""
         while window := list(islice(rows, WINDOW)):
             columns = {name: [row[name] for row in window] for name in ("input_ids", "loss_mask")}
             packed = pack_window(columns, self.data_args.max_length)

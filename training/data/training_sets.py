@@ -10,11 +10,11 @@ from typing import Any
 
 import datasets
 
-from inference.targets.model_config import LengthLimit
-from training.data.chat_tokens import drop_unusable, tokenize_conversations
-from training.data.conversations import load_conversations
-from training.data.options import DataArguments
-from training.data.streaming import ConversationStream
+from draftsmith.inference.targets.model_config import LengthLimit
+from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
+from draftsmith.training.data.conversations import load_conversations
+from draftsmith.training.data.options import DataArguments
+from draftsmith.training.data.streaming import ConversationStream
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig
+from draftsmith.heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig
 
 
 def is_split(module: nn.Module) -> bool:

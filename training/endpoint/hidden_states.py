@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from training.endpoint.client import EndpointClient
+from draftsmith.training.endpoint.client import EndpointClient
 
 FOLDER = "/dev/shm/draftsmith"  # in memory: a file is read once and deleted
 FILE_TIMEOUT = 30.0  # seconds from the server's answer until its file is whole

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.adapter import find_adapter_of
-from training.endpoint.client import EndpointClient
-from training.endpoint.hidden_states import HiddenStates, WantedStates, discard_file
-from training.features.self_check import LOG_PROB_TOLERANCE, NUM_BEST, NUM_TOKENS, STATE_TOLERANCE
-from training.features.sources import MissingStatesError, ReadFeatures, TargetStates, Texts
-from training.features.store import FeatureStore, StoredRow, name_tensors, tensor_name
-from training.features.target_loading import FirstLayers
-from training.features.target_options import EndpointArguments, ModelArguments, PlacementArguments
+from draftsmith.heads.adapter import find_adapter_of
+from draftsmith.training.endpoint.client import EndpointClient
+from draftsmith.training.endpoint.hidden_states import HiddenStates, WantedStates, discard_file
+from draftsmith.training.features.self_check import LOG_PROB_TOLERANCE, NUM_BEST, NUM_TOKENS, STATE_TOLERANCE
+from draftsmith.training.features.sources import MissingStatesError, ReadFeatures, TargetStates, Texts
+from draftsmith.training.features.store import FeatureStore, StoredRow, name_tensors, tensor_name
+from draftsmith.training.features.target_loading import FirstLayers
+from draftsmith.training.features.target_options import EndpointArguments, ModelArguments, PlacementArguments
 
 logger = logging.getLogger(__name__)
 

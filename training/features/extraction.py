@@ -25,15 +25,15 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
-from inference.targets.model_config import find_length_limit
-from inference.targets.target import Target
-from training.data.collation import ConversationCollator, hash_tokens
-from training.data.options import DataArguments
-from training.data.training_sets import cut_to_limit, load_every_row
-from training.features.endpoint_states import NUM_LAYERS, EndpointStates, refuse_without_target
-from training.features.extraction_options import ExtractionArguments, find_layers
-from training.features.sources import OnlineFeatures
-from training.features.store import (
+from draftsmith.inference.targets.model_config import find_length_limit
+from draftsmith.inference.targets.target import Target
+from draftsmith.training.data.collation import ConversationCollator, hash_tokens
+from draftsmith.training.data.options import DataArguments
+from draftsmith.training.data.training_sets import cut_to_limit, load_every_row
+from draftsmith.training.features.endpoint_states import NUM_LAYERS, EndpointStates, refuse_without_target
+from draftsmith.training.features.extraction_options import ExtractionArguments, find_layers
+from draftsmith.training.features.sources import OnlineFeatures
+from draftsmith.training.features.store import (
     StoredRow,
     StoreSettings,
     finished_shards,
@@ -44,10 +44,15 @@ from training.features.store import (
     write_settings,
     write_shard,
 )
-from training.features.store_checks import check_same_target, explain_date, iterate_ids
-from training.features.target_identity import identify_target
-from training.features.target_loading import FirstLayers, check_placement, load_adapted_model, load_first_layers
-from training.features.target_options import ModelArguments, PlacementArguments
+from draftsmith.training.features.store_checks import check_same_target, explain_date, iterate_ids
+from draftsmith.training.features.target_identity import identify_target
+from draftsmith.training.features.target_loading import (
+    FirstLayers,
+    check_placement,
+    load_adapted_model,
+    load_first_layers,
+)
+from draftsmith.training.features.target_options import ModelArguments, PlacementArguments
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from heads import HEAD_TYPES
-from heads.checkpoint import is_published
-from inference.targets.target import Target
-from training.data.options import DataArguments, option
-from training.features.target_loading import load_published_heads
-from training.features.target_options import EndpointArguments, ModelArguments, PlacementArguments
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.heads.checkpoint import is_published
+from draftsmith.inference.targets.target import Target
+from draftsmith.training.data.options import DataArguments, option
+from draftsmith.training.features.target_loading import load_published_heads
+from draftsmith.training.features.target_options import EndpointArguments, ModelArguments, PlacementArguments
 
 
 @dataclass

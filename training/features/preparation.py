@@ -11,11 +11,11 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import TrainerCallback
 
-from heads import DraftHeads
-from inference.targets.target import Target
-from training.features.endpoint_states import EndpointStates, ServedFeatures
-from training.features.sharded_target import is_sharded
-from training.features.sources import (
+from draftsmith.heads import DraftHeads
+from draftsmith.inference.targets.target import Target
+from draftsmith.training.features.endpoint_states import EndpointStates, ServedFeatures
+from draftsmith.training.features.sharded_target import is_sharded
+from draftsmith.training.features.sources import (
     FeatureSource,
     FlushFeatures,
     HybridFeatures,
@@ -23,10 +23,10 @@ from training.features.sources import (
     StoredFeatures,
     TextsCollator,
 )
-from training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors, write_settings
-from training.features.store_checks import check_can_fill, check_complete, check_same_target, explain_date
-from training.features.target_loading import FirstLayers
-from training.features.target_options import FeatureArguments
+from draftsmith.training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors, write_settings
+from draftsmith.training.features.store_checks import check_can_fill, check_complete, check_same_target, explain_date
+from draftsmith.training.features.target_loading import FirstLayers
+from draftsmith.training.features.target_options import FeatureArguments
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from inference.targets.multimodal import take_media
-from inference.targets.target import Target
-from training.data.collation import find_documents
-from training.data.streaming import ConversationStream
-from training.features.sources import FeatureSource
+from draftsmith.inference.targets.multimodal import take_media
+from draftsmith.inference.targets.target import Target
+from draftsmith.training.data.collation import find_documents
+from draftsmith.training.data.streaming import ConversationStream
+from draftsmith.training.features.sources import FeatureSource
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from inference.targets.model_config import find_auto_class
+from draftsmith.inference.targets.model_config import find_auto_class
 
 Sharding = Literal["none", "fsdp2", "tp"]
 

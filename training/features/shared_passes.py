@@ -14,8 +14,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from inference.targets.host_tensors import read_on_host, send
-from training.features.sources import OnlineFeatures, TargetStates
+from draftsmith.inference.targets.host_tensors import read_on_host, send
+from draftsmith.training.features.sources import OnlineFeatures, TargetStates
 
 
 @dataclass(frozen=True, eq=False)

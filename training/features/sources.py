@@ -20,10 +20,10 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import TrainerCallback
 
-from inference.targets.encoding import encode
-from inference.targets.target import Target
-from training.data.collation import find_documents, hash_tokens
-from training.features.store import (
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.inference.targets.target import Target
+from draftsmith.training.data.collation import find_documents, hash_tokens
+from draftsmith.training.features.store import (
     DiskFullError,
     FeatureStore,
     StoredRow,
@@ -54,7 +54,7 @@ class TargetStates:
     last_hidden: Tensor
 
 
-# Gives the target's states of a batch of `training.data.collation`, on the device of the batch.
+# Gives the target's states of a batch of `draftsmith.training.data.collation`, on the device of the batch.
 FeatureSource = Callable[[Mapping[str, Any]], TargetStates]
 
 
@@ -63,7 +63,7 @@ class OnlineFeatures:
     """Runs the target on every batch and keeps nothing.
 
     Args:
-        num_groups: of documents in a packed batch (`inference.targets.documents.split_documents`).
+        num_groups: of documents in a packed batch (`draftsmith.inference.targets.documents.split_documents`).
         with_autograd: let gradients flow from the states into trained weights of the target (adapters).
     """
 

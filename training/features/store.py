@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from training.data.collation import hash_tokens
+from draftsmith.training.data.collation import hash_tokens
 
 FORMAT = 3
 

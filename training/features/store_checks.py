@@ -11,8 +11,8 @@ import datasets
 import torch
 from torch import Tensor
 
-from heads import DraftHeads
-from training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors
+from draftsmith.heads import DraftHeads
+from draftsmith.training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors
 
 
 def check_same_target(folder: Path, stored: TargetIdentity, found: TargetIdentity) -> None:

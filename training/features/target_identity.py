@@ -7,9 +7,9 @@ import json
 import torch
 import xxhash
 
-from heads.adapter import find_adapter_hash
-from inference.targets.target import Target
-from training.features.store import TargetIdentity, hash_text
+from draftsmith.heads.adapter import find_adapter_hash
+from draftsmith.inference.targets.target import Target
+from draftsmith.training.features.store import TargetIdentity, hash_text
 
 _ROWS = 8192  # rows of the embedding to hash at a time
 # Configuration keys that do not change the states: origin, how to run the model, where texts begin and end.

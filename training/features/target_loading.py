@@ -13,15 +13,15 @@ from transformers import AutoConfig
 from transformers.integrations import deepspeed as integration
 from transformers.utils import logging as transformers_logging
 
-from heads import DraftHeads
-from heads.adapter import find_adapter_of, load_adapter
-from heads.kinds.mtp import MTPHeads
-from inference import Target
-from inference.shared_swaps import SharedSwap
-from inference.targets.model_config import find_auto_class, find_auto_class_of
-from training.distributed.waiting import one_process_at_a_time
-from training.features.sharded_target import check_processes, plan_tensor_parallel, split_layers
-from training.features.target_options import ModelArguments, PlacementArguments
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.adapter import find_adapter_of, load_adapter
+from draftsmith.heads.kinds.mtp import MTPHeads
+from draftsmith.inference import Target
+from draftsmith.inference.shared_swaps import SharedSwap
+from draftsmith.inference.targets.model_config import find_auto_class, find_auto_class_of
+from draftsmith.training.distributed.waiting import one_process_at_a_time
+from draftsmith.training.features.sharded_target import check_processes, plan_tensor_parallel, split_layers
+from draftsmith.training.features.target_options import ModelArguments, PlacementArguments
 
 
 def loading_whole() -> SharedSwap:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from heads import HEAD_TYPES
-from training.data.options import option, refuse_without
-from training.features.sharded_target import Sharding
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.training.data.options import option, refuse_without
+from draftsmith.training.features.sharded_target import Sharding
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -30,7 +30,7 @@ class ModelArguments:
     )
     head_type: str | None = option(
         default=None,
-        help="Kind of heads to create, a key of heads.HEAD_TYPES. Not with --init_heads. Without either of the two, "
+        help="Kind of heads to create, a key of draftsmith.HEAD_TYPES. Not with --init_heads. Without either of the two, "
         "every option that is not given is chosen (--choose).",
     )
     head_overrides: list[str] = option(
@@ -61,7 +61,7 @@ class ModelArguments:
         self.parse_head_overrides()
 
     def parse_head_overrides(self) -> dict[str, Any]:
-        """Returns `head_overrides` as keyword arguments of `heads.create_heads`."""
+        """Returns `head_overrides` as keyword arguments of `draftsmith.create_heads`."""
         return parse_overrides(self.head_overrides)
 
 

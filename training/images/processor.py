@@ -51,7 +51,7 @@ def load_processor(name: str) -> Any:
 
 
 def open_image(reference: str) -> Any:
-    """The image of a reference (`training.images.references`), turned as its camera says, in RGB.
+    """The image of a reference (`draftsmith.training.images.references`), turned as its camera says, in RGB.
 
     Raises:
         ImageError: it cannot be read.

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from heads import DraftHeads, DraftStep
-from inference.targets.host_tensors import OnHost, read_on_host, send
-from inference.targets.model_config import find_compute_dtype
-from training.losses.depth_weights import D_PACE, fixed_weights, weigh_by_d_pace
-from training.losses.early_gradients import EarlyGradients, find_leaves
-from training.losses.teacher import Teacher, rows_per_chunk
-from training.losses.terms import LossMixture, ScoredTokens, parse_loss
+from draftsmith.heads import DraftHeads, DraftStep
+from draftsmith.inference.targets.host_tensors import OnHost, read_on_host, send
+from draftsmith.inference.targets.model_config import find_compute_dtype
+from draftsmith.training.losses.depth_weights import D_PACE, fixed_weights, weigh_by_d_pace
+from draftsmith.training.losses.early_gradients import EarlyGradients, find_leaves
+from draftsmith.training.losses.teacher import Teacher, rows_per_chunk
+from draftsmith.training.losses.terms import LossMixture, ScoredTokens, parse_loss
 
 BLOCK_ELEMENTS = 2**20  # logits whose losses a CPU computes at a time: 4 MiB in float32
 
@@ -64,11 +64,12 @@ def draft_loss(
     Args:
         teacher: of the same batch, loss mask and loss type.
         loss_mask: [B, T] on the host (which otherwise waits for the device), 1 where x_t is to be predicted.
-        loss_type: a loss or a mixture (`training.losses.terms.parse_loss`). The mean is over the predicted positions,
-            whose number is known before the target runs. A position whose argmax (for losses of only the data's
+        loss_type: a loss or a mixture (`draftsmith.training.losses.terms.parse_loss`). The mean is over the predicted
+            positions, whose number is known before the target runs. A position whose argmax (for losses of only the
+            data's
             tokens: whose label) is outside the draft vocabulary adds 0, as in EAGLE-3's code.
         step_decay: the weight of step k is step_decay^k, unless `depth_weights` is given.
-        depth_weights: `d_pace` (`training.losses.depth_weights`), or None.
+        depth_weights: `d_pace` (`draftsmith.training.losses.depth_weights`), or None.
         counts: [K] on the device, the predicted positions of each step to take the mean over, where the batch is a part
             of a larger one: the losses of the parts then add up to its loss. None = those of the batch.
         keeps_graph: compute all gradients in the backward pass, which runs the LM head again where its logits do not

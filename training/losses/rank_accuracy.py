@@ -10,10 +10,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from heads import DraftHeads
-from inference.targets.encoding import encode
-from inference.targets.host_tensors import read_on_host, send
-from training.losses.teacher import compute_teacher, rows_per_chunk
+from draftsmith.heads import DraftHeads
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.inference.targets.host_tensors import read_on_host, send
+from draftsmith.training.losses.teacher import compute_teacher, rows_per_chunk
 
 
 @torch.inference_mode()
@@ -25,7 +25,7 @@ def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]
 
     Args:
         heads: bound to their target.
-        batches: of `training.data.collation.ConversationCollator`; only positions of the loss mask count.
+        batches: of `draftsmith.training.data.collation.ConversationCollator`; only positions of the loss mask count.
         num_ranks: R; ranks beyond the draft vocabulary are never right.
 
     Returns:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from inference.targets.host_tensors import OnHost, read_on_host, send
-from inference.targets.target import Target
-from training.losses.terms import parse_loss
+from draftsmith.inference.targets.host_tensors import OnHost, read_on_host, send
+from draftsmith.inference.targets.target import Target
+from draftsmith.training.losses.terms import parse_loss
 
 CHUNK_ELEMENTS = 2**25  # size of the largest float32 logits tensor: 128 MiB
 

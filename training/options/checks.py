@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from transformers import TrainingArguments
 
-from training.data.streaming import check_streaming
-from training.distributed.launch import check_launch, find_strategy
-from training.options.run_options import RunOptions
+from draftsmith.training.data.streaming import check_streaming
+from draftsmith.training.distributed.launch import check_launch, find_strategy
+from draftsmith.training.options.run_options import RunOptions
 
 
 def check_options(options: RunOptions) -> None:

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from heads import HEAD_TYPES, DraftHeads
-from heads.formats.native_mtp import find_modules
-from heads.kinds.eagle3 import default_draft_vocabulary
-from inference.targets.model_config import find_auto_class, find_length_limit
-from training.distributed.launch import count_launched, is_requested
+from draftsmith.heads import HEAD_TYPES, DraftHeads
+from draftsmith.heads.formats.native_mtp import find_modules
+from draftsmith.heads.kinds.eagle3 import default_draft_vocabulary
+from draftsmith.inference.targets.model_config import find_auto_class, find_length_limit
+from draftsmith.training.distributed.launch import count_launched, is_requested
 
 logger = logging.getLogger(__name__)
 

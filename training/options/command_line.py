@@ -20,11 +20,11 @@ import torch
 import yaml
 from transformers import TrainingArguments
 
-from training.features.target_options import parse_overrides
-from training.options.choices import choose_options, wants_choices
-from training.options.program_parser import ProgramParser
-from training.options.run_options import ARGUMENT_CLASSES, RunOptions
-from training.options.training_options import HeadsTrainingArguments
+from draftsmith.training.features.target_options import parse_overrides
+from draftsmith.training.options.choices import choose_options, wants_choices
+from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.run_options import ARGUMENT_CLASSES, RunOptions
+from draftsmith.training.options.training_options import HeadsTrainingArguments
 
 
 class _Parser(ProgramParser):

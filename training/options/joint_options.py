@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from training.data.options import option, refuse_without
+from draftsmith.training.data.options import option, refuse_without
 
 # Weight of the heads' loss beside each target loss: section 2.2.2 of the paper, and its appendix.
 _HEADS_LOSS_WEIGHTS = {"lm": 0.2, "self_distillation": 0.01}

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
-from training.data.options import DataArguments, option
-from training.features.target_options import FeatureArguments, ModelArguments, PlacementArguments
-from training.options.joint_options import JointArguments
-from training.options.training_options import HeadsTrainingArguments
-from training.synthesis.on_policy import OnPolicyArguments
+from draftsmith.training.data.options import DataArguments, option
+from draftsmith.training.features.target_options import FeatureArguments, ModelArguments, PlacementArguments
+from draftsmith.training.options.joint_options import JointArguments
+from draftsmith.training.options.training_options import HeadsTrainingArguments
+from draftsmith.training.synthesis.on_policy import OnPolicyArguments
 
 
 @dataclass

@@ -12,9 +12,9 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from training.data.options import option
-from training.distributed.launch import settle_devices
-from training.losses.terms import LOSSES, parse_loss
+from draftsmith.training.data.options import option
+from draftsmith.training.distributed.launch import settle_devices
+from draftsmith.training.losses.terms import LOSSES, parse_loss
 
 
 @dataclass

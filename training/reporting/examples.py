@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads import DraftHeads
-from inference import Decoder, GenerationStats, Target
-from inference.streaming.detokenizer import IncrementalDetokenizer
-from inference.targets.multimodal import take_media
-from training.distributed.whole_heads import whole_heads
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Decoder, GenerationStats, Target
+from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
+from draftsmith.inference.targets.multimodal import take_media
+from draftsmith.training.distributed.whole_heads import whole_heads
 
 # A prompt's token ids [1, L] as `input_ids`, and a processor's inputs for its images.
 Prompt = dict[str, Tensor]

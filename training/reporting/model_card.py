@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, FileSystemLoader
 
-from training.reporting.report import TEMPLATES
+from draftsmith.training.reporting.report import TEMPLATES
 
 
 def render_card(

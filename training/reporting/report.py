@@ -13,9 +13,9 @@ from typing import Any
 import datasets
 from jinja2 import Environment, FileSystemLoader
 
-from inference import GenerationStats
-from training.data.set_statistics import count_trained, row_lengths
-from training.reporting.examples import Example
+from draftsmith.inference import GenerationStats
+from draftsmith.training.data.set_statistics import count_trained, row_lengths
+from draftsmith.training.reporting.examples import Example
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from training.reporting.examples import Example
+from draftsmith.training.reporting.examples import Example
 
 
 def send_examples(examples: Sequence[Example], report_to: Any) -> None:

@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import IntervalStrategy, sort_checkpoints
 
-from training.data.options import seed_of_data
+from draftsmith.training.data.options import seed_of_data
 
 RUN_FILE = "run.json"
 INCOMPLETE = ".incomplete-checkpoint"

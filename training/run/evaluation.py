@@ -10,15 +10,15 @@ import torch
 from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
-from heads import DraftHeads
-from inference import Decoder, GenerationStats, Target
-from inference.request.model_settings import find_model_settings
-from inference.targets.model_config import LengthLimit
-from training.data.options import DataArguments
-from training.distributed.whole_heads import whole_heads
-from training.images.processor import read_images
-from training.reporting.examples import Prompt, decode_prompt
-from training.synthesis.prompts import read_prompts
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Decoder, GenerationStats, Target
+from draftsmith.inference.request.model_settings import find_model_settings
+from draftsmith.inference.targets.model_config import LengthLimit
+from draftsmith.training.data.options import DataArguments
+from draftsmith.training.distributed.whole_heads import whole_heads
+from draftsmith.training.images.processor import read_images
+from draftsmith.training.reporting.examples import Prompt, decode_prompt
+from draftsmith.training.synthesis.prompts import read_prompts
 
 
 def eval_prompts(

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from heads import DraftHeads
-from heads.adapter import WEIGHTS_FILE, load_adapter
-from inference.targets.encoding import recomputing_layers
-from inference.targets.host_tensors import read_on_host, send
-from inference.targets.target import Target
-from training.data.collation import find_documents
-from training.features.sources import OnlineFeatures, TargetStates
-from training.losses.draft_loss import LossOutput
-from training.losses.teacher import rows_per_chunk
-from training.options.joint_options import JointArguments
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.adapter import WEIGHTS_FILE, load_adapter
+from draftsmith.inference.targets.encoding import recomputing_layers
+from draftsmith.inference.targets.host_tensors import read_on_host, send
+from draftsmith.inference.targets.target import Target
+from draftsmith.training.data.collation import find_documents
+from draftsmith.training.features.sources import OnlineFeatures, TargetStates
+from draftsmith.training.losses.draft_loss import LossOutput
+from draftsmith.training.losses.teacher import rows_per_chunk
+from draftsmith.training.options.joint_options import JointArguments
 
 
 @dataclass

@@ -1,4 +1,6 @@
-"""`JointTrainer`: `HeadsTrainer` for heads and adapters of their target together (`training.run.joint_model`)."""
+"""`JointTrainer`: `HeadsTrainer` for heads and adapters of their target together
+(`draftsmith.training.run.joint_model`).
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from heads import DraftHeads
-from heads.adapter import FOLDER
-from training.losses.draft_loss import LossOutput
-from training.run.joint_model import JointModel, JointOutput, find_predicted, load_adapter_weights
-from training.run.optimizer import MuonWithAdamW
-from training.run.trainer import HeadsTrainer
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.adapter import FOLDER
+from draftsmith.training.losses.draft_loss import LossOutput
+from draftsmith.training.run.joint_model import JointModel, JointOutput, find_predicted, load_adapter_weights
+from draftsmith.training.run.optimizer import MuonWithAdamW
+from draftsmith.training.run.trainer import HeadsTrainer
 
 
 class JointTrainer(HeadsTrainer):

@@ -21,17 +21,17 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import TrainerState
 
-from training.features.sharded_target import count_held
-from training.reporting.examples import Example, decode_examples
-from training.reporting.model_card import render_card
-from training.reporting.report import count_rows, render_report
-from training.reporting.trackers import send_examples
-from training.run.checkpoints import read_run_file, write_file
-from training.run.evaluation import AcceptanceMeter
-from training.run.resume import is_finished
-from training.run.stopping import explain_full_disk
-from training.run.trainer import HeadsTrainer
-from training.synthesis.on_policy import OnPolicyRows
+from draftsmith.training.features.sharded_target import count_held
+from draftsmith.training.reporting.examples import Example, decode_examples
+from draftsmith.training.reporting.model_card import render_card
+from draftsmith.training.reporting.report import count_rows, render_report
+from draftsmith.training.reporting.trackers import send_examples
+from draftsmith.training.run.checkpoints import read_run_file, write_file
+from draftsmith.training.run.evaluation import AcceptanceMeter
+from draftsmith.training.run.resume import is_finished
+from draftsmith.training.run.stopping import explain_full_disk
+from draftsmith.training.run.trainer import HeadsTrainer
+from draftsmith.training.synthesis.on_policy import OnPolicyRows
 
 logger = logging.getLogger(__name__)
 NUM_EXAMPLES = 4  # prompts that the report shows with their replies

@@ -14,24 +14,24 @@ import torch
 import yaml
 from transformers import AutoTokenizer, EarlyStoppingCallback, set_seed
 
-from heads import DraftHeads, create_heads
-from heads.checkpoint import is_published
-from heads.config import name_of_target
-from inference import Target
-from inference.kernels.packed_weights import has_bfloat16
-from inference.targets.model_config import LengthLimit, find_length_limit
-from training.data.collation import ConversationCollator, count_tokens
-from training.data.options import seed_of_data
-from training.data.packing import pack_rows
-from training.data.streaming import ConversationStream
-from training.data.training_sets import cut_to_limit, load_datasets
-from training.distributed.waiting import one_process_first
-from training.features.endpoint_states import NUM_LAYERS, refuse_without_target
-from training.features.preparation import PreparedFeatures, prepare_features, prepare_served_features
-from training.features.self_check import check_first_row
-from training.features.store_checks import iterate_ids
-from training.features.target_identity import identify_target
-from training.features.target_loading import (
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.heads.checkpoint import is_published
+from draftsmith.heads.config import name_of_target
+from draftsmith.inference import Target
+from draftsmith.inference.kernels.packed_weights import has_bfloat16
+from draftsmith.inference.targets.model_config import LengthLimit, find_length_limit
+from draftsmith.training.data.collation import ConversationCollator, count_tokens
+from draftsmith.training.data.options import seed_of_data
+from draftsmith.training.data.packing import pack_rows
+from draftsmith.training.data.streaming import ConversationStream
+from draftsmith.training.data.training_sets import cut_to_limit, load_datasets
+from draftsmith.training.distributed.waiting import one_process_first
+from draftsmith.training.features.endpoint_states import NUM_LAYERS, refuse_without_target
+from draftsmith.training.features.preparation import PreparedFeatures, prepare_features, prepare_served_features
+from draftsmith.training.features.self_check import check_first_row
+from draftsmith.training.features.store_checks import iterate_ids
+from draftsmith.training.features.target_identity import identify_target
+from draftsmith.training.features.target_loading import (
     FirstLayers,
     check_placement,
     load_first_layers,
@@ -39,19 +39,19 @@ from training.features.target_loading import (
     load_published_heads,
     loading_whole,
 )
-from training.features.target_options import FeatureArguments
-from training.images.processor import ImageCollator, load_processor, refuse_placeholders
-from training.options.checks import check_options, refuse_with_images
-from training.options.command_line import resolve_arguments
-from training.options.run_options import RunOptions
-from training.reporting.examples import Prompt
-from training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts
-from training.run.joint_model import JointModel, adapt_target
-from training.run.joint_trainer import JointTrainer
-from training.run.outcome import PreparedRun, write_text
-from training.run.resume import check_same_run, describe_run, find_checkpoint
-from training.run.trainer import HeadsTrainer
-from training.synthesis.on_policy import OnPolicyRows, WriteReplies
+from draftsmith.training.features.target_options import FeatureArguments
+from draftsmith.training.images.processor import ImageCollator, load_processor, refuse_placeholders
+from draftsmith.training.options.checks import check_options, refuse_with_images
+from draftsmith.training.options.command_line import resolve_arguments
+from draftsmith.training.options.run_options import RunOptions
+from draftsmith.training.reporting.examples import Prompt
+from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts
+from draftsmith.training.run.joint_model import JointModel, adapt_target
+from draftsmith.training.run.joint_trainer import JointTrainer
+from draftsmith.training.run.outcome import PreparedRun, write_text
+from draftsmith.training.run.resume import check_same_run, describe_run, find_checkpoint
+from draftsmith.training.run.trainer import HeadsTrainer
+from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
 logger = logging.getLogger(__name__)
 

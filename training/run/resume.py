@@ -18,10 +18,10 @@ import datasets
 from safetensors import SafetensorError, safe_open
 from transformers import TrainerState, TrainingArguments
 
-from training.data.chat_tokens import IMAGE_COLUMNS
-from training.data.streaming import ConversationStream
-from training.options.command_line import default_of
-from training.run.checkpoints import RUN_FILE, read_run_file
+from draftsmith.training.data.chat_tokens import IMAGE_COLUMNS
+from draftsmith.training.data.streaming import ConversationStream
+from draftsmith.training.options.command_line import default_of
+from draftsmith.training.run.checkpoints import RUN_FILE, read_run_file
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ def find_newest(output_dir: Path, *, warns: bool = False) -> Path | None:
 def find_damage(folder: Path) -> str | None:
     """The file that a checkpoint lacks, or None if it is complete.
 
-    A run's own checkpoints are complete when they have their names (`training.run.checkpoints`), but one may have been
-    copied or deleted halfway.
+    A run's own checkpoints are complete when they have their names (`draftsmith.training.run.checkpoints`), but one may
+    have been copied or deleted halfway.
     """
     for name in _NEEDED:
         if not (folder / name).is_file():
@@ -117,7 +117,7 @@ def describe_run(settings: dict[str, Any], train_set: Any, num_processes: int) -
     """The properties that two runs must share to be the same run, as JSON values.
 
     Args:
-        settings: every option, from `training.options.command_line.resolve_arguments`.
+        settings: every option, from `draftsmith.training.options.command_line.resolve_arguments`.
         train_set: the tokenized conversations, or a stream, which is described by its files.
     """
     is_stream = isinstance(train_set, ConversationStream)

@@ -22,11 +22,11 @@ from accelerate.utils import broadcast_object_list
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from training.data.set_statistics import row_lengths
-from training.run.joint_trainer import JointTrainer
-from training.run.outcome import PreparedRun
-from training.run.trainer import HeadsTrainer
-from training.synthesis.on_policy import OnPolicyRows, WriteReplies
+from draftsmith.training.data.set_statistics import row_lengths
+from draftsmith.training.run.joint_trainer import JointTrainer
+from draftsmith.training.run.outcome import PreparedRun
+from draftsmith.training.run.trainer import HeadsTrainer
+from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
 NUM_STEPS = 3  # the first step warms up and is not timed
 STREAMED_ROWS = 512  # a stream has no end, so its first rows stand for all of them

@@ -19,10 +19,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from inference.targets.host_tensors import send
-from training.features.sources import MissingStatesError, TargetStates
-from training.losses.draft_loss import LossOutput
-from training.run.resume import find_newest
+from draftsmith.inference.targets.host_tensors import send
+from draftsmith.training.features.sources import MissingStatesError, TargetStates
+from draftsmith.training.losses.draft_loss import LossOutput
+from draftsmith.training.run.resume import find_newest
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Torch's and safetensors' writers keep no error number.

@@ -16,18 +16,18 @@ from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 
-from heads import DraftHeads
-from heads.modules.draft_step import count_predicted
-from inference.noise import derive_seeds
-from inference.targets.host_tensors import OnHost, read_on_host, send
-from inference.targets.target import Target
-from training.data.collation import find_documents
-from training.data.streaming import ConversationStream
-from training.distributed.launch import autocast, autocast_in_deepspeed, shard_with_fsdp
-from training.distributed.whole_heads import gather_state, is_split
-from training.features.sharded_target import is_sharded, is_tensor_parallel
-from training.features.shared_passes import SharedPasses
-from training.features.sources import (
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.modules.draft_step import count_predicted
+from draftsmith.inference.noise import derive_seeds
+from draftsmith.inference.targets.host_tensors import OnHost, read_on_host, send
+from draftsmith.inference.targets.target import Target
+from draftsmith.training.data.collation import find_documents
+from draftsmith.training.data.streaming import ConversationStream
+from draftsmith.training.distributed.launch import autocast, autocast_in_deepspeed, shard_with_fsdp
+from draftsmith.training.distributed.whole_heads import gather_state, is_split
+from draftsmith.training.features.sharded_target import is_sharded, is_tensor_parallel
+from draftsmith.training.features.shared_passes import SharedPasses
+from draftsmith.training.features.sources import (
     FeatureSource,
     HybridFeatures,
     OnlineFeatures,
@@ -35,13 +35,13 @@ from training.features.sources import (
     TargetStates,
     look_ahead,
 )
-from training.losses.depth_weights import fixed_weights
-from training.losses.draft_loss import LossOutput, check_loss, draft_loss
-from training.losses.teacher import compute_teacher
-from training.run.checkpoints import ExactEpochs, remove_old, write_run_file, write_whole
-from training.run.optimizer import MuonWithAdamW
-from training.run.stopping import FiniteWatch, explain_full_disk, explain_lost_states
-from training.synthesis.on_policy import OnPolicyRows
+from draftsmith.training.losses.depth_weights import fixed_weights
+from draftsmith.training.losses.draft_loss import LossOutput, check_loss, draft_loss
+from draftsmith.training.losses.teacher import compute_teacher
+from draftsmith.training.run.checkpoints import ExactEpochs, remove_old, write_run_file, write_whole
+from draftsmith.training.run.optimizer import MuonWithAdamW
+from draftsmith.training.run.stopping import FiniteWatch, explain_full_disk, explain_lost_states
+from draftsmith.training.synthesis.on_policy import OnPolicyRows
 
 # Groups of a packed batch's documents where processes share weights: about as many as elsewhere.
 GROUPS_WHEN_SHARDED = 4
@@ -55,7 +55,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         features: the source of the target's states; None = the target runs on every batch.
         measure_acceptance: called at every evaluation; returns metrics (such as `acceptance_length`) measured by
             decoding prompts with the heads as they are.
-        run_description: from `training.run.resume.describe_run`; stored with every checkpoint.
+        run_description: from `draftsmith.training.run.resume.describe_run`; stored with every checkpoint.
         **kwargs: arguments of `transformers.Trainer`; `args` are `HeadsTrainingArguments`.
     """
 
@@ -336,7 +336,9 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As transformers', but the checkpoint gets its name when it is complete (`training.run.checkpoints`)."""
+        """As transformers', but the checkpoint gets its name when it is complete
+        (`draftsmith.training.run.checkpoints`).
+        """
         folder = Path(super()._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         callbacks: Any = self.state.stateful_callbacks
         for callback in self.callback_handler.callbacks:
@@ -366,7 +368,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return str(self._checkpoint_parent or super()._get_output_dir(trial))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: `training.run.outcome` writes a card that knows of heads."""
+        """Does nothing: `draftsmith.training.run.outcome` writes a card that knows of heads."""
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Does nothing while the checkpoint is written: `_save_checkpoint` uploads it under its own name."""

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 from transformers import GenerationConfig
 
-from heads.adapter import find_adapter_of, hash_adapter
-from inference.request.model_settings import find_model_settings
-from training.data.layouts import AUTO, RecordFormat
-from training.data.options import option, refuse_without
-from training.synthesis.reply_decoding import TurnSettings
+from draftsmith.heads.adapter import find_adapter_of, hash_adapter
+from draftsmith.inference.request.model_settings import find_model_settings
+from draftsmith.training.data.layouts import AUTO, RecordFormat
+from draftsmith.training.data.options import option, refuse_without
+from draftsmith.training.synthesis.reply_decoding import TurnSettings
 
 
 @dataclass

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from inference import GenerationStats
-from inference.request.chat_template import ConversationError, change_calls, write_arguments
-from training.endpoint.client import MAX_RETRIES, EndpointClient
-from training.synthesis.reply_decoding import TurnSettings, find_problem
-from training.synthesis.reply_sources import Reply, TurnRequest, make_reply
-from training.synthesis.turn_template import Role, TurnTemplate
+from draftsmith.inference import GenerationStats
+from draftsmith.inference.request.chat_template import ConversationError, change_calls, write_arguments
+from draftsmith.training.endpoint.client import MAX_RETRIES, EndpointClient
+from draftsmith.training.synthesis.reply_decoding import TurnSettings, find_problem
+from draftsmith.training.synthesis.reply_sources import Reply, TurnRequest, make_reply
+from draftsmith.training.synthesis.turn_template import Role, TurnTemplate
 
 _THOUGHTS = ("reasoning", "reasoning_content")  # the key for thoughts in vLLM, and in its older releases and others
 # Fields that keep all tokens, where a server would otherwise drop some: vLLM, SGLang and this library's server follow

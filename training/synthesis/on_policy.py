@@ -24,12 +24,12 @@ from torch import nn
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from heads import DraftHeads
-from inference import Decoder, DynamicTree, GenerationStats, Target
-from inference.request.model_settings import describe_model_settings, find_model_settings
-from training.data.options import option, refuse_without, seed_of_data
-from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, turn_seed
-from training.synthesis.turn_template import TurnTemplate
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Decoder, DynamicTree, GenerationStats, Target
+from draftsmith.inference.request.model_settings import describe_model_settings, find_model_settings
+from draftsmith.training.data.options import option, refuse_without, seed_of_data
+from draftsmith.training.synthesis.reply_decoding import TurnDecoder, TurnSettings, turn_seed
+from draftsmith.training.synthesis.turn_template import TurnTemplate
 
 logger = logging.getLogger(__name__)
 FILE = "on_policy.safetensors"

@@ -24,8 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from training.synthesis.conversation_file import JsonLinesJournal, read_journal, read_lines, replacing
-from training.synthesis.prompts import Conversation
+from draftsmith.training.synthesis.conversation_file import JsonLinesJournal, read_journal, read_lines, replacing
+from draftsmith.training.synthesis.prompts import Conversation
 
 
 class SynthesisOutput:

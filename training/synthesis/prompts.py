@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from inference.request.chat_template import ConversationError, encode_prompt
-from training.data.conversations import Place, iterate_place
-from training.data.layouts import AUTO, IS_WANTED, Messages, RecordFormat, parse_record
-from training.synthesis.turn_template import Role
+from draftsmith.inference.request.chat_template import ConversationError, encode_prompt
+from draftsmith.training.data.conversations import Place, iterate_place
+from draftsmith.training.data.layouts import AUTO, IS_WANTED, Messages, RecordFormat, parse_record
+from draftsmith.training.synthesis.turn_template import Role
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Lets the target write turns, in batches, with any heads and tree.
 
-A turn depends only on the target, its prompt and its seed, not on heads, tree or batch (`inference.noise` keys the
-sampling by row seed and position). `turn_seed` seeds a turn by its place in the data, so the data do not depend on the
-batch size, the number of processes or interruptions.
+A turn depends only on the target, its prompt and its seed, not on heads, tree or batch (`draftsmith.inference.noise`
+keys the sampling by row seed and position). `turn_seed` seeds a turn by its place in the data, so the data do not
+depend on the batch size, the number of processes or interruptions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from inference import Decoder, GenerationStats
+from draftsmith.inference import Decoder, GenerationStats
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from inference import GenerationStats
-from inference.request.chat_template import ConversationError, Tools
-from training.data.layouts import Messages
-from training.synthesis.reply_decoding import TurnDecoder
-from training.synthesis.turn_template import Role, TurnTemplate
+from draftsmith.inference import GenerationStats
+from draftsmith.inference.request.chat_template import ConversationError, Tools
+from draftsmith.training.data.layouts import Messages
+from draftsmith.training.synthesis.reply_decoding import TurnDecoder
+from draftsmith.training.synthesis.turn_template import Role, TurnTemplate
 
 # The problem of a reply with marks that the chat template would write differently in training.
 UNWRITABLE = "with thoughts or calls that the chat template does not write back"

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from training.synthesis.prompts import Conversation
-from training.synthesis.reply_decoding import turn_seed
-from training.synthesis.reply_sources import ReplySource, TurnRequest
+from draftsmith.training.synthesis.prompts import Conversation
+from draftsmith.training.synthesis.reply_decoding import turn_seed
+from draftsmith.training.synthesis.reply_sources import ReplySource, TurnRequest
 
 
 class Synthesizer:

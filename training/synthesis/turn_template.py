@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from inference.request.chat_template import ChatRenderer, ConversationError, Tools
-from training.data.layouts import Messages
-from training.data.reply_spans import find_special_ids
-from training.data.thoughts import THOUGHT_MARKS, split_thoughts
-from training.synthesis.reply_decoding import drop_marks
+from draftsmith.inference.request.chat_template import ChatRenderer, ConversationError, Tools
+from draftsmith.training.data.layouts import Messages
+from draftsmith.training.data.reply_spans import find_special_ids
+from draftsmith.training.data.thoughts import THOUGHT_MARKS, split_thoughts
+from draftsmith.training.synthesis.reply_decoding import drop_marks
 
 Role = Literal["user", "assistant"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import LlamaConfig
 
-from heads.formats.published import OWN_KEY, Published
+from draftsmith.heads.formats.published import OWN_KEY, Published
 
 # The tables of a config whose keys belong to the heads.
 _TABLES = ("eagle_config", "dflash_config", "transformer_layer_config")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.formats.eagle.llama_keys import (
+from draftsmith.heads.formats.eagle.llama_keys import (
     Reading,
     authors_code,
     drop_rope_tables,
@@ -26,9 +26,9 @@ from heads.formats.eagle.llama_keys import (
     target_rope,
     write_decoder,
 )
-from heads.formats.format import Exported, Format, Imported
-from heads.formats.published import OWN_KEY, Published
-from inference.targets.target import Target
+from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.published import OWN_KEY, Published
+from draftsmith.inference.targets.target import Target
 
 # Settings of ours that no key of the format has.
 _OWN = ("ttt_steps", "feature_noise", "embedding_scale")

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from heads.formats.eagle.llama_keys import (
+from draftsmith.heads.formats.eagle.llama_keys import (
     Reading,
     authors_code,
     drop_rope_tables,
@@ -29,10 +29,10 @@ from heads.formats.eagle.llama_keys import (
     target_rope,
     write_decoder,
 )
-from heads.formats.format import Exported, Format, Imported
-from heads.formats.published import OWN_KEY, Published
-from heads.formats.tensors import as_wide_as, is_targets_table, target_table
-from inference.targets.target import Target
+from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.published import OWN_KEY, Published
+from draftsmith.heads.formats.tensors import as_wide_as, is_targets_table, target_table
+from draftsmith.inference.targets.target import Target
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Settings of ours that no key of the format has: of training, and the depths of P-EAGLE.

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from heads.formats.eagle.eagle3 import FLAGS, IDS, LAYER, Eagle3, authors_layers, own_settings
-from heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, write_decoder
-from heads.formats.format import Exported
-from heads.formats.published import OWN_KEY
-from heads.formats.tensors import target_table
-from inference.targets.target import Target
+from draftsmith.heads.formats.eagle.eagle3 import FLAGS, IDS, LAYER, Eagle3, authors_layers, own_settings
+from draftsmith.heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, write_decoder
+from draftsmith.heads.formats.format import Exported
+from draftsmith.heads.formats.published import OWN_KEY
+from draftsmith.heads.formats.tensors import target_table
+from draftsmith.inference.targets.target import Target
 
 
 def write_masks(config: Any, tensors: dict[str, Tensor], target: Target) -> tuple[int | None, dict[str, Tensor]]:

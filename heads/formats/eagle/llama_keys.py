@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from heads.config import DEFAULT_ROPE, decoder_settings
-from heads.formats.eagle.config_keys import find_unread
-from heads.formats.format import Imported
-from heads.formats.published import OWN_KEY, Published
-from heads.formats.tensors import as_wide_as, count_rows, is_targets_table
-from inference.targets.target import Target
+from draftsmith.heads.config import DEFAULT_ROPE, decoder_settings
+from draftsmith.heads.formats.eagle.config_keys import find_unread
+from draftsmith.heads.formats.format import Imported
+from draftsmith.heads.formats.published import OWN_KEY, Published
+from draftsmith.heads.formats.tensors import as_wide_as, count_rows, is_targets_table
+from draftsmith.inference.targets.target import Target
 
 # The types of RoPE that are read -> the keys that they need.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {

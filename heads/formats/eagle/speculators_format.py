@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from heads.config import name_of_target
-from heads.formats.eagle.eagle3 import FLAGS, IDS, Eagle3, is_parallel, own_settings
-from heads.formats.eagle.engines import count_layers, engine_limits, vllm_limits, write_masks
-from heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, write_decoder
-from heads.formats.format import Exported, Imported
-from heads.formats.published import OWN_KEY, Published
-from heads.formats.tensors import take_copies, target_table
-from inference.targets.target import Target
+from draftsmith.heads.config import name_of_target
+from draftsmith.heads.formats.eagle.eagle3 import FLAGS, IDS, Eagle3, is_parallel, own_settings
+from draftsmith.heads.formats.eagle.engines import count_layers, engine_limits, vllm_limits, write_masks
+from draftsmith.heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, write_decoder
+from draftsmith.heads.formats.format import Exported, Imported
+from draftsmith.heads.formats.published import OWN_KEY, Published
+from draftsmith.heads.formats.tensors import take_copies, target_table
+from draftsmith.inference.targets.target import Target
 
 # The release whose code was read; speculators notes its own here.
 _VERSION = "0.9.0"

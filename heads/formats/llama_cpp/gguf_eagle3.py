@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from heads.config import DecoderConfig, public_name
-from heads.formats.eagle.llama_keys import refuse_unwritable, target_rope
-from heads.formats.format import Exported, Format, Imported
-from heads.formats.llama_cpp.gguf_file import read_metadata
-from heads.formats.llama_cpp.metadata import FLAG, LAYERS, NUMBER, SIZE, Keys
-from heads.formats.published import OWN_KEY, Published
-from heads.formats.tensors import as_wide_as, count_rows, is_targets_table, rename
-from heads.modules.vocabulary import map_tensors
-from inference.targets.target import Target
+from draftsmith.heads.config import DecoderConfig, public_name
+from draftsmith.heads.formats.eagle.llama_keys import refuse_unwritable, target_rope
+from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.llama_cpp.gguf_file import read_metadata
+from draftsmith.heads.formats.llama_cpp.metadata import FLAG, LAYERS, NUMBER, SIZE, Keys
+from draftsmith.heads.formats.published import OWN_KEY, Published
+from draftsmith.heads.formats.tensors import as_wide_as, count_rows, is_targets_table, rename
+from draftsmith.heads.modules.vocabulary import map_tensors
+from draftsmith.inference.targets.target import Target
 
 _NAMES = {
     "input_norm.weight": "enc.output_norm.weight",

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from inference.targets.model_config import find_attention, find_causal_lm, find_execution_device
-from inference.targets.probing.probe import Findings
+from draftsmith.inference.targets.model_config import find_attention, find_causal_lm, find_execution_device
+from draftsmith.inference.targets.probing.probe import Findings
 
 
 @dataclass

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.targets.forward_names import CACHE_NAMES
-from inference.targets.model_config import chooses_experts, is_quantised
-from inference.targets.multimodal import Media, read_media
-from inference.targets.probing.probe_tree import is_single, refusing
-from inference.targets.target import Target
+from draftsmith.inference.targets.forward_names import CACHE_NAMES
+from draftsmith.inference.targets.model_config import chooses_experts, is_quantised
+from draftsmith.inference.targets.multimodal import Media, read_media
+from draftsmith.inference.targets.probing.probe_tree import is_single, refusing
+from draftsmith.inference.targets.target import Target
 
 _NUM_TOKENS = 3
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference.cache.source import Source, SourceMemory
-from inference.cache.tree_cache import LayerSpec
-from inference.kernels.attention import STOCK, can_use_kernel, grouped_attention
-from inference.targets.backbone import narrow
-from inference.targets.encoder_decoder import PlacedDecoder
-from inference.targets.forward_names import ForwardNames
-from inference.targets.model_config import (
+from draftsmith.inference.cache.source import Source, SourceMemory
+from draftsmith.inference.cache.tree_cache import LayerSpec
+from draftsmith.inference.kernels.attention import STOCK, can_use_kernel, grouped_attention
+from draftsmith.inference.targets.backbone import narrow
+from draftsmith.inference.targets.encoder_decoder import PlacedDecoder
+from draftsmith.inference.targets.forward_names import ForwardNames
+from draftsmith.inference.targets.model_config import (
     LayerAttention,
     chooses_experts,
     find_attention,
@@ -32,8 +32,8 @@ from inference.targets.model_config import (
     list_attention,
     request_states,
 )
-from inference.targets.parts import ScaleLogits, find_logit_scaling
-from inference.targets.probing.probe_tree import (
+from draftsmith.inference.targets.parts import ScaleLogits, find_logit_scaling
+from draftsmith.inference.targets.probing.probe_tree import (
     MODEL_ERRORS,
     MakeMasks,
     ProbeTree,
@@ -45,7 +45,7 @@ from inference.targets.probing.probe_tree import (
     is_single,
     refusing,
 )
-from inference.targets.recurrent.mixers import PlacedMixers, Recurrence
+from draftsmith.inference.targets.recurrent.mixers import PlacedMixers, Recurrence
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from inference.cache.recurrent_states import RecurrentStates
-from inference.cache.tree_cache import LayerSpec, PlaneSpec
-from inference.kernels.packed_masks import pack_tree
-from inference.targets.masks import join_masks
-from inference.targets.model_config import LayerAttention
+from draftsmith.inference.cache.recurrent_states import RecurrentStates
+from draftsmith.inference.cache.tree_cache import LayerSpec, PlaneSpec
+from draftsmith.inference.kernels.packed_masks import pack_tree
+from draftsmith.inference.targets.masks import join_masks
+from draftsmith.inference.targets.model_config import LayerAttention
 
 # Empty slots between the tree's first token and the others: more than any window that a model applies by itself.
 _GAP = 4200
@@ -38,7 +38,7 @@ class WrongNumbersError(ValueError):
 
 @dataclass(frozen=True)
 class TreeNodes:
-    """Nodes of trees for `Target.verify`, which `inference.targets.passes.Nodes` describes.
+    """Nodes of trees for `Target.verify`, which `draftsmith.inference.targets.passes.Nodes` describes.
 
     Attributes:
         token_ids, parents, depths: [B, N] long.

@@ -13,12 +13,19 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from inference.cache.recurrent_states import States, StateSpec
-from inference.targets.forward_names import ForwardNames
-from inference.targets.model_config import is_recurrent
-from inference.targets.probing.probe_tree import CannotRollBackError, is_single, refusing
-from inference.targets.recurrent.mixers import LinearRoles, Mixer, Recurrence, list_linears, open_layer, read_layer
-from inference.targets.recurrent.plans import Levels
+from draftsmith.inference.cache.recurrent_states import States, StateSpec
+from draftsmith.inference.targets.forward_names import ForwardNames
+from draftsmith.inference.targets.model_config import is_recurrent
+from draftsmith.inference.targets.probing.probe_tree import CannotRollBackError, is_single, refusing
+from draftsmith.inference.targets.recurrent.mixers import (
+    LinearRoles,
+    Mixer,
+    Recurrence,
+    list_linears,
+    open_layer,
+    read_layer,
+)
+from draftsmith.inference.targets.recurrent.plans import Levels
 
 _NUM_TOKENS = 12  # more than the kernels of the models' convolutions, and cut in three parts
 

@@ -35,9 +35,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from inference.cache.recurrent_states import RecurrentStates, StateName, States, StateSpec
-from inference.targets.copied_modules import copy_module, replace_modules
-from inference.targets.recurrent.plans import Drafting, Levels, Reading, pick_nodes
+from draftsmith.inference.cache.recurrent_states import RecurrentStates, StateName, States, StateSpec
+from draftsmith.inference.targets.copied_modules import copy_module, replace_modules
+from draftsmith.inference.targets.recurrent.plans import Drafting, Levels, Reading, pick_nodes
 
 RunLinear = Callable[[Tensor], Tensor]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.targets.forward_names import ForwardNames, read_cache
-from inference.targets.model_config import chooses_experts
-from inference.targets.probing.probe_tree import TreeNodes, WrongNumbersError, is_single
+from draftsmith.inference.targets.forward_names import ForwardNames, read_cache
+from draftsmith.inference.targets.model_config import chooses_experts
+from draftsmith.inference.targets.probing.probe_tree import TreeNodes, WrongNumbersError, is_single
 
 logger = logging.getLogger(__name__)
 

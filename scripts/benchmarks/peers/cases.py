@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from inference import Drafter, DynamicTree
-from inference.drafters.base import DraftLogits
-from inference.drafters.sampling import DraftSampling
-from inference.trees.policy import Run, TreePolicy, run_eagerly
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference import Drafter, DynamicTree
+from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference.trees.policy import Run, TreePolicy, run_eagerly
+from draftsmith.inference.trees.token_tree import TokenTree
 
 HERE = Path(__file__).resolve().parent
 

@@ -27,19 +27,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import torch
 from rich.console import Console
 
-from inference import Decoder
-from inference.trees.static import StaticTree
-from scripts.benchmarks.peers.cases import CASES, PEERS, Case
-from scripts.benchmarks.peers.exports import write_heads, write_target
-from scripts.benchmarks.peers.texts import Text, first_difference, mean_and_error, tokens_per_second, trim
-from scripts.benchmarks.peers.worker import Worker
-from scripts.measuring.environment import describe_machine, describe_program
-from scripts.measuring.measure import Prompt, load_prompts
-from scripts.measuring.render import Grid
-from scripts.shared.model_loading import load_heads, load_target
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.options.program_parser import ProgramParser
+from draftsmith.inference import Decoder
+from draftsmith.inference.trees.static import StaticTree
+from draftsmith.scripts.benchmarks.peers.cases import CASES, PEERS, Case
+from draftsmith.scripts.benchmarks.peers.exports import write_heads, write_target
+from draftsmith.scripts.benchmarks.peers.texts import Text, first_difference, mean_and_error, tokens_per_second, trim
+from draftsmith.scripts.benchmarks.peers.worker import Worker
+from draftsmith.scripts.measuring.environment import describe_machine, describe_program
+from draftsmith.scripts.measuring.measure import Prompt, load_prompts
+from draftsmith.scripts.measuring.render import Grid
+from draftsmith.scripts.shared.model_loading import load_heads, load_target
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.options.program_parser import ProgramParser
 
 MODES: dict[str, dict[str, Any]] = {"eager": {}, "packed": {"pack_weights": True}, "compiled": {"compile": True}}
 DTYPES = ("float32", "bfloat16")

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from heads import DraftHeads
-from heads.formats.registry import find_format
-from inference import Target
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.registry import find_format
+from draftsmith.inference import Target
 
 SHARD_SIZE = "16MB"  # their EAGLE reads the embedding through the index of several files
 

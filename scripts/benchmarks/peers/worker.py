@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any, Self
 
-from scripts.benchmarks.peers.texts import Text
+from draftsmith.scripts.benchmarks.peers.texts import Text
 
 
 class Worker:

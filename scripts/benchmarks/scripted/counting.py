@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from heads import HEAD_TYPES, DraftHeads, create_heads
-from inference import Drafter, DraftLogits, Target
-from inference.trees.policy import Run, TreePolicy, run_eagerly
-from inference.trees.token_tree import TokenTree
+from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
+from draftsmith.inference import Drafter, DraftLogits, Target
+from draftsmith.inference.trees.policy import Run, TreePolicy, run_eagerly
+from draftsmith.inference.trees.token_tree import TokenTree
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

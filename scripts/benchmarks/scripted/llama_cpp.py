@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads.formats.llama_cpp.gguf_eagle3 import to_pairs, write_rope
-from heads.formats.llama_cpp.gguf_file import write_gguf
-from inference import Target
+from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import to_pairs, write_rope
+from draftsmith.heads.formats.llama_cpp.gguf_file import write_gguf
+from draftsmith.inference import Target
 
 # A layer's tensors: transformers' name -> llama.cpp's.
 LAYER = {

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.measuring.plot import load_pyplot, save_figure
-from scripts.measuring.render import Grid, format_number
+from draftsmith.scripts.measuring.plot import load_pyplot, save_figure
+from draftsmith.scripts.measuring.render import Grid, format_number
 
 SIMULATED = "Random weights; the acceptance length is SIMULATED, costs are measured."
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from inference.distributed.timeline import Draft, Timeline, Verification
-from scripts.measuring.plot import load_pyplot, save_figure
+from draftsmith.inference.distributed.timeline import Draft, Timeline, Verification
+from draftsmith.scripts.measuring.plot import load_pyplot, save_figure
 
 USED, DROPPED, PARTLY, WAITING = "#4878a8", "#d9d9d9", "#9dbbd6", "#d98c3f"
 CHARACTERS = 200  # of the labels' font that fit into the timeline's width

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference import Decoder, DistributedDecoder, Drafter, DraftLogits, Target
-from inference.distributed.coordinator import Link
-from inference.distributed.gloo_link import Greeting
-from inference.distributed.messages import Answer, Prompt, Task
-from inference.distributed.timeline import Timeline
-from scripts.benchmarks.scripted.counting import ScriptedChances
-from scripts.benchmarks.servers.simulation import (
+from draftsmith.inference import Decoder, DistributedDecoder, Drafter, DraftLogits, Target
+from draftsmith.inference.distributed.coordinator import Link
+from draftsmith.inference.distributed.gloo_link import Greeting
+from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.distributed.timeline import Timeline
+from draftsmith.scripts.benchmarks.scripted.counting import ScriptedChances
+from draftsmith.scripts.benchmarks.servers.simulation import (
     Costs,
     Outcome,
     Setting,

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from inference.distributed.chain import DraftChain
-from inference.distributed.coordinator import Coordinator, Link
-from inference.distributed.messages import Answer, Prompt, Task
-from inference.distributed.timeline import Timeline
+from draftsmith.inference.distributed.chain import DraftChain
+from draftsmith.inference.distributed.coordinator import Coordinator, Link
+from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.distributed.timeline import Timeline
 
 RIGHT, WRONG = 0, 1
 Draft = Callable[[DraftChain], int | None]

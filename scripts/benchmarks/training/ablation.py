@@ -24,15 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import torch
 from rich.console import Console
 
-from inference import Decoder, GenerationStats, Target
-from scripts.measuring.environment import describe_environment
-from scripts.measuring.measure import Batch, Settings, load_prompts
-from scripts.measuring.render import Grid
-from scripts.shared.model_loading import TREE_HELP, load_heads, load_target
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.options.program_parser import ProgramParser
-from training.run.outcome import written_command
+from draftsmith.inference import Decoder, GenerationStats, Target
+from draftsmith.scripts.measuring.environment import describe_environment
+from draftsmith.scripts.measuring.measure import Batch, Settings, load_prompts
+from draftsmith.scripts.measuring.render import Grid
+from draftsmith.scripts.shared.model_loading import TREE_HELP, load_heads, load_target
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.run.outcome import written_command
 
 TRAINING_PROGRAM = Path(__file__).resolve().parents[3] / "training" / "train_heads.py"
 MEASURED = ("target", "prompts", "num_prompts", "max_new_tokens", "batch_size", "dtype", "seed")

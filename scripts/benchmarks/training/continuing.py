@@ -26,14 +26,14 @@ from rich.console import Console
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from inference.targets.host_tensors import read_on_host
-from scripts.benchmarks.training import ablation
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.data.chat_tokens import drop_unusable, tokenize_conversations
-from training.data.collation import ConversationCollator
-from training.data.conversations import load_conversations
-from training.options.program_parser import ProgramParser
+from draftsmith.inference.targets.host_tensors import read_on_host
+from draftsmith.scripts.benchmarks.training import ablation
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
+from draftsmith.training.data.collation import ConversationCollator
+from draftsmith.training.data.conversations import load_conversations
+from draftsmith.training.options.program_parser import ProgramParser
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 UNCHANGED = "unchanged"  # the run that trains nothing

@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.kinds.eagle3 import Eagle3Config, Eagle3Heads, default_feature_layers
-from scripts.measuring.operations import count_operations
-from scripts.shared.one_line_errors import one_line_errors
-from training.options.program_parser import ProgramParser
+from draftsmith.heads.kinds.eagle3 import Eagle3Config, Eagle3Heads, default_feature_layers
+from draftsmith.scripts.measuring.operations import count_operations
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 
 PEAK = 989e12  # dense bfloat16 operations per second of an H100 SXM (data sheet)
 UTILISATION = 0.30  # share of PEAK in training; 35% was reported for EAGLE-3 with a 0.6B target on an A100
@@ -36,7 +36,7 @@ TOKENIZED = 5e5  # tokens that one core tokenizes in a second
 READ = 2e9  # bytes per second at which a machine reads the target's weights
 NUM_STEPS = 7  # steps of the training-time test in the authors' code
 BYTES_TRAINED = 16  # of a trained float32 parameter: weight, gradient, AdamW's two moments
-LOSS_BYTES = 3 * 4 * 2**25  # three float32 tensors of training.losses.teacher.CHUNK_ELEMENTS
+LOSS_BYTES = 3 * 4 * 2**25  # three float32 tensors of draftsmith.training.losses.teacher.CHUNK_ELEMENTS
 
 
 @dataclass

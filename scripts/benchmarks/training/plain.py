@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import heads.modules.block_view
-import heads.modules.layers
-from heads import DraftHeads, DraftStep
-from inference.targets.target import Target
+import draftsmith.heads.modules.block_view
+import draftsmith.heads.modules.layers
+from draftsmith.heads import DraftHeads, DraftStep
+from draftsmith.inference.targets.target import Target
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def run_target(target: Target, heads: DraftHeads, batch: dict[str, Any]) -> Plai
 def plain_loss(
     heads: DraftHeads, states: PlainStates, batch: dict[str, Any], *, step_decay: float, use_sdpa: bool = False
 ) -> Tensor:
-    """The distillation loss of a batch (`training.losses.draft_loss`), with gradients.
+    """The distillation loss of a batch (`draftsmith.training.losses.draft_loss`), with gradients.
 
     Args:
         use_sdpa: attend with torch's own function.
@@ -89,14 +89,14 @@ def shift_rows(step: DraftStep, teacher: Tensor) -> Tensor:
 def dense_attention(*, use_sdpa: bool) -> Iterator[None]:
     """Inside this context, draft layers attend with `attend_densely`, a block drafter to all blocks at once."""
     with (
-        patch.object(heads.modules.layers, "attend_unrolled", partial(attend_densely, use_sdpa=use_sdpa)),
-        patch.object(heads.modules.block_view, "QUERY_CHUNK", 1 << 30),
+        patch.object(draftsmith.heads.modules.layers, "attend_unrolled", partial(attend_densely, use_sdpa=use_sdpa)),
+        patch.object(draftsmith.heads.modules.block_view, "QUERY_CHUNK", 1 << 30),
     ):
         yield
 
 
 def attend_densely(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], *, use_sdpa: bool) -> Tensor:
-    """`heads.modules.unrolled_attention.attend_unrolled` over all keys at once."""
+    """`draftsmith.heads.modules.unrolled_attention.attend_unrolled` over all keys at once."""
     length, repeats = q.shape[2], q.shape[1] // keys[0].shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     own = torch.eye(length, dtype=torch.bool, device=q.device)

@@ -31,18 +31,18 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads import HEAD_TYPES, DraftHeads, create_heads
-from inference import Target
-from scripts.benchmarks.scripted.counting import reduce_vocabulary
-from scripts.benchmarks.training.plain import plain_loss, run_target
-from scripts.measuring.environment import describe_machine, describe_program
-from scripts.measuring.operations import count_operations
-from scripts.measuring.render import Grid
-from scripts.shared.clock import read_clock
-from scripts.shared.one_line_errors import one_line_errors
-from scripts.shared.whole_files import write_text
-from training.data.collation import ConversationCollator, find_documents
-from training.features.sources import (
+from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
+from draftsmith.inference import Target
+from draftsmith.scripts.benchmarks.scripted.counting import reduce_vocabulary
+from draftsmith.scripts.benchmarks.training.plain import plain_loss, run_target
+from draftsmith.scripts.measuring.environment import describe_machine, describe_program
+from draftsmith.scripts.measuring.operations import count_operations
+from draftsmith.scripts.measuring.render import Grid
+from draftsmith.scripts.shared.clock import read_clock
+from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.data.collation import ConversationCollator, find_documents
+from draftsmith.training.features.sources import (
     FeatureSource,
     HybridFeatures,
     OnlineFeatures,
@@ -50,11 +50,11 @@ from training.features.sources import (
     TextsCollator,
     look_ahead,
 )
-from training.features.store import FeatureStore, StoreSettings, name_tensors, write_settings
-from training.features.target_identity import identify_target
-from training.losses.draft_loss import draft_loss
-from training.losses.teacher import compute_teacher
-from training.options.program_parser import ProgramParser
+from draftsmith.training.features.store import FeatureStore, StoreSettings, name_tensors, write_settings
+from draftsmith.training.features.target_identity import identify_target
+from draftsmith.training.losses.draft_loss import draft_loss
+from draftsmith.training.losses.teacher import compute_teacher
+from draftsmith.training.options.program_parser import ProgramParser
 
 MIB = 1 << 20
 OURS, PLAIN, PLAIN_SDPA = IMPLEMENTATIONS = ("ours", "plain", "plain, sdpa")

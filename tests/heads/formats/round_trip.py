@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heads import DraftHeads
-from heads.formats.format import Exported, Format
-from heads.formats.published import OWN_KEY, Published, open_published
-from inference import Target, generate
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.format import Exported, Format
+from draftsmith.heads.formats.published import OWN_KEY, Published, open_published
+from draftsmith.inference import Target, generate
 from tests.tiny_targets import random_prompt
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import DraftHeads
-from heads.checkpoint import is_published
-from heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
-from heads.formats.llama_cpp.gguf_file import write_gguf
-from heads.formats.published import open_published
-from heads.formats.registry import find_format
-from inference import Target
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.checkpoint import is_published
+from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
+from draftsmith.heads.formats.llama_cpp.gguf_file import write_gguf
+from draftsmith.heads.formats.published import open_published
+from draftsmith.heads.formats.registry import find_format
+from draftsmith.inference import Target
 from tests.heads.formats.round_trip import (
     assert_damage_is_named,
     assert_lost_keys_are_refused,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from heads.formats.hydra import Hydra
-from heads.formats.published import Published
-from inference import Target
+from draftsmith.heads.formats.hydra import Hydra
+from draftsmith.heads.formats.published import Published
+from draftsmith.inference import Target
 from tests.heads.formats.round_trip import (
     assert_damage_is_named,
     assert_lost_keys_are_refused,

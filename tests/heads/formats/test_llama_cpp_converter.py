@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from heads import DraftHeads
-from heads.formats.llama_cpp.gguf_file import read_gguf
-from heads.formats.registry import find_format
-from inference import Target
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.llama_cpp.gguf_file import read_gguf
+from draftsmith.heads.formats.registry import find_format
+from draftsmith.inference import Target
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 CHECKOUT = os.environ.get("LLAMA_CPP")

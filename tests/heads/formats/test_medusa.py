@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from heads.formats.medusa import Medusa, VLLMMedusa
-from heads.formats.published import Published
-from inference import Target
+from draftsmith.heads.formats.medusa import Medusa, VLLMMedusa
+from draftsmith.heads.formats.published import Published
+from draftsmith.inference import Target
 from tests.heads.formats.round_trip import (
     assert_damage_is_named,
     assert_lost_keys_are_refused,

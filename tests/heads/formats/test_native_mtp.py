@@ -24,11 +24,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from heads import DraftHeads
-from heads.kinds.mtp import MTPHeads
-from heads.modules.stock_layer import StockLayer
-from inference import Target, generate
-from inference.targets.encoding import encode
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.kinds.mtp import MTPHeads
+from draftsmith.heads.modules.stock_layer import StockLayer
+from draftsmith.inference import Target, generate
+from draftsmith.inference.targets.encoding import encode
 from tests.heads.test_contract import Prefix, assert_scores, assert_tree_matches
 from tests.tiny_targets import RECURRENT_FAMILIES, random_prompt, tiny_target
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from heads import DraftHeads
-from heads.formats import published as published_module
-from heads.formats.block import VLLMBlock
-from heads.formats.published import find_file, open_published, read_index
-from heads.formats.registry import recognize
-from heads.formats.stitched_mtp import VLLMMTP
-from heads.kinds.mtp import MTPHeads
-from inference import Target
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats import published as published_module
+from draftsmith.heads.formats.block import VLLMBlock
+from draftsmith.heads.formats.published import find_file, open_published, read_index
+from draftsmith.heads.formats.registry import recognize
+from draftsmith.heads.formats.stitched_mtp import VLLMMTP
+from draftsmith.heads.kinds.mtp import MTPHeads
+from draftsmith.inference import Target
 from tests.heads.formats.round_trip import assert_same_heads, export_heads, write
 from tests.heads.formats.test_native_mtp import (
     name_as_deepseek,

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from heads import HEAD_TYPES, DraftHeads
-from heads.formats.published import open_published
-from heads.formats.registry import FORMATS, find_format, recognize
-from inference import Target
+from draftsmith.heads import HEAD_TYPES, DraftHeads
+from draftsmith.heads.formats.published import open_published
+from draftsmith.heads.formats.registry import FORMATS, find_format, recognize
+from draftsmith.inference import Target
 from tests.tiny_targets import tiny_target
 
 EAGLE1 = ["fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight", "embed_tokens.weight"]

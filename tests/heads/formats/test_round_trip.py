@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from heads import DraftHeads
-from heads.formats.format import Format
-from heads.formats.registry import FORMATS, find_format
-from inference import Target, generate
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.format import Format
+from draftsmith.heads.formats.registry import FORMATS, find_format
+from draftsmith.inference import Target, generate
 from tests.conftest import REPOSITORY
 from tests.heads.test_contract import assert_same_tensors, config_of
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads

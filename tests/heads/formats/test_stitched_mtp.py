@@ -12,11 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from heads import DraftHeads
-from heads.formats.registry import find_format
-from heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
-from heads.kinds.mtp import MTPHeads
-from inference import Target, generate
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.registry import find_format
+from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
+from draftsmith.heads.kinds.mtp import MTPHeads
+from draftsmith.inference import Target, generate
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
 from tests.heads.test_contract import assert_same_tensors, config_of
 from tests.heads.tiny_heads import tiny_heads

@@ -14,21 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import DraftHeads, create_heads
-from heads.kinds.block import BlockHeads, default_loss_decay, spaced_feature_layers
-from heads.modules import block_view as view_module
-from inference import Target, chain, generate
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.sampling import DraftSampling
-from inference.targets.encoding import encode
-from inference.trees.token_tree import TokenTree
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.heads.kinds.block import BlockHeads, default_loss_decay, spaced_feature_layers
+from draftsmith.heads.modules import block_view as view_module
+from draftsmith.inference import Target, chain, generate
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.inference.trees.token_tree import TokenTree
+from draftsmith.training.losses.draft_loss import draft_loss
+from draftsmith.training.losses.teacher import compute_teacher
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt
-from training.losses.draft_loss import draft_loss
-from training.losses.teacher import compute_teacher
 
 block = partial(tiny_heads, "block")
 

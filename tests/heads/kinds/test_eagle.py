@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import DraftHeads, create_heads
-from heads.kinds.eagle import EagleHeads
-from inference import Target
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.heads.kinds.eagle import EagleHeads
+from draftsmith.inference import Target
 from tests.heads.kinds import slow_layer
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target

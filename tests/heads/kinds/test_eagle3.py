@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import DraftHeads, create_heads
-from heads.kinds.eagle3 import Eagle3Heads, default_feature_layers
-from inference import Target, generate
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.heads.kinds.eagle3 import Eagle3Heads, default_feature_layers
+from draftsmith.inference import Target, generate
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import target_with_gains, tiny_heads

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from heads import create_heads
-from heads.kinds.hydra import HydraHeads
-from inference import Target
-from inference.targets.encoding import encode
+from draftsmith.heads import create_heads
+from draftsmith.heads.kinds.hydra import HydraHeads
+from draftsmith.inference import Target
+from draftsmith.inference.targets.encoding import encode
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from transformers import LlamaModel
 
-from heads import create_heads
-from heads.kinds.kangaroo import KangarooHeads, default_exit_layer
-from inference import DynamicTree, Target, chain, generate
-from inference.drafters.sampling import DraftSampling
-from inference.execution.step import DecodeStep
-from inference.targets.encoding import encode
-from inference.trees.token_tree import TokenTree
+from draftsmith.heads import create_heads
+from draftsmith.heads.kinds.kangaroo import KangarooHeads, default_exit_layer
+from draftsmith.inference import DynamicTree, Target, chain, generate
+from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads
@@ -78,7 +78,9 @@ def test_the_first_layers_are_prepared_once_for_each_model(monkeypatch: pytest.M
     """Targets of one model share them, and they do not keep the model alive."""
     model = tiny_target("llama")
     heads = kangaroo(Target.of(model))
-    monkeypatch.setattr("inference.targets.target.take_first_layers", lambda *_: pytest.fail("prepared again"))
+    monkeypatch.setattr(
+        "draftsmith.inference.targets.target.take_first_layers", lambda *_: pytest.fail("prepared again")
+    )
     heads.for_target(Target.of(model))
     freed = weakref.ref(model)
     del model, heads

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from heads import create_heads
-from inference import Target
-from inference.targets.encoding import encode
+from draftsmith.heads import create_heads
+from draftsmith.inference import Target
+from draftsmith.inference.targets.encoding import encode
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import create_heads
-from heads.kinds.mtp import MTPHeads
-from inference import Target, generate
+from draftsmith.heads import create_heads
+from draftsmith.heads.kinds.mtp import MTPHeads
+from draftsmith.inference import Target, generate
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import target_with_gains, tiny_heads

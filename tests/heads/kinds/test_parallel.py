@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import DraftHeads
-from heads.kinds.parallel import ParallelHeads
-from inference import Target
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.kinds.parallel import ParallelHeads
+from draftsmith.inference import Target
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads

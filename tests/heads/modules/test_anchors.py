@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from heads.modules.anchors import draw_slots
+from draftsmith.heads.modules.anchors import draw_slots
 
 
 def random_seeds(like: Tensor) -> Tensor:

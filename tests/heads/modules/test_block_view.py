@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-import heads.modules.block_view as module
-from heads.modules.block_view import BlockView
+import draftsmith.heads.modules.block_view as module
+from draftsmith.heads.modules.block_view import BlockView
 
 LENGTH, SIZE = 37, 4
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heads import DraftHeads, DraftStep
-from inference import Target
+from draftsmith.heads import DraftHeads, DraftStep
+from draftsmith.inference import Target
+from draftsmith.training.losses.draft_loss import LossOutput, draft_loss
+from draftsmith.training.losses.teacher import compute_teacher
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
-from training.losses.draft_loss import LossOutput, draft_loss
-from training.losses.teacher import compute_teacher
 
 LENGTHS = [9, 14, 5, 3, 60]  # those of the last are in a group of their own; the third and fourth have few losses
 every_kind = pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, OPTConfig
 
-from heads import create_heads
-from heads.config import decoder_settings
-from heads.kinds.eagle3 import Eagle3Config
-from heads.modules.layers import DraftCache, RMSNorm, RotaryEmbedding, rotate
-from inference import Target
+from draftsmith.heads import create_heads
+from draftsmith.heads.config import decoder_settings
+from draftsmith.heads.kinds.eagle3 import Eagle3Config
+from draftsmith.heads.modules.layers import DraftCache, RMSNorm, RotaryEmbedding, rotate
+from draftsmith.inference import Target
 from tests.tiny_targets import tiny_target
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import heads.modules.unrolled_attention as module
-from heads.modules.unrolled_attention import attend_in_chunks, attend_unrolled
+import draftsmith.heads.modules.unrolled_attention as module
+from draftsmith.heads.modules.unrolled_attention import attend_in_chunks, attend_unrolled
 
 Attend = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor]], Tensor]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from heads.modules.vocabulary import map_tensors, most_frequent_tokens, principal_embeddings
+from draftsmith.heads.modules.vocabulary import map_tensors, most_frequent_tokens, principal_embeddings
 
 
 def test_the_worked_example() -> None:

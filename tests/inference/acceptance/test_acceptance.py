@@ -20,12 +20,12 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from inference.acceptance.exact import accept_exact
-from inference.acceptance.sampler import Sampler
-from inference.acceptance.walk import Acceptance
-from inference.noise import gumbel_noise, row_seeds
-from inference.request.processors import NO_TOKEN, PREFIX_FREE
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.acceptance.exact import accept_exact
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.acceptance.walk import Acceptance
+from draftsmith.inference.noise import gumbel_noise, row_seeds
+from draftsmith.inference.request.processors import NO_TOKEN, PREFIX_FREE
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import compute_depths
 from tests.inference.ragged_texts import texts_of
 

@@ -22,22 +22,22 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from inference.acceptance.exact import accept_exact
-from inference.acceptance.rejection import DRAFT_STREAM, accept_blocks, accept_by_rejection
-from inference.acceptance.rules import RULES, resolve_rule, typical
-from inference.acceptance.sampler import Sampler
-from inference.acceptance.typical import accept_typical
-from inference.acceptance.walk import Acceptance
-from inference.drafters.base import DraftLogits
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.sampling import DraftSampling
-from inference.execution.step import DecodeStep
-from inference.noise import derive_seeds, row_seeds
-from inference.request.text_processors import read_processors
-from inference.request.texts import Texts
-from inference.targets.target import Target
-from inference.trees.dynamic import DynamicTree
-from inference.trees.static import StaticTree, chain
+from draftsmith.inference.acceptance.exact import accept_exact
+from draftsmith.inference.acceptance.rejection import DRAFT_STREAM, accept_blocks, accept_by_rejection
+from draftsmith.inference.acceptance.rules import RULES, resolve_rule, typical
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.acceptance.typical import accept_typical
+from draftsmith.inference.acceptance.walk import Acceptance
+from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.noise import derive_seeds, row_seeds
+from draftsmith.inference.request.text_processors import read_processors
+from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.dynamic import DynamicTree
+from draftsmith.inference.trees.static import StaticTree, chain
 from tests.inference.ragged_texts import texts_of
 from tests.tiny_targets import tiny_target
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference.cache.draft_rows import DraftRows
-from inference.cache.tree_cache import LayerSpec, PlaneSpec, TreeCache
+from draftsmith.inference.cache.draft_rows import DraftRows
+from draftsmith.inference.cache.tree_cache import LayerSpec, PlaneSpec, TreeCache
 
 
 def test_the_worked_example() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.cache.tree_cache import LayerSpec, PlaneSpec, TreeCache
+from draftsmith.inference.cache.tree_cache import LayerSpec, PlaneSpec, TreeCache
 
 CPU = torch.device("cpu")
 # Two layers as in most models, and one whose keys and values differ in width (MLA) and heads.

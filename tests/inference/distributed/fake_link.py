@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from inference.distributed.gloo_link import Server
-from inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.distributed.gloo_link import Server
+from draftsmith.inference.distributed.messages import Answer, Prompt, Task
 
 
 class FakeLink:

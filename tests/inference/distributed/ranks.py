@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from inference import Decoder, DistributedDecoder, NgramDrafter, SmallModelDrafter, Target, serve_target
-from inference.distributed.gloo_link import Channel, Greeting, serve
-from inference.distributed.messages import Answer, Prompt, Task
-from inference.distributed.server import TargetServer
+from draftsmith.inference import Decoder, DistributedDecoder, NgramDrafter, SmallModelDrafter, Target, serve_target
+from draftsmith.inference.distributed.gloo_link import Channel, Greeting, serve
+from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.distributed.server import TargetServer
 from tests.heads.tiny_heads import tiny_heads
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import random_prompt, tiny_target

@@ -9,10 +9,10 @@ from itertools import product
 
 import pytest
 
-from inference.distributed.chain import DraftChain
-from inference.distributed.coordinator import Coordinator
-from inference.distributed.messages import Answer, Prompt, Task
-from inference.distributed.timeline import Draft, Timeline, Verification
+from draftsmith.inference.distributed.chain import DraftChain
+from draftsmith.inference.distributed.coordinator import Coordinator
+from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.distributed.timeline import Draft, Timeline, Verification
 from tests.inference.distributed.fake_link import FakeLink
 
 VOCABULARY = 50

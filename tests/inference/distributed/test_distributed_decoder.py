@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-import inference.distributed.server as server
-from inference import Decoder, DistributedDecoder, Drafter, NgramDrafter, SmallModelDrafter, Target
-from inference.distributed.server import TargetServer
+import draftsmith.inference.distributed.server as server
+from draftsmith.inference import Decoder, DistributedDecoder, Drafter, NgramDrafter, SmallModelDrafter, Target
+from draftsmith.inference.distributed.server import TargetServer
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.distributed.fake_link import FakeLink
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from inference import Drafter, NgramDrafter, SmallModelDrafter, StagedDrafter, Target, chain
-from inference.acceptance.sampler import Sampler
-from inference.distributed.chain import DraftChain
-from inference.distributed.drafting import ChainDrafting
-from inference.distributed.messages import Answer
-from inference.execution.step import DecodeStep
-from inference.prompts import PromptReader
-from inference.stats import GenerationStats
+from draftsmith.inference import Drafter, NgramDrafter, SmallModelDrafter, StagedDrafter, Target, chain
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.distributed.chain import DraftChain
+from draftsmith.inference.distributed.drafting import ChainDrafting
+from draftsmith.inference.distributed.messages import Answer
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.prompts import PromptReader
+from draftsmith.inference.stats import GenerationStats
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference import generate
-from scripts.shared.model_loading import encode_messages
+from draftsmith.inference import generate
+from draftsmith.scripts.shared.model_loading import encode_messages
 from tests.conftest import REPOSITORY
 
 PROGRAM = [sys.executable, "-m", "tests.inference.distributed.ranks"]

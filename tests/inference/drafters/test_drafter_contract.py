@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import Target, generate
-from inference.drafters.base import Drafter, DraftLogits
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.small_model import SmallModelDrafter
-from inference.drafters.staged import StagedDrafter
-from inference.targets.encoding import encode
+from draftsmith.inference import Target, generate
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.drafters.staged import StagedDrafter
+from draftsmith.inference.targets.encoding import encode
 from tests.heads.formats.test_native_mtp import CASES, load
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.memory_tracker import find_tensors

@@ -11,10 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import DynamicTree, Target, generate
-from inference.drafters.base import Drafter, DraftLogits
-from inference.drafters.merged import MIN_WEIGHT, MergedDrafter, chance_of, find_columns, merge_drafts, to_chances
-from inference.drafters.ngram import NgramDrafter
+from draftsmith.inference import DynamicTree, Target, generate
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.merged import (
+    MIN_WEIGHT,
+    MergedDrafter,
+    chance_of,
+    find_columns,
+    merge_drafts,
+    to_chances,
+)
+from draftsmith.inference.drafters.ngram import NgramDrafter
 from tests.heads.tiny_heads import tiny_heads
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from inference import generate
-from inference.drafters.base import Drafter, DraftLogits
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import BACKOFF, NgramDrafter
-from inference.drafters.sampling import DraftSampling
-from inference.trees.dynamic import DynamicTree
+from draftsmith.inference import generate
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import BACKOFF, NgramDrafter
+from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference.trees.dynamic import DynamicTree
 from tests.tiny_targets import random_prompt, tiny_target
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import Decoder, DynamicTree, chain, generate
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.small_model import SmallModelDrafter
-from inference.drafters.staged import StagedDrafter
-from inference.targets.target import Target
+from draftsmith.inference import Decoder, DynamicTree, chain, generate
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.drafters.staged import StagedDrafter
+from draftsmith.inference.targets.target import Target
 from tests.inference.drafters.test_small_model import check, rough_copy
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target

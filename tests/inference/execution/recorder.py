@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inference.execution.captured import CapturedExecutor, Graph
+from draftsmith.inference.execution.captured import CapturedExecutor, Graph
 
 
 class WithoutEffect(TorchDispatchMode):

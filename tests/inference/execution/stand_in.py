@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from inference import Target
-from inference.targets.probing.probe import Findings
+from draftsmith.inference import Target
+from draftsmith.inference.targets.probing.probe import Findings
 
 DEVICE = torch.device("lazy:0")
 

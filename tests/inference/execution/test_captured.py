@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import Decoder, DynamicTree, Target, chain
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.small_model import SmallModelDrafter
-from inference.drafters.staged import StagedDrafter
-from inference.execution import captured
-from inference.execution.captured import CapturedCall, CapturedExecutor
-from inference.execution.parts import Parts
-from inference.execution.watched import storage_of
-from inference.loop import DecodeLoop
+from draftsmith.inference import Decoder, DynamicTree, Target, chain
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.drafters.staged import StagedDrafter
+from draftsmith.inference.execution import captured
+from draftsmith.inference.execution.captured import CapturedCall, CapturedExecutor
+from draftsmith.inference.execution.parts import Parts
+from draftsmith.inference.execution.watched import storage_of
+from draftsmith.inference.loop import DecodeLoop
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.execution.recorder import Recorder
 from tests.inference.execution.test_stand_in import DRAFTERS
@@ -180,7 +180,7 @@ def test_a_drafter_that_reads_on_the_host_runs_eagerly() -> None:
 @pytest.mark.parametrize("kind", slow_but({"mtp"}, ["mtp", "kangaroo", "block"]))
 def test_trees_of_all_sizes_and_steps_without_the_drafter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots that wait for the drafter outlive the replays that made them; the drafter catches up now and then."""
-    monkeypatch.setattr("inference.execution.drafting.CATCH_UP", 5)
+    monkeypatch.setattr("draftsmith.inference.execution.drafting.CATCH_UP", 5)
     target, prompt = Target(tiny_target("llama", num_hidden_layers=2)), random_prompt(9).repeat(1, 3)
     drafter = MergedDrafter(tiny_heads(kind, target), NgramDrafter())
     expected = Decoder(target).generate(prompt, max_new_tokens=70, **SAMPLED).sequences

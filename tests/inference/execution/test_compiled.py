@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.codegen.cpp import CppScheduling
 
-from inference import SmallModelDrafter
-from inference.execution import compiled
-from inference.execution.compiled import CompiledExecutor
-from inference.kernels.attention import GROUPED, STOCK
-from inference.targets.model_config import find_attention
+from draftsmith.inference import SmallModelDrafter
+from draftsmith.inference.execution import compiled
+from draftsmith.inference.execution.compiled import CompiledExecutor
+from draftsmith.inference.kernels.attention import GROUPED, STOCK
+from draftsmith.inference.targets.model_config import find_attention
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 from tests.tiny_multimodal import tiny_multimodal
 from tests.tiny_targets import tiny_target

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import HEAD_TYPES
-from inference import Decoder, DynamicTree, Target, chain, generate
-from inference.drafters.base import Drafter
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.small_model import SmallModelDrafter
-from inference.drafters.staged import StagedDrafter
-from inference.execution import drafting
-from inference.execution.drafting import CATCH_UP, Drafting
-from inference.loop import DecodeLoop
-from inference.trees.token_tree import TokenTree
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.inference import Decoder, DynamicTree, Target, chain, generate
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.drafters.staged import StagedDrafter
+from draftsmith.inference.execution import drafting
+from draftsmith.inference.execution.drafting import CATCH_UP, Drafting
+from draftsmith.inference.loop import DecodeLoop
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import ScriptedChoice, rough_copy
 from tests.params import slow_but

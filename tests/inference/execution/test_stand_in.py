@@ -16,24 +16,24 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from heads import HEAD_TYPES, DraftHeads
-from inference import Decoder, DynamicTree, Target
-from inference.acceptance.rules import RULES
-from inference.acceptance.sampler import Sampler
-from inference.drafters.base import Drafter, DraftLogits
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.small_model import SmallModelDrafter
-from inference.drafters.staged import StagedDrafter
-from inference.execution.drafting import TreeChoice
-from inference.execution.step import DecodeStep
-from inference.loop import DecodeLoop
-from inference.noise import row_seeds
-from inference.prompts import PromptReader
-from inference.request.generate_arguments import make_request
-from inference.stats import GenerationStats, PhaseClock
-from inference.trees.auto import AutoTree
-from inference.trees.options import resolve_policy
+from draftsmith.heads import HEAD_TYPES, DraftHeads
+from draftsmith.inference import Decoder, DynamicTree, Target
+from draftsmith.inference.acceptance.rules import RULES
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.drafters.staged import StagedDrafter
+from draftsmith.inference.execution.drafting import TreeChoice
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.loop import DecodeLoop
+from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.prompts import PromptReader
+from draftsmith.inference.request.generate_arguments import make_request
+from draftsmith.inference.stats import GenerationStats, PhaseClock
+from draftsmith.inference.trees.auto import AutoTree
+from draftsmith.inference.trees.options import resolve_policy
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.inference.execution.stand_in import DEVICE, RefuseHostTensors, move, stand_in_target, strict
 from tests.params import slow_but

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper
 
-from heads import HEAD_TYPES
-from inference import Decoder, DynamicTree, StaticTree, Target, chain
-from inference.drafters.base import Drafter
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.small_model import SmallModelDrafter
-from inference.drafters.staged import StagedDrafter
-from inference.execution.compiled import CompiledExecutor, count_graphs
-from inference.execution.executor import Executor
-from inference.execution.step import COMPILED_CHUNK, DecodeStep
-from inference.trees.token_tree import TokenTree
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.inference import Decoder, DynamicTree, StaticTree, Target, chain
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.drafters.staged import StagedDrafter
+from draftsmith.inference.execution.compiled import CompiledExecutor, count_graphs
+from draftsmith.inference.execution.executor import Executor
+from draftsmith.inference.execution.step import COMPILED_CHUNK, DecodeStep
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import rough_copy
 from tests.inference.plain_passes import compute_depths
@@ -124,7 +124,7 @@ def test_compiled_heads_draft_what_they_draft_eagerly(target: Target) -> None:
 @pytest.mark.parametrize("traced_alone", ["_extend|expand_level|_draft_ranks"], indirect=True, ids=[""])
 @pytest.mark.parametrize("kind", slow_but({"hydra", "mtp", "block"}, list(DRAFTERS)))
 def test_every_drafter_is_traced_whole(target: Target, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "inference.execution.compiled")
+    caplog.set_level("INFO", "draftsmith.inference.execution.compiled")
     check_compiled_drafter(target, kind)
     is_whole = kind != "staged"  # what it guesses decides which passes run: it drafts eagerly
     assert ("in pieces" not in "".join(caplog.messages)) == is_whole
@@ -155,7 +155,7 @@ def check_compiled_drafter(target: Target, kind: str) -> None:
 )
 def test_compiled_rules_accept_what_they_accept_eagerly(rule: str, tree: Any, caplog: pytest.LogCaptureFixture) -> None:
     """In one graph each, also with a processor that reads the text."""
-    caplog.set_level("INFO", "inference.execution.compiled")
+    caplog.set_level("INFO", "draftsmith.inference.execution.compiled")
     target = Target(tiny_target("llama", num_hidden_layers=2))
     heads = tiny_heads("medusa", target)
     compiled, eager = (Decoder(target, heads, tree=tree, acceptance=rule, compile=flag) for flag in (True, False))
@@ -355,7 +355,7 @@ def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches(caplog
 def test_prompts_share_the_graph_of_trees(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Of any length, alone and in a batch, also with windows; only the pieces that would be graphs of their own are
     read eagerly."""
-    monkeypatch.setattr("inference.execution.compiled._prefers_onednn", lambda dtypes: True)
+    monkeypatch.setattr("draftsmith.inference.execution.compiled._prefers_onednn", lambda dtypes: True)
     target = Target(tiny_target("mistral", num_hidden_layers=2))
     compiled = Decoder(target, NgramDrafter(), tree=DynamicTree(3, 2, 6), compile=True)
     prefill, pieces = Target.prefill, []
@@ -386,7 +386,7 @@ def test_plain_and_batch_invariant_decoders_read_prompts_eagerly(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batch-invariant text must not depend on the drafter, and plain decoding has no graph for prompts."""
-    monkeypatch.setattr("inference.execution.compiled._prefers_onednn", lambda dtypes: True)
+    monkeypatch.setattr("draftsmith.inference.execution.compiled._prefers_onednn", lambda dtypes: True)
     executor = CompiledExecutor([target.model])
     steps = [
         DecodeStep(*arguments, executor=executor)

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference.kernels.packed_masks import WORDS, pack_chain, pack_tree, unpack_mask
-from inference.trees.token_tree import compute_ancestors
+from draftsmith.inference.kernels.packed_masks import WORDS, pack_chain, pack_tree, unpack_mask
+from draftsmith.inference.trees.token_tree import compute_ancestors
 
 ZERO = torch.zeros(1, dtype=torch.long)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, device: torch.device) -> Tensor:
     """The kernels' result on a device, on the CPU."""
-    from inference.kernels.triton_kernel import attend_packed
+    from draftsmith.inference.kernels.triton_kernel import attend_packed
 
     query, key, value, packed = (values.to(device) for values in (query, key, value, packed))
     return attend_packed(query, key, value, packed, query.shape[-1] ** -0.5).cpu()

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from inference import Target
-from inference.execution.compiled import CompiledExecutor
-from inference.kernels.attention import (
+from draftsmith.inference import Target
+from draftsmith.inference.execution.compiled import CompiledExecutor
+from draftsmith.inference.kernels.attention import (
     EXACT_ROWS,
     GROUPED,
     LONG_PASS,
@@ -20,7 +20,7 @@ from inference.kernels.attention import (
     attend_masked,
     grouped_attention,
 )
-from inference.kernels.packed_weights import has_bfloat16
+from draftsmith.inference.kernels.packed_weights import has_bfloat16
 from tests.tiny_targets import random_prompt, tiny_target
 
 
@@ -93,7 +93,8 @@ def test_verify_passes_go_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = target.new_cache(1, 64)
     calls = []
     monkeypatch.setattr(
-        "inference.kernels.attention.attend_masked", lambda *a, **k: calls.append(1) or attend_masked(*a, **k)
+        "draftsmith.inference.kernels.attention.attend_masked",
+        lambda *a, **k: calls.append(1) or attend_masked(*a, **k),
     )
     prompt = random_prompt(6)
     target.prefill(cache, prompt, torch.tensor([6]))

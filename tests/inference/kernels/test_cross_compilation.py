@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from inference.kernels import triton_kernel
+from draftsmith.inference.kernels import triton_kernel
 
 # Compute capability -> shared memory of a block, in bytes (CUDA C++ programming guide, "Technical specifications").
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}

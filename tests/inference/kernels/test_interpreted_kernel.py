@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from inference import Decoder, DynamicTree, Target, chain, generate
-from inference.kernels.packed_masks import WORDS
+from draftsmith.inference import Decoder, DynamicTree, Target, chain, generate
+from draftsmith.inference.kernels.packed_masks import WORDS
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.execution.recorder import recording_executor
@@ -92,7 +92,7 @@ def test_a_row_does_not_depend_on_the_rest_of_the_pass(length: int) -> None:
 @pytest.mark.parametrize("family", slow_but(["mistral"], ["llama", "mistral"]))
 def test_a_whole_decode(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped heads; Mistral has a window of 8 tokens. The text is transformers' own, with near-ties shown."""
-    from inference.kernels import triton_kernel
+    from draftsmith.inference.kernels import triton_kernel
 
     model = tiny_target(family, initializer_range=0.3, num_hidden_layers=2)
     target, calls = Target(model), []
@@ -120,7 +120,7 @@ def test_a_verify_pass_is_one_graph() -> None:
     cache = target.new_cache(1, 128)
     target.prefill(cache, random_prompt(6), torch.tensor([6]))
     cache.open_slots(4)
-    from inference.trees.token_tree import TokenTree
+    from draftsmith.inference.trees.token_tree import TokenTree
 
     parents = torch.tensor([[-1, 0, 0, 1]])
     tree = TokenTree(random_prompt(4), parents, torch.tensor([[0, 1, 1, 2]]), torch.zeros(1, 4))
@@ -134,7 +134,7 @@ def test_a_verify_pass_is_one_graph() -> None:
 @pytest.mark.slow
 def test_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recorder stands for CUDA graphs. The kernels run inside of them."""
-    from inference.kernels import triton_kernel
+    from draftsmith.inference.kernels import triton_kernel
 
     target, calls = Target(tiny_target("llama", num_hidden_layers=1)), []
     prompt, settings = random_prompt(12), {"max_new_tokens": 10, "do_sample": True, "seed": 3}

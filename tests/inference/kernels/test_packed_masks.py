@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference import Target
-from inference.kernels.attention import attend_grouped
-from inference.kernels.packed_masks import pack_chain, pack_tree, unpack_even_chain, unpack_mask
-from inference.targets.masks import TreeMasks
-from inference.trees.token_tree import compute_ancestors
+from draftsmith.inference import Target
+from draftsmith.inference.kernels.attention import attend_grouped
+from draftsmith.inference.kernels.packed_masks import pack_chain, pack_tree, unpack_even_chain, unpack_mask
+from draftsmith.inference.targets.masks import TreeMasks
+from draftsmith.inference.trees.token_tree import compute_ancestors
 from tests.memory_tracker import MemoryTracker
 from tests.tiny_targets import SLIDING_WINDOW, random_prompt, tiny_target
 
@@ -74,7 +74,7 @@ def test_a_prompt(window: int | None, origin: int, length: int) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "qwen3"])
 def test_prompts_get_the_same_bits(family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one length, and of several; in one chunk and in chunks of 64."""
-    monkeypatch.setattr("inference.targets.masks.FEW_SLOTS", 0)
+    monkeypatch.setattr("draftsmith.inference.targets.masks.FEW_SLOTS", 0)
     target = Target(tiny_target(family))
     assert target.masks.packs_prompts
     ids = random_prompt(max(lengths), batch_size=len(lengths))

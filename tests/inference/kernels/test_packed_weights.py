@@ -12,10 +12,10 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from heads import HEAD_TYPES, create_heads
-from inference import Decoder, Target
-from inference.kernels import packed_weights
-from inference.kernels.packed_weights import PackedLinear, pack
+from draftsmith.heads import HEAD_TYPES, create_heads
+from draftsmith.inference import Decoder, Target
+from draftsmith.inference.kernels import packed_weights
+from draftsmith.inference.kernels.packed_weights import PackedLinear, pack
 from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import FAMILIES, random_prompt, tiny_target

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation import BaseStreamer
 
-from inference import Target, generate
-from inference.pipelined.decoder import PipelinedDecoder
-from inference.pipelined.texts_in_flight import Segment, TextInFlight
-from inference.targets.layer_groups import LayerGroups, tie_layers
+from draftsmith.inference import Target, generate
+from draftsmith.inference.pipelined.decoder import PipelinedDecoder
+from draftsmith.inference.pipelined.texts_in_flight import Segment, TextInFlight
+from draftsmith.inference.targets.layer_groups import LayerGroups, tie_layers
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
 LENGTHS = (5, 23, 1)

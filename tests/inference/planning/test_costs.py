@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from inference import Decoder, Target
-from inference.acceptance.sampler import Sampler
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.execution.compiled import CompiledExecutor
-from inference.execution.executor import Executor
-from inference.execution.step import DecodeStep
-from inference.planning import costs as costs_module
-from inference.planning.costs import (
+from draftsmith.inference import Decoder, Target
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.execution.compiled import CompiledExecutor
+from draftsmith.inference.execution.executor import Executor
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.planning import costs as costs_module
+from draftsmith.inference.planning.costs import (
     LEAST_AGE,
     MEASURED_ROUNDS,
     MOST_AGE,
@@ -31,7 +31,7 @@ from inference.planning.costs import (
     load_costs,
     store_costs,
 )
-from inference.trees.auto import gamma_chain
+from draftsmith.inference.trees.auto import gamma_chain
 from tests.inference.execution.recorder import recording_executor
 from tests.lossless.restless import auto_tree
 from tests.tiny_targets import random_prompt, tiny_target

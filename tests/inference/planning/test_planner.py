@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from inference import Decoder, DraftLogits, DraftSampling, DynamicTree, generate
-from inference.acceptance.sampler import Sampler
-from inference.drafters.ngram import NgramDrafter
-from inference.planning.accepted_lengths import AcceptedLengths
-from inference.planning.costs import LEAST_AGE, MOST_AGE, StepCosts
-from inference.planning.planner import COMPARED_STEPS, TreePlanner
-from inference.trees.auto import AutoTree, gamma_chain
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference import Decoder, DraftLogits, DraftSampling, DynamicTree, generate
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.planning.accepted_lengths import AcceptedLengths
+from draftsmith.inference.planning.costs import LEAST_AGE, MOST_AGE, StepCosts
+from draftsmith.inference.planning.planner import COMPARED_STEPS, TreePlanner
+from draftsmith.inference.trees.auto import AutoTree, gamma_chain
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.lossless.restless import auto_tree
 from tests.params import slow_but
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
@@ -127,7 +127,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1e9
         for name in ("planner.time.perf_counter", "costs.time.time"):
-            monkeypatch.setattr(f"inference.planning.{name}", lambda: self.now)
+            monkeypatch.setattr(f"draftsmith.inference.planning.{name}", lambda: self.now)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_costs_are_measured_again_when_steps_take_another_time(
         doubted.append(set(doubted_costs))
         return StepCosts((64, 896), (1.0, 1.0), (9.0, 9.0), (9.0, 9.0), (2, 3), measured_at=clock.now)
 
-    monkeypatch.setattr("inference.planning.planner.find_costs", find)
+    monkeypatch.setattr("draftsmith.inference.planning.planner.find_costs", find)
     planner.begin(decoder.step, Sampler(), 1)
     first = planner._by_rows[1]
     for number in range(COMPARED_STEPS):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from inference.request.chat_template import ChatRenderer, ConversationError, encode_prompt
+from draftsmith.inference.request.chat_template import ChatRenderer, ConversationError, encode_prompt
 from tests.chat_template_shapes import CALL, CALLING, SHAPES, TOOLS
 from tests.conftest import CHAT_TARGET
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference import NgramDrafter, SmallModelDrafter, chain, generate
+from draftsmith.inference import NgramDrafter, SmallModelDrafter, chain, generate
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from inference import generate
-from inference.request.model_settings import find_model_settings
+from draftsmith.inference import generate
+from draftsmith.inference.request.model_settings import find_model_settings
 from tests.tiny_targets import tiny_target
 
 OWN: dict[str, Any] = {"repetition_penalty": 1.9, "min_p": 0.2, "top_k": 20, "no_repeat_ngram_size": 0, "top_p": 1.0}

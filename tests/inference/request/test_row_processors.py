@@ -16,8 +16,8 @@ from packaging import version
 from torch import Tensor, nn
 from transformers import PrefixConstrainedLogitsProcessor, PreTrainedModel
 
-from inference import NgramDrafter, Target, generate
-from inference.request.row_processors import processors_of_row
+from draftsmith.inference import NgramDrafter, Target, generate
+from draftsmith.inference.request.row_processors import processors_of_row
 from tests.params import slow_but
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 

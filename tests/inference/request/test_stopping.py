@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import MaxTimeCriteria, StopStringCriteria
 
-from inference.request.stopping import Stopping
+from draftsmith.inference.request.stopping import Stopping
 
 CPU = torch.device("cpu")
 WORDS = "the singing bird and then the end, and thence a ring a thing it sings and then"

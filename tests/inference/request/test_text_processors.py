@@ -13,10 +13,10 @@ from packaging.version import Version
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from inference.request.processors import OccurrencePenaltiesLogitsProcessor
-from inference.request.text_processors import TextProcessor, read_processors
-from inference.request.texts import Texts
-from inference.trees.token_tree import TokenTree, compute_ancestors
+from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
+from draftsmith.inference.request.text_processors import TextProcessor, read_processors
+from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.trees.token_tree import TokenTree, compute_ancestors
 from tests.inference.plain_passes import compute_depths
 from tests.inference.ragged_texts import texts_of
 from tests.params import slow_but

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference import Drafter, Target, generate
-from inference.noise import row_seeds
-from inference.request.generate_arguments import make_request
-from inference.serving.row import Piece, Row, StopStrings
-from inference.serving.scheduler import LaneName, Scheduler
-from inference.streaming.detokenizer import IncrementalDetokenizer
+from draftsmith.inference import Drafter, Target, generate
+from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.request.generate_arguments import make_request
+from draftsmith.inference.serving.row import Piece, Row, StopStrings
+from draftsmith.inference.serving.scheduler import LaneName, Scheduler
+from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 
 SECONDS = 60  # nothing here takes so long, unless it hangs
 

@@ -13,12 +13,12 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from inference import Target
-from inference.drafters.small_model import SmallModelDrafter
-from inference.serving.app import create_app
-from inference.serving.row_maker import name_drafters
-from inference.serving.scheduler import Limits, Scheduler
-from inference.serving.server import DrainingServer, new_server
+from draftsmith.inference import Target
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.serving.app import create_app
+from draftsmith.inference.serving.row_maker import name_drafters
+from draftsmith.inference.serving.scheduler import Limits, Scheduler
+from draftsmith.inference.serving.server import DrainingServer, new_server
 from tests.inference.serving.arrivals import SECONDS
 from tests.tiny_targets import tiny_target
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from inference import Target
-from inference.serving.scheduler import Limits
+from draftsmith.inference import Target
+from draftsmith.inference.serving.scheduler import Limits
 from tests.inference.serving.conftest import MODEL, Running, running
 from tests.inference.serving.test_replies import MESSAGES, tokenizer_of
 from tests.tiny_targets import tiny_target

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from inference import Target
-from inference.serving.row_maker import name_drafters
-from inference.serving.scheduler import Limits, Scheduler
-from scripts.shared.model_loading import load_heads
+from draftsmith.inference import Target
+from draftsmith.inference.serving.row_maker import name_drafters
+from draftsmith.inference.serving.scheduler import Limits, Scheduler
+from draftsmith.scripts.shared.model_loading import load_heads
 from tests.conftest import REPOSITORY
 from tests.inference.serving.conftest import serve_in_thread
 from tests.inference.serving.page_server import TEXT, PageServer, split_words

@@ -16,10 +16,10 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from inference import Target
-from inference.serving import app
-from inference.serving.protocol import ChatRequest, CompletionRequest
-from inference.serving.scheduler import Limits
+from draftsmith.inference import Target
+from draftsmith.inference.serving import app
+from draftsmith.inference.serving.protocol import ChatRequest, CompletionRequest
+from draftsmith.inference.serving.scheduler import Limits
 from tests.inference.serving.arrivals import SECONDS
 from tests.inference.serving.conftest import MODEL, Running, running
 

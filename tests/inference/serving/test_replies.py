@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from inference import Target, generate
-from inference.request.processors import OccurrencePenaltiesLogitsProcessor
-from inference.serving import app
-from inference.serving.scheduler import Limits
+from draftsmith.inference import Target, generate
+from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
+from draftsmith.inference.serving import app
+from draftsmith.inference.serving.scheduler import Limits
 from tests.inference.serving.arrivals import SECONDS
 from tests.inference.serving.conftest import MODEL, Running, running
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from transformers.generation import logits_process as stock
 
-from inference.acceptance.joined_sampler import JoinedSampler
-from inference.acceptance.sampler import Sampler, pick_token
-from inference.batch import close_ranks
-from inference.noise import row_seeds
-from inference.request.processors import OccurrencePenaltiesLogitsProcessor
-from inference.request.text_processors import read_processors
-from inference.request.texts import Texts
-from inference.serving.row import StopStrings
+from draftsmith.inference.acceptance.joined_sampler import JoinedSampler
+from draftsmith.inference.acceptance.sampler import Sampler, pick_token
+from draftsmith.inference.batch import close_ranks
+from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
+from draftsmith.inference.request.text_processors import read_processors
+from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.serving.row import StopStrings
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from inference import Drafter, Target
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.small_model import SmallModelDrafter
-from inference.drafters.staged import StagedDrafter
-from inference.execution.drafting import CATCH_UP, Drafting
-from inference.execution.step import DecodeStep
-from inference.planning.costs import StepCosts
-from inference.planning.planner import TreePlanner
-from inference.prompts import PREFILL_CHUNK, PromptReader
-from inference.serving.lane import Lane
-from inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
+from draftsmith.inference import Drafter, Target
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.drafters.staged import StagedDrafter
+from draftsmith.inference.execution.drafting import CATCH_UP, Drafting
+from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.planning.costs import StepCosts
+from draftsmith.inference.planning.planner import TreePlanner
+from draftsmith.inference.prompts import PREFILL_CHUNK, PromptReader
+from draftsmith.inference.serving.lane import Lane
+from draftsmith.inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.serving.arrivals import SECONDS, Arrival, drafters_of, draw_options, end, serve
 from tests.params import slow_but
@@ -109,7 +109,7 @@ def guess_costs(step: DecodeStep, batch_size: int, *_: Any, most_rows: int = 2) 
 
 def test_the_planner_hears_how_much_each_row_has_to_go(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a served batch are in the order in which they joined; the planner learns from those with most to go."""
-    monkeypatch.setattr("inference.planning.planner.find_costs", partial(guess_costs, most_rows=9))
+    monkeypatch.setattr("draftsmith.inference.planning.planner.find_costs", partial(guess_costs, most_rows=9))
     seen: list[tuple[list[int], list[int]]] = []
     learn = TreePlanner.learn
 
@@ -133,7 +133,7 @@ def test_the_planner_hears_how_much_each_row_has_to_go(oracle: Scheduler, monkey
 
 @pytest.mark.parametrize("tree", ["chain:2", "dynamic:3,2,6", "auto"])
 def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.planning.planner.find_costs", guess_costs)
+    monkeypatch.setattr("draftsmith.inference.planning.planner.find_costs", guess_costs)
     arrivals = draw_arrivals(oracle.target, 6)
     for number, arrival in enumerate(arrivals):
         arrival.lane = ("draft", tree if number % 2 else None)
@@ -145,7 +145,7 @@ def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: py
     """Rows join and leave all the time. The drafter reads what waits for it, and its rows stay those of the batch."""
     target, held = target_of("llama", num_hidden_layers=2), []
     never = partial(guess_costs, most_rows=0)
-    monkeypatch.setattr("inference.planning.planner.find_costs", never)
+    monkeypatch.setattr("draftsmith.inference.planning.planner.find_costs", never)
     take = Drafting.take
 
     def note(drafting: Drafting, slots: Any) -> None:
@@ -176,7 +176,7 @@ def test_more_lanes_than_fit_take_turns(oracle: Scheduler) -> None:
 
 def test_a_row_without_a_lane_is_not_passed_for_ever(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two lanes are busy for as long as others may pass; then one of them empties."""
-    monkeypatch.setattr("inference.serving.scheduler.PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr("draftsmith.inference.serving.scheduler.PATIENCE_SECONDS", 0.0)
     options = {"max_new_tokens": 8, "do_sample": False}
     lanes = [("draft", None), ("none", None), ("draft", "chain:2"), *[("draft", None), ("none", None)] * 4]
     arrivals = [Arrival(oracle.target, [number + 3], options, lane=lane) for number, lane in enumerate(lanes)]

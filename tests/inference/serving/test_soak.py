@@ -14,10 +14,10 @@ import httpx
 import pytest
 import torch
 
-from inference import Drafter, Target
-from inference.planning.costs import StepCosts
-from inference.serving.lane import Lane
-from inference.serving.scheduler import Limits, Scheduler
+from draftsmith.inference import Drafter, Target
+from draftsmith.inference.planning.costs import StepCosts
+from draftsmith.inference.serving.lane import Lane
+from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.serving.arrivals import SECONDS, Arrival, drafters_of, end
 from tests.inference.serving.conftest import Running
@@ -108,7 +108,7 @@ def serve_steps(target: Target, drafter: Drafter, marks: Sequence[int], *, max_r
 @pytest.mark.slow
 def test_a_batch_that_never_drafts_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the lane: its cache, the drafter's state, and what waits for the drafter, which is read in parts."""
-    monkeypatch.setattr("inference.planning.planner.find_costs", forbid_drafting)
+    monkeypatch.setattr("draftsmith.inference.planning.planner.find_costs", forbid_drafting)
     target = target_of("llama", num_hidden_layers=2)
     marks = range(NUM_STEPS // 10, NUM_STEPS + 1, NUM_STEPS // 10)
     found = [lane for lane, _ in serve_steps(target, tiny_heads("eagle3", target), marks, max_rows=3)]

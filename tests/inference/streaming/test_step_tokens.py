@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from inference import Decoder, DynamicTree, StaticTree, StepTokens, chain, generate, stream
-from inference.drafters.sampling import GREEDY_TEMPERATURE
-from inference.loop import DecodeLoop
+from draftsmith.inference import Decoder, DynamicTree, StaticTree, StepTokens, chain, generate, stream
+from draftsmith.inference.drafters.sampling import GREEDY_TEMPERATURE
+from draftsmith.inference.loop import DecodeLoop
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 

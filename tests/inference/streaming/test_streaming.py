@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from heads import create_heads
-from inference import Decoder, SmallModelDrafter, Target, TokenStream, chain, generate, stream
+from draftsmith.heads import create_heads
+from draftsmith.inference import Decoder, SmallModelDrafter, Target, TokenStream, chain, generate, stream
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 

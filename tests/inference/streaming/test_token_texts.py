@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from inference.streaming.detokenizer import IncrementalDetokenizer
-from inference.streaming.token_texts import TokenTexts
+from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
+from draftsmith.inference.streaming.token_texts import TokenTexts
 from tests.tiny_tokenizers import sentencepiece_tokenizer, wordpiece_tokenizer
 
 ODD_TEXT = "Grüße, 日本語 🙂👩‍👩‍👧 naïve\n\n  two spaces, ½ and \u0000, \ufffd, Ġ, ▁, <0x41>"

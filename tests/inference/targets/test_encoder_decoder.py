@@ -18,13 +18,13 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from inference import Decoder, DynamicTree, MergedDrafter, StaticTree, Target, TreePolicy, chain, generate
-from inference.cache.tree_cache import TreeCache
-from inference.drafters.base import Drafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.small_model import SmallModelDrafter
-from inference.drafters.staged import StagedDrafter
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference import Decoder, DynamicTree, MergedDrafter, StaticTree, Target, TreePolicy, chain, generate
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.drafters.staged import StagedDrafter
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import random_tree
 from tests.inference.tiny_encoder_decoders import (
     KINDS,
@@ -181,7 +181,7 @@ def test_small_model_drafts_what_it_would_say_itself() -> None:
 @pytest.mark.slow
 def test_compiled_texts_share_their_graphs(caplog: pytest.LogCaptureFixture) -> None:
     """Behind the first text, neither a step nor a source of another length makes a graph."""
-    caplog.set_level("INFO", "inference.execution.compiled")
+    caplog.set_level("INFO", "draftsmith.inference.execution.compiled")
     model = tiny_encoder_decoder("t5-v1.1", 0, num_decoder_layers=1)
     small = SmallModelDrafter(tiny_encoder_decoder("t5-v1.1", 0, num_decoder_layers=1, noise=0.1))
     decoder = Decoder(model, small, tree=DynamicTree(2, 2, 5), compile=True)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5EncoderModel
 
-from heads import create_heads
-from inference import Target, generate
-from inference.drafters.small_model import SmallModelDrafter
-from inference.targets.encoding import encode
+from draftsmith.heads import create_heads
+from draftsmith.inference import Target, generate
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.targets.encoding import encode
 from tests.inference.tiny_encoder_decoders import (
     LEFT_OUT,
     START,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from inference.targets.forward_names import CACHE_NAMES, ForwardNames, find_cache_name, read_cache
+from draftsmith.inference.targets.forward_names import CACHE_NAMES, ForwardNames, find_cache_name, read_cache
 from tests.conftest import REPOSITORY
 from tests.tiny_targets import tiny_target
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import Target
-from inference.kernels.packed_weights import has_bfloat16
-from inference.targets.probing import invariance
+from draftsmith.inference import Target
+from draftsmith.inference.kernels.packed_weights import has_bfloat16
+from draftsmith.inference.targets.probing import invariance
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 from tests.tiny_targets import tiny_target
 
@@ -41,7 +41,9 @@ def test_a_layer_that_counts_rows_is_refused() -> None:
 def test_a_model_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     check = invariance.check_invariance
-    monkeypatch.setattr("inference.targets.target.check_invariance", lambda target: calls.append(check(target)))
+    monkeypatch.setattr(
+        "draftsmith.inference.targets.target.check_invariance", lambda target: calls.append(check(target))
+    )
     target = Target.of(tiny_target("llama", dtype=torch.bfloat16))
     mode = target.batch_invariant()
     assert mode.batch_invariant() is mode

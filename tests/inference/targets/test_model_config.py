@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.targets import model_config
+from draftsmith.inference.targets import model_config
 
 
 @pytest.mark.parametrize(("takes_lists", "expected"), [(True, [1, 3]), (False, True)])

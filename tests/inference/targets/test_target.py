@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference.targets.encoding import encode
-from inference.targets.target import Target
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import (
     ATOL,
     assert_states_close,

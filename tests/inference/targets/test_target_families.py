@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import FalconConfig, FalconForCausalLM
 
-from inference import DynamicTree, generate
-from inference.drafters.ngram import NgramDrafter
-from inference.targets.encoding import encode
-from inference.targets.target import Target
+from draftsmith.inference import DynamicTree, generate
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.inference.targets.target import Target
 from tests.conftest import REPOSITORY
 from tests.inference.plain_passes import ATOL, calm_target, run_plainly
 from tests.lossless.near_tie import assert_same_text

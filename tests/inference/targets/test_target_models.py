@@ -10,10 +10,10 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from inference import Decoder, DynamicTree, NgramDrafter, generate
-from inference.targets.forward_names import find_cache_name
-from inference.targets.target import Target
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference import Decoder, DynamicTree, NgramDrafter, generate
+from draftsmith.inference.targets.forward_names import find_cache_name
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import ATOL, assert_states_close, calm_target, run_plainly
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter

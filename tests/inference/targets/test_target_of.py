@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from inference import Target, generate
-from inference.targets import target as target_module
+from draftsmith.inference import Target, generate
+from draftsmith.inference.targets import target as target_module
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 from tests.tiny_targets import random_prompt, tiny_target
 

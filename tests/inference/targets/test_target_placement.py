@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from inference import DynamicTree, generate, stream
-from inference.cache.tree_cache import LayerSpec, TreeCache
-from inference.drafters.ngram import NgramDrafter
-from inference.targets.encoding import encode
-from inference.targets.probing.probe import Findings
-from inference.targets.target import Target
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference import DynamicTree, generate, stream
+from draftsmith.inference.cache.tree_cache import LayerSpec, TreeCache
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.inference.targets.probing.probe import Findings
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.conftest import REPOSITORY
 from tests.inference.targets.test_target_refusals import ignore_argument
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
@@ -375,8 +375,8 @@ def test_errors_in_inference_mode_that_are_the_models_own() -> None:
 TENSOR_PARALLEL = """
 import sys, torch, torch.distributed as dist
 from transformers import AutoModelForCausalLM
-from inference import generate
-from inference.drafters.ngram import NgramDrafter
+from draftsmith.inference import generate
+from draftsmith.inference.drafters.ngram import NgramDrafter
 from tests.inference.targets.test_target_placement import check_greedy_text
 from tests.tiny_targets import random_prompt, tiny_target
 

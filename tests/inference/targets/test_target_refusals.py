@@ -28,10 +28,10 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from inference import Decoder
-from inference.targets.encoding import encode
-from inference.targets.forward_names import read_cache
-from inference.targets.target import Target
+from draftsmith.inference import Decoder
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.inference.targets.forward_names import read_cache
+from draftsmith.inference.targets.target import Target
 from tests.inference.plain_passes import calm_target
 from tests.tiny_targets import random_prompt, tiny_target
 

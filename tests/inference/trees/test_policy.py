@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import DraftLogits, DraftSampling, DynamicTree, StaticTree, TreePolicy, chain
-from inference.acceptance.sampler import Sampler
-from inference.drafters.base import Drafter
-from inference.drafters.sampling import GREEDY_TEMPERATURE
-from inference.request.processors import COLUMN_FREE
-from inference.trees.options import resolve_policy
-from inference.trees.token_tree import TokenTree
+from draftsmith.inference import DraftLogits, DraftSampling, DynamicTree, StaticTree, TreePolicy, chain
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.drafters.sampling import GREEDY_TEMPERATURE
+from draftsmith.inference.request.processors import COLUMN_FREE
+from draftsmith.inference.trees.options import resolve_policy
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.conftest import REPOSITORY
 
 V = 11

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from inference.trees.static import StaticTree, _StaticPlan, order_paths
-from inference.trees.token_tree import TokenTree, compute_ancestors
+from draftsmith.inference.trees.static import StaticTree, _StaticPlan, order_paths
+from draftsmith.inference.trees.token_tree import TokenTree, compute_ancestors
 from tests.inference.plain_passes import compute_depths
 
 

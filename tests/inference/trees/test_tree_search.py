@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from inference import StaticTree
-from inference.trees.search import best_static_tree
+from draftsmith.inference import StaticTree
+from draftsmith.inference.trees.search import best_static_tree
 
 
 def gain(path: tuple[int, ...], accuracy: list[list[float]]) -> float:

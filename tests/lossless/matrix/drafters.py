@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from heads import HEAD_TYPES
-from inference import Drafter, DynamicTree, StaticTree, Target, TreePolicy, chain
-from inference.drafters.merged import MergedDrafter
-from inference.drafters.ngram import NgramDrafter
-from inference.drafters.small_model import SmallModelDrafter
-from inference.drafters.staged import StagedDrafter
-from inference.trees.auto import gamma_chain
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.inference import Drafter, DynamicTree, StaticTree, Target, TreePolicy, chain
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.drafters.staged import StagedDrafter
+from draftsmith.inference.trees.auto import gamma_chain
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import rough_copy

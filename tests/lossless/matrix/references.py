@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inference import Decoder, Target
+from draftsmith.inference import Decoder, Target
 from tests.tiny_targets import attention_implementations, random_prompt, tiny_target
 
 CHAT = "chat-13m"

@@ -12,15 +12,15 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from heads import HEAD_TYPES, create_heads
-from inference import DynamicTree, Target
-from inference.trees.options import resolve_policy
-from scripts.benchmarks import drafters
-from scripts.benchmarks.drafters import DraftersArguments, find_means, make_grid
-from scripts.measuring.contenders import NGRAMS
-from scripts.measuring.measure import PLAIN, TRANSFORMERS
-from scripts.measuring.render import Grid
-from scripts.shared.model_loading import fit_tree
+from draftsmith.heads import HEAD_TYPES, create_heads
+from draftsmith.inference import DynamicTree, Target
+from draftsmith.inference.trees.options import resolve_policy
+from draftsmith.scripts.benchmarks import drafters
+from draftsmith.scripts.benchmarks.drafters import DraftersArguments, find_means, make_grid
+from draftsmith.scripts.measuring.contenders import NGRAMS
+from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
+from draftsmith.scripts.measuring.render import Grid
+from draftsmith.scripts.shared.model_loading import fit_tree
 
 pytestmark = pytest.mark.usefixtures("known_hardware")
 

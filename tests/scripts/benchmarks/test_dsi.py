@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference import Decoder
-from scripts.benchmarks import dsi
-from scripts.benchmarks.scripted.counting import ScriptedChances, make_counting_target, make_random_heads
-from scripts.benchmarks.servers.simulation import Costs, Setting, simulate, sweep
+from draftsmith.inference import Decoder
+from draftsmith.scripts.benchmarks import dsi
+from draftsmith.scripts.benchmarks.scripted.counting import ScriptedChances, make_counting_target, make_random_heads
+from draftsmith.scripts.benchmarks.servers.simulation import Costs, Setting, simulate, sweep
 from tests.conftest import REPOSITORY
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks import gpu
-from scripts.benchmarks.gpu import GpuArguments, Part, find_utilisation, make_parts
+from draftsmith.scripts.benchmarks import gpu
+from draftsmith.scripts.benchmarks.gpu import GpuArguments, Part, find_utilisation, make_parts
 
 
 @pytest.mark.slow

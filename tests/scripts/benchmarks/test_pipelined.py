@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks import pipelined
+from draftsmith.scripts.benchmarks import pipelined
 
 
 def test_a_shape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

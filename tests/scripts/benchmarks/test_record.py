@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from scripts.benchmarks.record import RecordArguments, draw, lay_out
-from scripts.shared.side_by_side import Recording, Step
+from draftsmith.scripts.benchmarks.record import RecordArguments, draw, lay_out
+from draftsmith.scripts.shared.side_by_side import Recording, Step
 
 
 class Letters:

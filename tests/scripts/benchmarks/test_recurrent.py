@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scripts.benchmarks.recurrent import RecurrentArguments, run
+from draftsmith.scripts.benchmarks.recurrent import RecurrentArguments, run
 from tests.tiny_targets import RECURRENT_FAMILIES
 
 

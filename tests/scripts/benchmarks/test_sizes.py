@@ -13,20 +13,20 @@ import pytest
 import torch
 from rich.console import Console
 
-from heads import HEAD_TYPES
-from inference.trees.token_tree import TokenTree
-from scripts.benchmarks import sizes
-from scripts.benchmarks.scripted.counting import (
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.inference.trees.token_tree import TokenTree
+from draftsmith.scripts.benchmarks import sizes
+from draftsmith.scripts.benchmarks.scripted.counting import (
     SHAPES,
     make_config,
     make_counting_target,
     make_random_heads,
     script_tree,
 )
-from scripts.benchmarks.scripted.llama_cpp import write_llama
-from scripts.benchmarks.scripted.summary import compare
-from scripts.benchmarks.sizes import SizesArguments, make_contenders
-from scripts.measuring.measure import Batch, Prompt
+from draftsmith.scripts.benchmarks.scripted.llama_cpp import write_llama
+from draftsmith.scripts.benchmarks.scripted.summary import compare
+from draftsmith.scripts.benchmarks.sizes import SizesArguments, make_contenders
+from draftsmith.scripts.measuring.measure import Batch, Prompt
 
 CPU = torch.device("cpu")
 
@@ -139,7 +139,7 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_written_llama_has_every_tensor(tmp_path: Path) -> None:
-    read_gguf = pytest.importorskip("heads.formats.llama_cpp.gguf_file").read_gguf
+    read_gguf = pytest.importorskip("draftsmith.heads.formats.llama_cpp.gguf_file").read_gguf
     target = make_counting_target("tiny", torch.bfloat16, CPU)
     write_llama(tmp_path / "target.gguf", target)
     metadata, tensors = read_gguf(tmp_path / "target.gguf")

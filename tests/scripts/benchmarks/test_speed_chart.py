@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scripts.benchmarks.speed_chart import choose_rows, draw, mean_of
+from draftsmith.scripts.benchmarks.speed_chart import choose_rows, draw, mean_of
 from tests.conftest import REPOSITORY
 
 DOCS = REPOSITORY / "docs"

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from inference import NgramDrafter, Target
-from scripts.measuring.batches import MARK, choose_trees, make_batch_grid
-from scripts.measuring.contenders import TimedDrafter
-from scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
-from scripts.measuring.report import make_rows, set_rooflines
-from scripts.measuring.roofline import Hardware, Work
-from scripts.measuring.rows import Row
+from draftsmith.inference import NgramDrafter, Target
+from draftsmith.scripts.measuring.batches import MARK, choose_trees, make_batch_grid
+from draftsmith.scripts.measuring.contenders import TimedDrafter
+from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
+from draftsmith.scripts.measuring.report import make_rows, set_rooflines
+from draftsmith.scripts.measuring.roofline import Hardware, Work
+from draftsmith.scripts.measuring.rows import Row
 from tests.scripts.test_benchmark import stats_of
 
 

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from heads import create_heads
-from inference import Target
-from scripts.measuring.contenders import OurDecoding
-from scripts.measuring.measure import Batch, Prompt, Settings
+from draftsmith.heads import create_heads
+from draftsmith.inference import Target
+from draftsmith.scripts.measuring.contenders import OurDecoding
+from draftsmith.scripts.measuring.measure import Batch, Prompt, Settings
 from tests.tiny_targets import random_prompt, tiny_target
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heads import create_heads
-from inference import Target, chain
-from inference.drafters.ngram import NgramDrafter
-from scripts.measuring import roofline
-from scripts.measuring.roofline import (
+from draftsmith.heads import create_heads
+from draftsmith.inference import Target, chain
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.scripts.measuring import roofline
+from draftsmith.scripts.measuring.roofline import (
     Hardware,
     Work,
     count_round,

@@ -10,6 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.training.data import chat_tokens
+from draftsmith.training.data.chat_tokens import tokenize_conversation, tokenize_conversations
 from tests.training.conversation_cases import (
     HARMONY_TEMPLATE,
     MARKED_TEMPLATE,
@@ -18,8 +20,6 @@ from tests.training.conversation_cases import (
     TWO_TURNS,
     learned_text,
 )
-from training.data import chat_tokens
-from training.data.chat_tokens import tokenize_conversation, tokenize_conversations
 
 
 def test_mask_of_the_embedded_target_by_hand(tokenizer: Any) -> None:

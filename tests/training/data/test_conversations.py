@@ -14,13 +14,13 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
+from draftsmith.training.data import records
+from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
+from draftsmith.training.data.conversations import BadLineError, Place, iterate_place, load_conversations
+from draftsmith.training.data.records import Share, read_records
+from draftsmith.training.synthesis.prompts import read_prompts
 from tests.conftest import CHAT_TARGET
 from tests.training.conversation_cases import TWO_TURNS, sharegpt, to_messages, write
-from training.data import records
-from training.data.chat_tokens import drop_unusable, tokenize_conversations
-from training.data.conversations import BadLineError, Place, iterate_place, load_conversations
-from training.data.records import Share, read_records
-from training.synthesis.prompts import read_prompts
 
 
 def test_every_form_of_file_reads_the_same(tmp_path: Path) -> None:
@@ -137,10 +137,11 @@ def test_what_is_read_and_tokenized_is_cached(tmp_path: Path, tokenizer: Any, mo
     file = write(tmp_path / "a.jsonl", [sharegpt("Hi", "Yo")])
     rows = tokenize_conversations(load_conversations([file]), tokenizer, max_length=64)
     fail = pytest.fail  # neither reads nor tokenizes a second time
-    monkeypatch.setattr("training.data.conversations.read_records", lambda path: fail("read again"))
+    monkeypatch.setattr("draftsmith.training.data.conversations.read_records", lambda path: fail("read again"))
     again = AutoTokenizer.from_pretrained(CHAT_TARGET)
     monkeypatch.setattr(
-        "training.data.chat_tokens.tokenize_conversation", lambda messages, tokenizer: fail("tokenized again")
+        "draftsmith.training.data.chat_tokens.tokenize_conversation",
+        lambda messages, tokenizer: fail("tokenized again"),
     )
     assert tokenize_conversations(load_conversations([file]), again, max_length=64).to_dict() == rows.to_dict()
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from inference.targets.host_tensors import read_on_host
+from draftsmith.inference.targets.host_tensors import read_on_host
+from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversation, tokenize_conversations
+from draftsmith.training.data.collation import ConversationCollator, count_tokens
 from tests.training.conversation_cases import STRICT_TEMPLATE, THINKING_TEMPLATE, TWO_TURNS, to_dataset
-from training.data.chat_tokens import drop_unusable, tokenize_conversation, tokenize_conversations
-from training.data.collation import ConversationCollator, count_tokens
 
 
 def test_truncation_cuts_rows_and_never_shifts_the_mask(tokenizer: Any) -> None:

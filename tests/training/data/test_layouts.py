@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from training.data.layouts import RecordFormat, parse_record
+from draftsmith.training.data.layouts import RecordFormat, parse_record
 
 ADD = "Add the numbers."
 PLAIN = [{"role": "user", "content": ADD}, {"role": "assistant", "content": "2"}]

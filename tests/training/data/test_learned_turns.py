@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations, tokenize_row
+from draftsmith.training.data.layouts import parse_record
+from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED
 from tests.training.chat_templates import CHATML, FORGETTING, THINKING
 from tests.training.conversation_cases import (
     HARMONY_TEMPLATE,
@@ -17,9 +20,6 @@ from tests.training.conversation_cases import (
     learned_text,
     to_dataset,
 )
-from training.data.chat_tokens import drop_unusable, tokenize_conversations, tokenize_row
-from training.data.layouts import parse_record
-from training.data.learned_turns import EMPTY, UNLEARNED
 
 USER = {"role": "user", "content": "Where?"}
 GOOD = {"role": "assistant", "content": "There."}

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from inference import Target
-from inference.serving.protocol import ChatRequest
-from inference.serving.row_maker import RowMaker
-from scripts.shared.model_loading import encode_messages
-from scripts.terminal.session import Conversation as Chat
+from draftsmith.inference import Target
+from draftsmith.inference.serving.protocol import ChatRequest
+from draftsmith.inference.serving.row_maker import RowMaker
+from draftsmith.scripts.shared.model_loading import encode_messages
+from draftsmith.scripts.terminal.session import Conversation as Chat
+from draftsmith.training.data.chat_tokens import tokenize_row
+from draftsmith.training.data.layouts import parse_record
+from draftsmith.training.synthesis.prompts import read_prompts
+from draftsmith.training.synthesis.turn_template import TurnTemplate
 from tests.chat_template_shapes import SHAPES, Shape
 from tests.tiny_targets import tiny_target
-from training.data.chat_tokens import tokenize_row
-from training.data.layouts import parse_record
-from training.synthesis.prompts import read_prompts
-from training.synthesis.turn_template import TurnTemplate
 
 TARGET = Target(tiny_target("llama", vocab_size=4096))
 

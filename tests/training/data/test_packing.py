@@ -13,12 +13,12 @@ import datasets
 import pytest
 import torch
 
-from inference.targets.documents import split_documents
-from inference.targets.host_tensors import read_on_host
+from draftsmith.inference.targets.documents import split_documents
+from draftsmith.inference.targets.host_tensors import read_on_host
+from draftsmith.training.data.collation import ConversationCollator
+from draftsmith.training.data.packing import fit_best, pack_rows
 from tests.training.distributed.test_distributed import OPTIONS, launch
 from tests.training.runner import Runner
-from training.data.collation import ConversationCollator
-from training.data.packing import fit_best, pack_rows
 
 
 def make_rows(count: int = 2500, seed: int = 0) -> datasets.Dataset:

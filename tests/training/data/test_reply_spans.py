@@ -11,12 +11,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from inference.request.chat_template import ConversationError
+from draftsmith.inference.request.chat_template import ConversationError
+from draftsmith.training.data.chat_tokens import tokenize_conversation
+from draftsmith.training.data.thoughts import find_thought_end
 from tests.conftest import CHAT_TARGET
 from tests.training.chat_templates import END, TEMPLATES, ChatTemplate, RefusedError
 from tests.training.conversation_cases import learned_text
-from training.data.chat_tokens import tokenize_conversation
-from training.data.thoughts import find_thought_end
 
 TOKENIZER = AutoTokenizer.from_pretrained(CHAT_TARGET)
 WORDS = [

@@ -13,16 +13,16 @@ import pytest
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
+from draftsmith.training.data import records
+from draftsmith.training.data.conversations import BadLineError, Place, iterate_place
+from draftsmith.training.data.options import DataArguments
+from draftsmith.training.data.records import Share
+from draftsmith.training.data.streaming import ConversationStream, NoConversationError, message_of
+from draftsmith.training.data.training_sets import load_datasets
+from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.run.preparation import prepare_run
 from tests.training.conversation_cases import replies, sharegpt, write
 from tests.training.runner import WORDS, Runner, assert_same
-from training.data import records
-from training.data.conversations import BadLineError, Place, iterate_place
-from training.data.options import DataArguments
-from training.data.records import Share
-from training.data.streaming import ConversationStream, NoConversationError, message_of
-from training.data.training_sets import load_datasets
-from training.options.command_line import parse_arguments
-from training.run.preparation import prepare_run
 
 NUM_ROWS = 30
 

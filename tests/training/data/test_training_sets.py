@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from draftsmith.training.data.options import DataArguments
+from draftsmith.training.data.training_sets import load_datasets
 from tests.training.conversation_cases import replies, write
 from tests.training.runner import WORDS
-from training.data.options import DataArguments
-from training.data.training_sets import load_datasets
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from heads import DraftHeads
+from draftsmith.heads import DraftHeads
+from draftsmith.training.run.resume import find_newest
 from tests.conftest import REPOSITORY
 from tests.training.runner import Runner, assert_same, write_conversations
-from training.run.resume import find_newest
 
 pytestmark = pytest.mark.slow
 

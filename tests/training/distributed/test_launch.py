@@ -14,12 +14,12 @@ import pytest
 import torch
 from transformers.integrations import deepspeed as integration
 
+from draftsmith.training.distributed.launch import check_launch, count_launched, find_strategy
+from draftsmith.training.distributed.waiting import one_process_at_a_time, one_process_first
+from draftsmith.training.features.target_loading import load_model, loading_whole
+from draftsmith.training.features.target_options import ModelArguments, PlacementArguments
+from draftsmith.training.options.training_options import HeadsTrainingArguments
 from tests.conftest import REPOSITORY
-from training.distributed.launch import check_launch, count_launched, find_strategy
-from training.distributed.waiting import one_process_at_a_time, one_process_first
-from training.features.target_loading import load_model, loading_whole
-from training.features.target_options import ModelArguments, PlacementArguments
-from training.options.training_options import HeadsTrainingArguments
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference import Target
+from draftsmith.inference import Target
 from tests.conftest import REPOSITORY
 from tests.tiny_targets import tiny_target
 from tests.training.run.test_splits import CASES, ROWS, Result, assert_same_step, pack, train

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from heads import HEAD_TYPES, create_heads
+from draftsmith.heads import HEAD_TYPES, create_heads
 from tests.tiny_targets import tiny_target
 
 

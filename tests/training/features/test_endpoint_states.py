@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from inference import Target
+from draftsmith.inference import Target
+from draftsmith.training.endpoint import hidden_states
+from draftsmith.training.features.extraction import extract_features
+from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
+from draftsmith.training.features.store import FeatureStore
+from draftsmith.training.features.target_identity import identify_target
+from draftsmith.training.features.target_loading import load_first_layers
+from draftsmith.training.features.target_options import ModelArguments
+from draftsmith.training.options.command_line import parse_arguments
 from tests.tiny_targets import tiny_target
 from tests.training.runner import Runner
 from tests.training.states_server import StatesServer, serving_states
-from training.endpoint import hidden_states
-from training.features.extraction import extract_features
-from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
-from training.features.store import FeatureStore
-from training.features.target_identity import identify_target
-from training.features.target_loading import load_first_layers
-from training.features.target_options import ModelArguments
-from training.options.command_line import parse_arguments
 
 Extract = Callable[..., int]
 LAYERS = [1, 2, 3]
@@ -203,7 +203,7 @@ def test_wrong_files_are_refused(
     if spoil is no_tensors:
         monkeypatch.setattr(hidden_states, "FILE_TIMEOUT", 0.3)
     if spoil in (swapped_layers, another_last_state):  # as in a large target, whose later layers are not here
-        monkeypatch.setattr("training.features.extraction.NUM_LAYERS", 2)
+        monkeypatch.setattr("draftsmith.training.features.extraction.NUM_LAYERS", 2)
     with pytest.raises(ValueError, match=message):
         extract()
     assert not (tmp_path / "remote").exists()  # other options may follow
@@ -241,7 +241,7 @@ def test_a_continued_run_compares_the_server_with_the_store(
     extract: Extract, server: StatesServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last tapped layer is not here, and the first run cannot see that it is another."""
-    monkeypatch.setattr("training.features.extraction.NUM_LAYERS", 2)
+    monkeypatch.setattr("draftsmith.training.features.extraction.NUM_LAYERS", 2)
     extract(shard_mb=0.03)
     server.spoil = lambda tensors: tensors | {"hidden_states": tensors["hidden_states"][:, [0, 1, 1, 3]].contiguous()}
     with pytest.raises(ValueError, match=r"states hidden\.3 differ from those in .*remote by"):

@@ -11,10 +11,10 @@ from threading import Condition
 import pytest
 import torch
 
-from inference import Target
+from draftsmith.inference import Target
+from draftsmith.training.features import extraction
+from draftsmith.training.features.store import DiskFullError, FeatureStore, StoredRow, write_shard
 from tests.training.feature_cases import ROWS, limited_file_size, make_extraction, store_rows
-from training.features import extraction
-from training.features.store import DiskFullError, FeatureStore, StoredRow, write_shard
 
 
 def test_rows_come_back_as_they_were(tmp_path: Path, target: Target) -> None:

@@ -11,8 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import DraftHeads
-from inference import Target
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Target
+from draftsmith.training.features.sources import (
+    HybridFeatures,
+    OnlineFeatures,
+    StoredFeatures,
+    TargetStates,
+    Texts,
+    TextsCollator,
+    look_ahead,
+)
+from draftsmith.training.features.store import FeatureStore, StoreSettings, name_tensors, write_settings
+from draftsmith.training.features.target_identity import identify_target
+from draftsmith.training.losses.draft_loss import draft_loss
+from draftsmith.training.losses.teacher import compute_teacher
 from tests.training.feature_cases import (
     COLLATE,
     ROWS,
@@ -22,19 +35,6 @@ from tests.training.feature_cases import (
 )
 from tests.training.run.test_trainer import make_heads
 from tests.training.runner import assert_same
-from training.features.sources import (
-    HybridFeatures,
-    OnlineFeatures,
-    StoredFeatures,
-    TargetStates,
-    Texts,
-    TextsCollator,
-    look_ahead,
-)
-from training.features.store import FeatureStore, StoreSettings, name_tensors, write_settings
-from training.features.target_identity import identify_target
-from training.losses.draft_loss import draft_loss
-from training.losses.teacher import compute_teacher
 
 
 def loss_and_gradients(

@@ -14,8 +14,13 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from heads import create_heads
-from inference import Target
+from draftsmith.heads import create_heads
+from draftsmith.inference import Target
+from draftsmith.training.features import sources
+from draftsmith.training.features.extraction import Extraction, extract_features
+from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
+from draftsmith.training.features.store import FeatureStore
+from draftsmith.training.options.command_line import parse_arguments
 from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import count_computed
 from tests.training.runner import (
@@ -26,11 +31,6 @@ from tests.training.runner import (
     save_chat_target,
     write_conversations,
 )
-from training.features import sources
-from training.features.extraction import Extraction, extract_features
-from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
-from training.features.store import FeatureStore
-from training.options.command_line import parse_arguments
 
 # One row at a time, so that every pass has the shape it has online: what is stored is then the same bit for bit.
 ALONE: dict[str, Any] = {

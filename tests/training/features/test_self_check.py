@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import Target
+from draftsmith.inference import Target
+from draftsmith.training.features.self_check import NUM_TOKENS, check_features
+from draftsmith.training.features.sources import FeatureSource, OnlineFeatures, TargetStates
 from tests.tiny_targets import FAMILIES, RECURRENT_FAMILIES, tiny_target
 from tests.training.feature_cases import COLLATE, ROWS
-from training.features.self_check import NUM_TOKENS, check_features
-from training.features.sources import FeatureSource, OnlineFeatures, TargetStates
 
 LAYERS = (2, 6)
 

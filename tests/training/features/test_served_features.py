@@ -14,13 +14,13 @@ import openai
 import pytest
 import torch
 
+from draftsmith.training.features import endpoint_states
+from draftsmith.training.run import preparation
+from draftsmith.training.run.stopping import TrainingStoppedError
 from tests.params import slow_but
 from tests.tiny_targets import tiny_target
 from tests.training.runner import Runner, assert_same
 from tests.training.states_server import StatesServer, serving_states
-from training.features import endpoint_states
-from training.run import preparation
-from training.run.stopping import TrainingStoppedError
 
 LAYERS = [1, 2, 3]
 OPTIONS: dict[str, Any] = {

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from inference import Target
+from draftsmith.inference import Target
+from draftsmith.training.features.extraction_options import find_layers
+from draftsmith.training.features.target_loading import check_placement, load_model, load_published_heads
+from draftsmith.training.features.target_options import ModelArguments, PlacementArguments
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
 from tests.tiny_targets import tiny_target
 from tests.training.runner import Runner, assert_same
-from training.features.extraction_options import find_layers
-from training.features.target_loading import check_placement, load_model, load_published_heads
-from training.features.target_options import ModelArguments, PlacementArguments
 
 CPU = torch.device("cpu")
 

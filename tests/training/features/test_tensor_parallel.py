@@ -16,12 +16,12 @@ from tests.tiny_targets import tiny_target
 FAMILIES = ("llama", "qwen3_moe")
 PROGRAM = """
 import sys, torch, torch.distributed as dist
-from inference import Target
-from training.features.shared_passes import SharedPasses
-from training.features.sharded_target import count_held, is_tensor_parallel
-from training.features.sources import OnlineFeatures
-from training.features.target_loading import load_model
-from training.features.target_options import ModelArguments, PlacementArguments
+from draftsmith.inference import Target
+from draftsmith.training.features.shared_passes import SharedPasses
+from draftsmith.training.features.sharded_target import count_held, is_tensor_parallel
+from draftsmith.training.features.sources import OnlineFeatures
+from draftsmith.training.features.target_loading import load_model
+from draftsmith.training.features.target_options import ModelArguments, PlacementArguments
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()

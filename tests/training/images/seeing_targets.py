@@ -15,9 +15,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.training.data import chat_tokens
+from draftsmith.training.run import preparation
 from tests.tiny_multimodal import END, IMAGE, START, VIDEO, VOCAB_SIZE, tiny_multimodal
-from training.data import chat_tokens
-from training.run import preparation
 
 # The tokens of images stand where the configurations of `tests.tiny_multimodal` have them.
 _PLACEHOLDERS = {"gemma3": "<image_soft_token>", "llava": "<image>", "idefics3": "<image>"}

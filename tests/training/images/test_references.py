@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from training.data.layouts import RecordFormat, parse_record
+from draftsmith.training.data.layouts import RecordFormat, parse_record
 
 FOLDER = Path("/set")
 ASKED = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]

@@ -12,21 +12,21 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from heads import DraftHeads
-from inference import generate
-from inference.targets.encoding import encode
-from scripts import inspect_data
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import generate
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.scripts import inspect_data
+from draftsmith.training.data.collation import ConversationCollator
+from draftsmith.training.data.options import DataArguments
+from draftsmith.training.data.training_sets import load_datasets
+from draftsmith.training.features.extraction import extract_features
+from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
+from draftsmith.training.images.processor import ImageCollator, ImageError, open_image, read_images
+from draftsmith.training.options.command_line import parse_arguments
 from tests.params import slow_but
 from tests.tiny_multimodal import IMAGE, multimodal_target
 from tests.training.images.seeing_targets import WORDS, save_seeing_target, write_squares
 from tests.training.runner import Runner, save_chat_target, write_conversations
-from training.data.collation import ConversationCollator
-from training.data.options import DataArguments
-from training.data.training_sets import load_datasets
-from training.features.extraction import extract_features
-from training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
-from training.images.processor import ImageCollator, ImageError, open_image, read_images
-from training.options.command_line import parse_arguments
 
 FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3")
 LAYERS = (1, 2, 4)

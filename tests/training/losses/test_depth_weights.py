@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heads import DraftStep
+from draftsmith.heads import DraftStep
+from draftsmith.training.losses.depth_weights import weigh_by_d_pace
+from draftsmith.training.losses.draft_loss import LossOutput, draft_loss
 from tests.training.loss_cases import BATCH, LENGTH, Case, every_loss
 from tests.training.losses.test_losses_of_slots import gather_slots
-from training.losses.depth_weights import weigh_by_d_pace
-from training.losses.draft_loss import LossOutput, draft_loss
 
 
 def run(case: Case, loss_type: str, depth_weights: str | tuple[float, ...]) -> LossOutput:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from training.losses.early_gradients import EarlyGradients
+from draftsmith.training.losses.early_gradients import EarlyGradients
 
 
 def add_two_chunks(weight: Tensor, state: Tensor) -> tuple[Tensor, int]:

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.training.losses.draft_loss import check_loss
+from draftsmith.training.losses.terms import LOSSES, ScoredTokens, parse_loss
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import tiny_target
-from training.losses.draft_loss import check_loss
-from training.losses.terms import LOSSES, ScoredTokens, parse_loss
 
 ROWS, COLUMNS, WIDTH = 5, 13, 4
 every_loss = pytest.mark.parametrize("name", LOSSES)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heads import DraftStep
+from draftsmith.heads import DraftStep
+from draftsmith.training.losses.draft_loss import draft_loss
+from draftsmith.training.losses.teacher import Teacher, compute_teacher
 from tests.tiny_targets import random_prompt, target_of
 from tests.training.loss_cases import BATCH, HIDDEN, LENGTH, VOCAB, Case, Reference, every_loss
-from training.losses.draft_loss import draft_loss
-from training.losses.teacher import Teacher, compute_teacher
 
 
 @every_loss
@@ -116,8 +116,8 @@ class TestChunks:
         whole = case.run(loss_type, keeps_graph=True)
         (3 * whole.loss).backward()
         gradients = case.gradients()
-        monkeypatch.setattr("training.losses.teacher.CHUNK_ELEMENTS", rows * case.columns)
-        monkeypatch.setattr("training.losses.draft_loss.BLOCK_ELEMENTS", 3 * case.columns)
+        monkeypatch.setattr("draftsmith.training.losses.teacher.CHUNK_ELEMENTS", rows * case.columns)
+        monkeypatch.setattr("draftsmith.training.losses.draft_loss.BLOCK_ELEMENTS", 3 * case.columns)
         chunked = case.run(loss_type, keeps_graph=keeps_graph)
         (3 * chunked.loss).backward()
         torch.testing.assert_close(chunked.loss, whole.loss)
@@ -140,7 +140,7 @@ class TestChunks:
 
             return call
 
-        monkeypatch.setattr("training.losses.teacher.CHUNK_ELEMENTS", 5 * VOCAB)
+        monkeypatch.setattr("draftsmith.training.losses.teacher.CHUNK_ELEMENTS", 5 * VOCAB)
         monkeypatch.setattr(case.target, "compute_logits", counted("target", case.target.compute_logits))
         case.steps = [DraftStep(step.shift, step.hidden, counted("draft", step.head)) for step in case.steps]
         teacher = case.teacher(loss_type)
@@ -158,7 +158,7 @@ class TestChunks:
         """Nothing that is kept is larger than states; gradients taken early are not part of the graph."""
         case = Case()
         teacher = case.teacher("distillation")
-        monkeypatch.setattr("training.losses.teacher.CHUNK_ELEMENTS", 2 * VOCAB)
+        monkeypatch.setattr("draftsmith.training.losses.teacher.CHUNK_ELEMENTS", 2 * VOCAB)
         kept: list[weakref.ref[Tensor]] = []
 
         def note(tensor: Tensor) -> Tensor:

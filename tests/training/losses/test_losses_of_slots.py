@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heads import DraftStep
+from draftsmith.heads import DraftStep
+from draftsmith.training.losses.draft_loss import draft_loss
 from tests.training.loss_cases import BATCH, LENGTH, Case, every_loss
-from training.losses.draft_loss import draft_loss
 
 
 class TestDrawnSlots:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference import Target
-from inference.targets.encoding import encode
+from draftsmith.inference import Target
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.losses.rank_accuracy import measure_rank_accuracy
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.params import slow_but
 from tests.tiny_targets import VOCAB_SIZE, random_prompt
-from training.losses.rank_accuracy import measure_rank_accuracy
 
 LENGTHS = (18, 11)  # the second row is padded
 NUM_RANKS = 16
@@ -67,7 +67,7 @@ def test_equals_a_loop_over_positions(
 
     # Chunks of three rows, the last one smaller; and one chunk for all.
     for elements in (3 * len(token_ids), 2**25):
-        monkeypatch.setattr("training.losses.teacher.CHUNK_ELEMENTS", elements)
+        monkeypatch.setattr("draftsmith.training.losses.teacher.CHUNK_ELEMENTS", elements)
         assert torch.equal(measure_rank_accuracy(heads, batches, num_ranks=NUM_RANKS), expected)
 
 

@@ -11,9 +11,9 @@ import torch
 import yaml
 from transformers import TrainingArguments
 
-from training.data.options import DataArguments
-from training.options.command_line import parse_arguments, resolve_arguments
-from training.options.run_options import ARGUMENT_CLASSES, RunOptions
+from draftsmith.training.data.options import DataArguments
+from draftsmith.training.options.command_line import parse_arguments, resolve_arguments
+from draftsmith.training.options.run_options import ARGUMENT_CLASSES, RunOptions
 
 REQUIRED = ["--target", "t", "--head_type", "medusa", "--dataset", "d.jsonl", "--bf16", "false", "--use_cpu", "true"]
 

@@ -11,12 +11,12 @@ import torch
 import yaml
 from transformers import CONFIG_MAPPING
 
-from heads import DraftHeads
+from draftsmith.heads import DraftHeads
+from draftsmith.training.options.choices import Machine, choose_options
+from draftsmith.training.options.command_line import parse_arguments
 from tests.conftest import needs_muon
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
 from tests.training.runner import Runner
-from training.options.choices import Machine, choose_options
-from training.options.command_line import parse_arguments
 
 H100 = Machine("an H100", 80 * 10**9, 1, has_bf16=True)
 LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8}

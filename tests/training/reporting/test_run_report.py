@@ -13,12 +13,12 @@ import pytest
 import yaml
 from transformers import GenerationConfig
 
-from heads import DraftHeads
+from draftsmith.heads import DraftHeads
+from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED
+from draftsmith.training.reporting.model_card import render_card
+from draftsmith.training.reporting.report import render_report
+from draftsmith.training.run import outcome
 from tests.training.runner import Runner, write_conversations
-from training.data.learned_turns import EMPTY, UNLEARNED
-from training.reporting.model_card import render_card
-from training.reporting.report import render_report
-from training.run import outcome
 
 
 class TestReport:
@@ -119,9 +119,9 @@ class TestReport:
     def test_uploads_all_of_it(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
         """Without a hub: the files exist when the upload starts."""
         uploaded: list[set[str]] = []
-        monkeypatch.setattr("training.run.trainer.HeadsTrainer.init_hf_repo", lambda self, *_: None)
+        monkeypatch.setattr("draftsmith.training.run.trainer.HeadsTrainer.init_hf_repo", lambda self, *_: None)
         monkeypatch.setattr(
-            "training.run.trainer.HeadsTrainer.push_to_hub",
+            "draftsmith.training.run.trainer.HeadsTrainer.push_to_hub",
             lambda self, *a, **k: uploaded.append({file.name for file in train.output_dir.iterdir()}),
         )
         train(max_steps=1, report=True, push_to_hub=True, hub_model_id="me/heads", hub_strategy="end")

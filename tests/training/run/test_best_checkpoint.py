@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from transformers import EarlyStoppingCallback
 
+from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.run.checkpoints import remove_old
+from draftsmith.training.run.preparation import prepare_run
 from tests.training.runner import Runner
-from training.options.command_line import parse_arguments
-from training.run.checkpoints import remove_old
-from training.run.preparation import prepare_run
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from heads import DraftHeads
-from heads.formats.registry import find_format
-from inference import Target, generate
-from scripts import export_heads, import_heads
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.registry import find_format
+from draftsmith.inference import Target, generate
+from draftsmith.scripts import export_heads, import_heads
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt
 from tests.training.runner import Runner, assert_same

@@ -15,22 +15,22 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, TrainingArguments
 
-import training.run.joint_model as joint_module
-from heads import HEAD_TYPES, DraftHeads, create_heads
-from inference import Target, generate
-from inference.targets.host_tensors import read_on_host
+import draftsmith.training.run.joint_model as joint_module
+from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
+from draftsmith.inference import Target, generate
+from draftsmith.inference.targets.host_tensors import read_on_host
+from draftsmith.training.data.collation import ConversationCollator
+from draftsmith.training.features.sources import TargetStates
+from draftsmith.training.losses.draft_loss import LossOutput, draft_loss
+from draftsmith.training.losses.teacher import compute_teacher
+from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.options.joint_options import JointArguments
+from draftsmith.training.run.joint_model import JointModel, add_adapter
+from draftsmith.training.run.joint_trainer import JointTrainer
+from draftsmith.training.run.preparation import prepare_run
 from tests.conftest import needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.runner import Runner, assert_same
-from training.data.collation import ConversationCollator
-from training.features.sources import TargetStates
-from training.losses.draft_loss import LossOutput, draft_loss
-from training.losses.teacher import compute_teacher
-from training.options.command_line import parse_arguments
-from training.options.joint_options import JointArguments
-from training.run.joint_model import JointModel, add_adapter
-from training.run.joint_trainer import JointTrainer
-from training.run.preparation import prepare_run
 
 pytest.importorskip("peft", reason="peft is an optional extra")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from draftsmith.training.options.checks import check_muon
+from draftsmith.training.options.training_options import HeadsTrainingArguments
+from draftsmith.training.run.optimizer import MuonWithAdamW
 from tests.conftest import needs_muon
-from training.options.checks import check_muon
-from training.options.training_options import HeadsTrainingArguments
-from training.run.optimizer import MuonWithAdamW
 
 pytestmark = needs_muon
 

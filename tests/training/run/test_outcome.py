@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from draftsmith.training import train_heads
+from draftsmith.training.run.outcome import describe_outcome
 from tests.conftest import REPOSITORY
 from tests.training.runner import Runner, interrupt_at_step
-from training import train_heads
-from training.run.outcome import describe_outcome
 
 
 def run_program(train: Runner, monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
@@ -83,7 +83,7 @@ class TestBadInput:
         def fail(*args: Any, **kwargs: Any) -> None:
             raise ValueError("from somewhere deep inside")
 
-        monkeypatch.setattr("training.run.trainer.HeadsTrainer.training_step", fail)
+        monkeypatch.setattr("draftsmith.training.run.trainer.HeadsTrainer.training_step", fail)
         with pytest.raises(ValueError, match="from somewhere deep inside"):
             run_program(train, monkeypatch)
 

@@ -11,8 +11,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
-from heads import DraftHeads
-from inference import Target, generate
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Target, generate
 from tests.conftest import REPOSITORY
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
 from tests.tiny_targets import random_prompt, tiny_target

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from heads import DraftHeads
-from inference import Target, generate
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Target, generate
 from tests.tiny_targets import RECURRENT_FAMILIES, attention_implementations, random_prompt, tiny_target
 from tests.training.runner import Runner, save_word_tokenizer
 

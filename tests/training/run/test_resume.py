@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from heads import create_heads
+from draftsmith.heads import create_heads
+from draftsmith.training.run.resume import find_checkpoint, find_damage
 from tests.tiny_targets import tiny_target
-from training.run.resume import find_checkpoint, find_damage
 
 
 @pytest.fixture(scope="module")

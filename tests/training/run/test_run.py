@@ -14,8 +14,12 @@ import yaml
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from heads import DraftHeads
-from inference import Target, generate
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Target, generate
+from draftsmith.training.data.training_sets import load_datasets
+from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.run.preparation import prepare_run, run_training
+from draftsmith.training.run.trainer import HeadsTrainer
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.runner import (
@@ -26,10 +30,6 @@ from tests.training.runner import (
     save_chat_target,
     write_conversations,
 )
-from training.data.training_sets import load_datasets
-from training.options.command_line import parse_arguments
-from training.run.preparation import prepare_run, run_training
-from training.run.trainer import HeadsTrainer
 
 
 class TestARun:

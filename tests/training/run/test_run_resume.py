@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draftsmith.training.run import preparation
+from draftsmith.training.run.trainer import HeadsTrainer
 from tests.training.runner import (
     WORDS,
     Runner,
@@ -19,8 +21,6 @@ from tests.training.runner import (
     interrupt_at_step,
     write_conversations,
 )
-from training.run import preparation
-from training.run.trainer import HeadsTrainer
 
 
 class TestResume:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.training import train_heads
+from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.run.preparation import prepare_run
+from draftsmith.training.run.smoke_run import NUM_STEPS, SmokeRun, smoke_run
+from draftsmith.training.run.trainer import HeadsTrainer
 from tests.training.runner import Runner
-from training import train_heads
-from training.options.command_line import parse_arguments
-from training.run.preparation import prepare_run
-from training.run.smoke_run import NUM_STEPS, SmokeRun, smoke_run
-from training.run.trainer import HeadsTrainer
 
 
 @pytest.fixture(autouse=True)

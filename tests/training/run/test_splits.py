@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from heads import HEAD_TYPES
-from inference import Target
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.inference import Target
 from tests.params import slow_but
 from tests.training.run.test_trainer import Rows, make_heads, make_rows, make_trainer
 

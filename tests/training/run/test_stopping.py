@@ -14,15 +14,15 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from draftsmith.training import train_heads
+from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.run import outcome
+from draftsmith.training.run.outcome import PreparedRun
+from draftsmith.training.run.preparation import prepare_run
+from draftsmith.training.run.stopping import TrainingStoppedError, explain_full_disk
 from tests.conftest import REPOSITORY
 from tests.training.killed_run import run_with_full_disk
 from tests.training.runner import Runner, assert_same
-from training import train_heads
-from training.options.command_line import parse_arguments
-from training.run import outcome
-from training.run.outcome import PreparedRun
-from training.run.preparation import prepare_run
-from training.run.stopping import TrainingStoppedError, explain_full_disk
 
 SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "num_eval_prompts": 0}
 

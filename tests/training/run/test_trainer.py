@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from heads import DraftHeads, create_heads
-from inference import Target
-from inference.targets.encoding import encode
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.inference import Target
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.data.collation import ConversationCollator
+from draftsmith.training.losses.draft_loss import draft_loss
+from draftsmith.training.losses.teacher import compute_teacher
+from draftsmith.training.options.training_options import HeadsTrainingArguments
+from draftsmith.training.run.trainer import HeadsTrainer
 from tests.tiny_targets import random_prompt
-from training.data.collation import ConversationCollator
-from training.losses.draft_loss import draft_loss
-from training.losses.teacher import compute_teacher
-from training.options.training_options import HeadsTrainingArguments
-from training.run.trainer import HeadsTrainer
 
 Rows = list[dict[str, list[int]]]
 

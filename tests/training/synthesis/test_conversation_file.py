@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from training.synthesis.conversation_file import JsonLinesJournal, read_journal, read_lines, replacing
+from draftsmith.training.synthesis.conversation_file import JsonLinesJournal, read_journal, read_lines, replacing
 
 
 def reopened(path: Path) -> list[dict[str, str]]:

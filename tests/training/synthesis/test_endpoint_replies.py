@@ -12,15 +12,15 @@ import openai
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inference import Decoder
+from draftsmith.inference import Decoder
+from draftsmith.training.data.layouts import parse_record
+from draftsmith.training.synthesis.endpoint_replies import EndpointReplies
+from draftsmith.training.synthesis.prompts import Conversation, plan_self_synthesis, read_prompts
+from draftsmith.training.synthesis.reply_decoding import TurnDecoder, TurnSettings
+from draftsmith.training.synthesis.reply_sources import DecodedReplies, ReplySource, TurnRequest
+from draftsmith.training.synthesis.synthesizer import Synthesizer
+from draftsmith.training.synthesis.turn_template import TurnTemplate
 from tests.training.openai_server import Fault, OpenAIServer, serving
-from training.data.layouts import parse_record
-from training.synthesis.endpoint_replies import EndpointReplies
-from training.synthesis.prompts import Conversation, plan_self_synthesis, read_prompts
-from training.synthesis.reply_decoding import TurnDecoder, TurnSettings
-from training.synthesis.reply_sources import DecodedReplies, ReplySource, TurnRequest
-from training.synthesis.synthesizer import Synthesizer
-from training.synthesis.turn_template import TurnTemplate
 
 SETTINGS = TurnSettings(max_new_tokens=24, temperature=1.5, top_p=0.98)
 STOP_IDS = {3, 10, 20, 30, 40}  # several, or the tiny target would hardly come to an end

@@ -12,12 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from heads import create_heads
-from inference import Decoder, Target, generate
-from tests.training.runner import Runner, assert_same
-from training.options.command_line import parse_arguments
-from training.run.preparation import prepare_run
-from training.synthesis.on_policy import (
+from draftsmith.heads import create_heads
+from draftsmith.inference import Decoder, Target, generate
+from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.run.preparation import prepare_run
+from draftsmith.training.synthesis.on_policy import (
     FILE,
     TREE,
     OnPolicyArguments,
@@ -26,8 +25,9 @@ from training.synthesis.on_policy import (
     rewrite_rows,
     split_turns,
 )
-from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, find_problem, turn_seed
-from training.synthesis.turn_template import TurnTemplate
+from draftsmith.training.synthesis.reply_decoding import TurnDecoder, TurnSettings, find_problem, turn_seed
+from draftsmith.training.synthesis.turn_template import TurnTemplate
+from tests.training.runner import Runner, assert_same
 
 SETTINGS = TurnSettings(max_new_tokens=24)
 STOP_IDS = [3, 20, 30, 40]  # words as well, since this target seldom ends a turn

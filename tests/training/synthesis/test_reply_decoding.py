@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from inference import Decoder, DynamicTree, NgramDrafter
+from draftsmith.inference import Decoder, DynamicTree, NgramDrafter
+from draftsmith.training.synthesis.reply_decoding import (
+    TurnDecoder,
+    TurnSettings,
+    drop_marks,
+    find_problem,
+    is_looping,
+    turn_seed,
+)
 from tests.tiny_targets import random_prompt, tiny_target
-from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, drop_marks, find_problem, is_looping, turn_seed
 
 STOP_IDS = set(range(20, 26))
 PROMPTS = [random_prompt(length, seed=length)[0].tolist() for length in (3, 30, 9, 4, 17, 9, 25)]

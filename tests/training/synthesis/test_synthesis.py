@@ -11,16 +11,16 @@ from typing import Any, cast
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from inference import Decoder, GenerationStats
+from draftsmith.inference import Decoder, GenerationStats
+from draftsmith.training.data.chat_tokens import tokenize_conversation
+from draftsmith.training.data.layouts import parse_record
+from draftsmith.training.synthesis.prompts import Conversation, read_prompts
+from draftsmith.training.synthesis.reply_decoding import TurnDecoder, TurnSettings, WrittenTurn, find_problem, turn_seed
+from draftsmith.training.synthesis.reply_sources import UNWRITABLE, DecodedReplies, Reply, TurnRequest
+from draftsmith.training.synthesis.synthesizer import Synthesizer
+from draftsmith.training.synthesis.turn_template import TurnTemplate
 from tests.training.chat_templates import CHATML, FORGETTING, OPENING, THINKING, ChatTemplate
 from tests.training.conversation_cases import HARMONY_TEMPLATE
-from training.data.chat_tokens import tokenize_conversation
-from training.data.layouts import parse_record
-from training.synthesis.prompts import Conversation, read_prompts
-from training.synthesis.reply_decoding import TurnDecoder, TurnSettings, WrittenTurn, find_problem, turn_seed
-from training.synthesis.reply_sources import UNWRITABLE, DecodedReplies, Reply, TurnRequest
-from training.synthesis.synthesizer import Synthesizer
-from training.synthesis.turn_template import TurnTemplate
 
 STOP_IDS = {3, 10, 20, 30, 40}  # several, or the tiny target would hardly come to an end
 MAX_NEW_TOKENS = 30

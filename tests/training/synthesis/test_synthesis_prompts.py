@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from training.data.layouts import parse_record
-from training.synthesis.prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
+from draftsmith.training.data.layouts import parse_record
+from draftsmith.training.synthesis.prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
 
 
 def write(path: Path, *rows: Any) -> Path:

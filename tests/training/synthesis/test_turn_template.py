@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from draftsmith.training.synthesis.turn_template import TurnTemplate
 from tests.conftest import CHAT_TARGET
-from training.synthesis.turn_template import TurnTemplate
 
 
 def test_the_template_is_found_by_rendering(chat_tokenizer: Any) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from heads import DraftHeads
-from heads.formats.format import Imported
-from heads.formats.published import Published
-from heads.formats.registry import find_format, recognize
-from inference import Target
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.format import Imported
+from draftsmith.heads.formats.published import Published
+from draftsmith.heads.formats.registry import find_format, recognize
+from draftsmith.inference import Target
 from tests.heads.tiny_heads import AS_PUBLISHED, tiny_heads
 
 NUM_LAYERS = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference import Target
+from draftsmith.inference import Target
 from tests.heads.formats.eagle.checkpoints import NUM_LAYERS
 from tests.tiny_targets import target_of
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from heads.formats.published import OWN_KEY, Published
-from heads.formats.registry import find_format, recognize
-from inference import Target
+from draftsmith.heads.formats.published import OWN_KEY, Published
+from draftsmith.heads.formats.registry import find_format, recognize
+from draftsmith.inference import Target
 from tests.heads.formats.eagle.checkpoints import (
     NUM_LAYERS,
     change,

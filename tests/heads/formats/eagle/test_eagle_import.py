@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from heads import DraftHeads
-from heads.formats.published import Published, open_published
-from heads.formats.registry import find_format, recognize
-from inference import Target, generate
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.published import Published, open_published
+from draftsmith.heads.formats.registry import find_format, recognize
+from draftsmith.inference import Target, generate
 from tests.heads.formats.eagle.checkpoints import (
     CHECKPOINTS,
     change,

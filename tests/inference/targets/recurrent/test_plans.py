@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference.targets.recurrent.plans import Drafting, Levels, Paths, Reading
+from draftsmith.inference.targets.recurrent.plans import Drafting, Levels, Paths, Reading
 
 EXAMPLE = [-1, 0, 0, 1]
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from heads import DraftHeads
-from inference import Decoder, SmallModelDrafter, Target
-from inference.cache.recurrent_states import RecurrentStates
-from inference.targets.encoding import encode
-from inference.targets.recurrent import finding
-from inference.targets.recurrent.proving import check_rollback
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Decoder, SmallModelDrafter, Target
+from draftsmith.inference.cache.recurrent_states import RecurrentStates
+from draftsmith.inference.targets.encoding import encode
+from draftsmith.inference.targets.recurrent import finding
+from draftsmith.inference.targets.recurrent.proving import check_rollback
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.targets.recurrent import families_table

@@ -13,14 +13,14 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from inference.drafters.base import DraftLogits
-from inference.drafters.sampling import DraftSampling
-from scripts.benchmarks.peers import compare
-from scripts.benchmarks.peers.cases import AuthorsTree
-from scripts.benchmarks.peers.compare import make_grids
-from scripts.benchmarks.peers.exports import write_target
-from scripts.benchmarks.peers.texts import Text, first_difference, mean_and_error, tokens_per_second, trim
-from scripts.benchmarks.peers.worker import Worker
+from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.scripts.benchmarks.peers import compare
+from draftsmith.scripts.benchmarks.peers.cases import AuthorsTree
+from draftsmith.scripts.benchmarks.peers.compare import make_grids
+from draftsmith.scripts.benchmarks.peers.exports import write_target
+from draftsmith.scripts.benchmarks.peers.texts import Text, first_difference, mean_and_error, tokens_per_second, trim
+from draftsmith.scripts.benchmarks.peers.worker import Worker
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.tiny_targets import tiny_target
 
@@ -161,7 +161,7 @@ def test_wrong_options(options: list[str], words: str, tmp_path: Path, monkeypat
 
 
 def test_other_targets_are_refused(tmp_path: Path) -> None:
-    from inference import Target
+    from draftsmith.inference import Target
 
     with pytest.raises(ValueError, match="the target is a gpt_neox with RoPE"):
         write_target(Target(tiny_target("gpt_neox")), 0, tmp_path)

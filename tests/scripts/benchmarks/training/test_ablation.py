@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from inference import GenerationStats
-from scripts.benchmarks.training import ablation
-from scripts.benchmarks.training.ablation import AblationArguments, summarize
+from draftsmith.inference import GenerationStats
+from draftsmith.scripts.benchmarks.training import ablation
+from draftsmith.scripts.benchmarks.training.ablation import AblationArguments, summarize
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 CONFIGS = [str(REPOSITORY / "configs" / "ablation" / f"{name}.yaml") for name in ("eagle3", "hass")]

@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from scripts.benchmarks.training.continuing import ContinuingArguments, fine_tune, run, write_configs
+from draftsmith.scripts.benchmarks.training.continuing import ContinuingArguments, fine_tune, run, write_configs
+from draftsmith.training.options.command_line import parse_arguments
 from tests.conftest import CHAT_TARGET, REPOSITORY
-from training.options.command_line import parse_arguments
 
 CONVERSATIONS = REPOSITORY / "examples" / "conversations.jsonl.gz"
 

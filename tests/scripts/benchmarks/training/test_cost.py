@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from scripts.benchmarks.training.cost import find_draft_cost, find_target_cost
-from scripts.measuring.operations import count_operations
+from draftsmith.scripts.benchmarks.training.cost import find_draft_cost, find_target_cost
+from draftsmith.scripts.measuring.operations import count_operations
 
 SMALL = LlamaConfig(
     num_hidden_layers=5,

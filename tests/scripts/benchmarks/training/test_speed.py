@@ -10,9 +10,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from heads import HEAD_TYPES
-from scripts.benchmarks.training import speed
-from scripts.benchmarks.training.speed import IMPLEMENTATIONS, OURS, PLAIN, Bench, Cell, TrainingSpeedArguments
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.scripts.benchmarks.training import speed
+from draftsmith.scripts.benchmarks.training.speed import (
+    IMPLEMENTATIONS,
+    OURS,
+    PLAIN,
+    Bench,
+    Cell,
+    TrainingSpeedArguments,
+)
 from tests.tiny_targets import tiny_target
 
 
