@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+if not __name__.startswith("draftsmith."):  # a second copy of the classes must not come into being
+    raise ImportError(f"import draftsmith.{__name__}, not {__name__}")
+
 from typing import Any
 
 from transformers import PreTrainedModel

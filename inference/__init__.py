@@ -1,5 +1,8 @@
 """How drafts become tokens: the target, token trees, drafters without training, acceptance and the decode loop."""
 
+if not __name__.startswith("draftsmith."):  # a second copy of the classes must not come into being
+    raise ImportError(f"import draftsmith.{__name__}, not {__name__}")
+
 from draftsmith.inference.acceptance.rules import AcceptanceRule
 from draftsmith.inference.custom_generate import CustomGenerate
 from draftsmith.inference.decoder import Decoder

@@ -106,8 +106,7 @@ class Decoder:
             shown = drafter if isinstance(drafter, (str, os.PathLike)) else type(drafter).__name__
             raise TypeError(
                 f"drafter is {shown!r}; a Drafter, or None, is expected: load a folder of heads with "
-                "draftsmith.DraftHeads.from_pretrained, wrap a small model in draftsmith.SmallModelDrafter, or subclass "
-                "draftsmith.Drafter"
+                "DraftHeads.from_pretrained, wrap a small model in SmallModelDrafter, or subclass Drafter"
             )
         self.target = Target.of(target).with_packed_weights() if pack_weights else Target.of(target)
         if batch_invariant:

@@ -11,8 +11,8 @@ batch sizes add one table that compares them.
 
 With --distributed, every drafter is measured once more while other processes verify:
 
-    torchrun --nproc_per_node 2 -m draftsmith.scripts.cli bench --target examples/chat-13m --heads examples/heads/eagle3 \\
-        --prompts examples/prompts.jsonl --distributed
+    torchrun --nproc_per_node 2 -m draftsmith.scripts.cli bench --target examples/chat-13m \\
+        --heads examples/heads/eagle3 --prompts examples/prompts.jsonl --distributed
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-# First on the path: another distribution also ships a package named `inference`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
 from rich.console import Console

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader
 
-# First on the path: another distribution also ships a package named `inference`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from draftsmith.inference import StaticTree, Target
 from draftsmith.inference.trees.search import best_static_tree

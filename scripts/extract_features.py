@@ -23,8 +23,8 @@ import os
 import sys
 from pathlib import Path
 
-# First on the path: another distribution also ships a package named `inference`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.training.features.extraction import extract_features

@@ -12,7 +12,8 @@ output, the counts to the standard error.
 
 With --distributed, several processes decode (there, Ctrl-C ends them all):
 
-    torchrun --nproc_per_node 3 -m draftsmith.scripts.cli chat --target examples/chat-13m --heads examples/heads/mtp --distributed
+    torchrun --nproc_per_node 3 -m draftsmith.scripts.cli chat --target examples/chat-13m \\
+        --heads examples/heads/mtp --distributed
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
-# First on the path: another distribution also ships a package named `inference`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from rich.console import Console
 

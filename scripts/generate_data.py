@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# Launched as a file, Python looks for packages in scripts/ (with -P nowhere). Ours are one folder up.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
 from tqdm.auto import tqdm

@@ -19,8 +19,8 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-# First on the path: another distribution also ships a package named `inference`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.scripts.shared.one_line_errors import one_line_errors

@@ -56,9 +56,14 @@ def imported_packages(path: Path, *, top_level_only: bool = False) -> Iterator[s
     module = parse(path)
     for node in module.body if top_level_only else ast.walk(module):
         if isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[0] for alias in node.names)
+            yield from (first_part(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield path.relative_to(REPOSITORY).parts[0] if node.level else (node.module or "").split(".")[0]
+            yield path.relative_to(REPOSITORY).parts[0] if node.level else first_part(node.module or "")
+
+
+def first_part(module: str) -> str:
+    """The package of ours, or the library, that a module belongs to."""
+    return module.removeprefix("draftsmith.").split(".")[0]
 
 
 def conditions(tree: ast.AST) -> Iterator[ast.AST]:
@@ -128,7 +133,7 @@ ROOMS = (
 
 def module_name(path: Path) -> str:
     parts = path.relative_to(REPOSITORY).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return ".".join(["draftsmith", *(parts[:-1] if parts[-1] == "__init__" else parts)])
 
 
 NAMES = {module_name(path): path for path in MODULES}
@@ -283,5 +288,4 @@ def test_the_tour_names_every_room() -> None:
 def test_every_package_folder_is_a_package() -> None:
     for path in MODULES:
         assert (path.parent / "__init__.py").exists(), f"{name(path.parent)} has no __init__.py"
-    for package in PACKAGES[:-1]:
-        assert (REPOSITORY / package / "py.typed").exists()
+    assert (REPOSITORY / "src" / "draftsmith" / "py.typed").exists()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.launch import launch_command_parser
 
-from draftsmith import heads, inference
+import draftsmith
 from draftsmith.scripts.cli import PROGRAMS
 from draftsmith.training.options.choices import Choice
 from draftsmith.training.options.command_line import parse_arguments
@@ -115,7 +115,7 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
             check_paths([word for word in rest if word.startswith("configs/")])
             parse_arguments([*rest, "--use_cpu", "true", "--bf16", "false"])
         case ["draftsmith", program, *rest]:
-            check_options(PROGRAMS[program][0].replace(".", "/") + ".py", rest)
+            check_options(PROGRAMS[program][0].removeprefix("draftsmith.").replace(".", "/") + ".py", rest)
             check_paths(rest)
         case ["accelerate", "launch", *rest] if "scripts/generate_data.py" in rest:
             start = rest.index("scripts/generate_data.py")
@@ -128,7 +128,7 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
             check_paths([word for word in rest[start:] if word.startswith("configs/")])
             parse_arguments([*rest[start + 1 :], "--use_cpu", "true", "--bf16", "false"])
         case ["torchrun", "--nproc_per_node", _, "-m", "draftsmith.scripts.cli", program, *rest]:
-            check_options(PROGRAMS[program][0].replace(".", "/") + ".py", rest)
+            check_options(PROGRAMS[program][0].removeprefix("draftsmith.").replace(".", "/") + ".py", rest)
             check_paths(rest)
         case ["torchrun", "--nproc_per_node", _, "examples/distributed.py"]:  # tests/inference/distributed runs it
             pass
@@ -172,8 +172,7 @@ def test_the_readme_is_short() -> None:
 
 def test_the_api_page_has_every_public_name() -> None:
     page = (DOCS / "api.md").read_text(encoding="utf-8")
-    names = [f"inference.{one}" for one in inference.__all__]
-    names += [f"heads.{one}" for one in heads.__all__ if one != "HEAD_TYPES"]
+    names = [f"draftsmith.{one}" for one in draftsmith.__all__ if one != "HEAD_TYPES"]
     names += [f"{kind.__module__}.{kind.config_class.__name__}" for kind in draftsmith.HEAD_TYPES.values()]
     documented = set(re.findall(r"^::: (\S+)$", page, re.M))
     assert not set(names) - documented

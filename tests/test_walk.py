@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -55,12 +56,17 @@ class Trace:
                 self.upward.add((origin, place))
 
 
+@cache
+def real_path(file: str) -> Path:
+    return Path(file).resolve()  # src/draftsmith has links
+
+
 def place_of(frame: FrameType) -> Place | None:
     """File and function of a frame in `inference` or `heads`; None elsewhere."""
-    path = frame.f_code.co_filename
-    if not path.startswith(f"{REPOSITORY}/"):
+    path = real_path(frame.f_code.co_filename)
+    if not path.is_relative_to(REPOSITORY):
         return None
-    file = str(Path(path).relative_to(REPOSITORY))
+    file = str(path.relative_to(REPOSITORY))
     return (file, frame.f_code.co_qualname) if file.startswith(("inference/", "heads/")) else None
 
 

@@ -16,6 +16,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+if not __package__:  # launched as a file: not training/ itself, whose modules have names of libraries
+    sys.path[:] = [str(ROOT / "src"), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "training")]
+
 GROUPS = {
     "Target and heads": "config target head_type head_overrides init_heads",
     "Conversations to learn from": "dataset eval_dataset max_length features on_policy_fraction",
@@ -25,13 +28,6 @@ GROUPS = {
 
 
 def main() -> int:
-    # Launched as a file, Python puts training/ first on the path; the packages beside it must be ours (another
-    # distribution also ships one named `inference`).
-    sys.path[:] = [str(ROOT), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "training")]
-    from draftsmith import inference
-
-    if Path(inference.__file__ or "").resolve().parent.parent != ROOT:
-        sys.exit(f"`import inference` found {inference.__file__}, not {ROOT}/inference: uninstall the other package")
     from draftsmith.training.data.conversations import BadLineError
     from draftsmith.training.data.streaming import NoConversationError, message_of
     from draftsmith.training.options.command_line import parse_arguments

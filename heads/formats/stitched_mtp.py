@@ -161,7 +161,8 @@ class VLLMMTP(Format):
         if config.stock_layer is None:
             raise ValueError(
                 f"these heads have a layer as Llama's, and engines run {family}'s own in its MTP modules: train on "
-                "from the target's modules (draftsmith.heads.kinds.mtp.MTPHeads.from_target_checkpoint), or choose custom_generate"
+                "from the target's modules (MTPHeads.from_target_checkpoint in draftsmith.heads.kinds.mtp), or choose "
+                "custom_generate"
             )
         naming = FAMILIES[family]
         free = {"norm_output"} if family in self.passed_before_norm else set()

@@ -30,8 +30,8 @@ class ModelArguments:
     )
     head_type: str | None = option(
         default=None,
-        help="Kind of heads to create, a key of draftsmith.HEAD_TYPES. Not with --init_heads. Without either of the two, "
-        "every option that is not given is chosen (--choose).",
+        help="Kind of heads to create, a key of HEAD_TYPES. Not with --init_heads. Without either of the two, every "
+        "option that is not given is chosen (--choose).",
     )
     head_overrides: list[str] = option(
         default_factory=list,

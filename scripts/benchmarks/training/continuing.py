@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# First on the path: another distribution also ships a package named `inference`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))
 
 import torch
 import yaml

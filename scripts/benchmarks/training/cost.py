@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# First on the path: another distribution also ships a package named `inference`.
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
