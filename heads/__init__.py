@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from draftsmith.heads.base import HEAD_TYPES, DraftHeads
+from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DraftHeadsConfig
 from draftsmith.heads.kinds.block import BlockHeads
 from draftsmith.heads.kinds.eagle import EagleHeads
@@ -20,37 +20,37 @@ from draftsmith.heads.kinds.medusa import MedusaHeads
 from draftsmith.heads.kinds.mtp import MTPHeads
 from draftsmith.heads.kinds.parallel import ParallelHeads
 from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.heads.registration import HEAD_TYPES, find_kind, register
 from draftsmith.inference.targets.target import Target
 
-HEAD_TYPES |= {
-    "block": BlockHeads,
-    "eagle": EagleHeads,
-    "eagle3": Eagle3Heads,
-    "hydra": HydraHeads,
-    "kangaroo": KangarooHeads,
-    "medusa": MedusaHeads,
-    "mtp": MTPHeads,
-    "parallel": ParallelHeads,
-}
+for _kind in (
+    BlockHeads,
+    EagleHeads,
+    Eagle3Heads,
+    HydraHeads,
+    KangarooHeads,
+    MedusaHeads,
+    MTPHeads,
+    ParallelHeads,
+):
+    register(_kind)
 
-__all__ = ["HEAD_TYPES", "DraftHeads", "DraftHeadsConfig", "DraftStep", "create_heads"]
+__all__ = ["HEAD_TYPES", "DraftHeads", "DraftHeadsConfig", "DraftStep", "create_heads", "register"]
 
 
 def create_heads(head_type: str, target: Target | PreTrainedModel, **overrides: Any) -> DraftHeads:
     """Builds untrained float32 heads of one kind, bound to a target and on its device.
 
     Args:
-        head_type: one of `HEAD_TYPES`.
+        head_type: a key of `HEAD_TYPES`, or a kind of an installed package (`register`).
         target: any stock transformers causal LM.
         **overrides: keys of the kind's config (for example `num_heads=3`).
 
     Raises:
         ValueError: an unknown kind or key (the message lists the known ones), or a target that the kind does not fit.
     """
-    if head_type not in HEAD_TYPES:
-        raise ValueError(f"unknown head_type {head_type!r}; known kinds: {', '.join(sorted(HEAD_TYPES))}")
+    kind: type[DraftHeads] = find_kind(head_type)
     target = Target.of(target)
-    kind = HEAD_TYPES[head_type]
     heads = kind(kind.config_class.from_target(target, **overrides))
     heads.bind(target)
     heads.init_from_target(target)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -26,8 +25,8 @@ from draftsmith.heads.adapter import FOLDER, StoredAdapter, is_adapted, load_ada
 from draftsmith.heads.binding import WeightCopies, check_fit
 from draftsmith.heads.checkpoint import (
     check_place,
-    check_tensors,
     is_published,
+    load_strictly,
     read_dtype,
     read_head_type,
     replace_checkpoint,
@@ -38,6 +37,7 @@ from draftsmith.heads.formats.published import HUB_KEYS, open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.modules.draft_step import DraftStep, unroll_documents
 from draftsmith.heads.modules.layers import DraftCache
+from draftsmith.heads.registration import find_kind
 from draftsmith.inference.drafters.base import Drafter, DraftLogits, first_rows
 from draftsmith.inference.kernels.packed_weights import pack
 from draftsmith.inference.targets.host_tensors import OnHost, read_on_host
@@ -45,8 +45,6 @@ from draftsmith.inference.targets.model_config import find_compute_dtype
 from draftsmith.inference.targets.target import Target
 
 EXTEND_CHUNK = 512  # slots of a prompt that `extend` reads in one pass
-
-HEAD_TYPES: dict[str, type[DraftHeads]] = {}  # filled in `heads/__init__.py`, one line for each kind
 
 logger = logging.getLogger(__name__)
 
@@ -428,10 +426,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             if unknown := kwargs.keys() - hub.keys() - {"dtype"}:
                 raise ValueError(f"{path} is another project's checkpoint, which is imported without {sorted(unknown)}")
             return cls._import(path, target, kwargs.get("dtype"), hub)
-        kind = read_head_type(path, HEAD_TYPES, **hub)
-        kind_class = HEAD_TYPES[kind]
-        if not issubclass(kind_class, cls):
-            raise ValueError(f"{path} holds {kind} heads, not {cls.__name__}: load it with DraftHeads.from_pretrained")
+        kind_class = cls._find_kind(read_head_type(path, **hub), path)
         wants_info = kwargs.pop("output_loading_info", False)
         heads, info = kind_class._load(path, *args, **kwargs)
         if heads.config.target_adapter:
@@ -469,11 +464,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         Raises:
             ValueError: one message with everything that is wrong with the checkpoint.
         """
-        kind_class = HEAD_TYPES[imported.kind]
-        if not issubclass(kind_class, cls):
-            raise ValueError(
-                f"{path} holds {imported.kind} heads, not {cls.__name__}: load it with DraftHeads.from_pretrained"
-            )
+        kind_class = cls._find_kind(imported.kind, path)
         try:
             config = kind_class.config_class.from_target(target, **imported.settings)
         except ValueError as error:
@@ -491,14 +482,11 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         return cast(Self, heads.eval())
 
     @classmethod
+    def _find_kind(cls, kind: str, path: str) -> type[Any]:
+        if not issubclass(found := find_kind(kind), cls):
+            raise ValueError(f"{path} holds {kind} heads, not {cls.__name__}: load it with DraftHeads.from_pretrained")
+        return found
+
+    @classmethod
     def _load(cls, path: str, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
-        kwargs["ignore_mismatched_sizes"] = True  # transformers' own error names no tensor
-        try:
-            loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
-        except SafetensorError as error:
-            raise ValueError(
-                f"{path}: the weights file is damaged or truncated ({error}); copy or train it again"
-            ) from error
-        heads, info = loaded
-        check_tensors(path, heads, info)
-        return heads.eval(), info
+        return load_strictly(cls, path, *args, **kwargs)

@@ -6,17 +6,19 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.heads.formats.published import Published, is_gguf_file, open_published
 from draftsmith.heads.formats.registry import recognize
+from draftsmith.heads.registration import known_kinds
 
 SCRATCH = ".incomplete"  # the folder, inside that of a checkpoint, into which files are written first
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -72,11 +74,10 @@ def is_published(path: str, **hub: Any) -> bool:
     return "head_type" not in _read_config(path, **hub)
 
 
-def read_head_type(path: str, known: Collection[str], **hub: Any) -> str:
+def read_head_type(path: str, **hub: Any) -> str:
     """The kind of the heads in a folder or hub repository.
 
     Args:
-        known: the kinds this release has.
         **hub: keywords of a download, such as `revision` and `token`.
 
     Raises:
@@ -92,14 +93,14 @@ def read_head_type(path: str, known: Collection[str], **hub: Any) -> str:
         raise ValueError(f"{folder} has no config.json: give a directory written by DraftHeads.save_pretrained")
     config = _read_config(path, **hub)
     kind = config.get("head_type")
-    if kind not in known:
+    if kind not in known_kinds():
         if kind is None:
             is_here = os.path.isdir(path)  # files of the hub are not fetched for a message
             _refuse_other_format(
                 open_published(path, on_meta=True, **hub) if is_here else Published(path, config, "", {})
             )
         raise ValueError(
-            f"{path}: config.json has head_type {kind!r}; this release knows {', '.join(sorted(known))}. Is this a "
+            f"{path}: config.json has head_type {kind!r}; this release knows {', '.join(known_kinds())}. Is this a "
             "directory written by DraftHeads.save_pretrained?"
         )
     return str(kind)
@@ -132,6 +133,24 @@ def _refuse_other_format(published: Published) -> None:
             f"library: draftsmith import --checkpoint {shlex.quote(published.path)}"
         )
         raise ValueError(f"{published.path} holds {found.title}. {cure}")
+
+
+def load_strictly(kind: type[Any], path: str, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """`PreTrainedModel.from_pretrained` of a kind of heads, in eval mode, and transformers' loading info.
+
+    Raises:
+        ValueError: tensors are missing, unexpected, mis-shaped, truncated or not finite, each named.
+    """
+    kwargs["ignore_mismatched_sizes"] = True  # transformers' own error names no tensor
+    try:
+        load: Any = PreTrainedModel.from_pretrained
+        heads, info = load.__func__(kind, path, *args, output_loading_info=True, **kwargs)  # not the kind's own method
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path}: the weights file is damaged or truncated ({error}); copy or train it again"
+        ) from error
+    check_tensors(path, heads, info)
+    return heads.eval(), info
 
 
 def check_tensors(path: str, heads: nn.Module, info: dict[str, Any]) -> None:

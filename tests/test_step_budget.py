@@ -1,4 +1,4 @@
-"""What one steady decode step runs of our code: calls, functions and files. A reader follows them; each is also time."""
+"""What one steady decode step runs of our code: calls, functions and files. A reader follows them all."""
 
 from __future__ import annotations
 

@@ -43,6 +43,7 @@ __all__ = [  # noqa: F405
     "chain",
     "create_heads",
     "generate",
+    "register",
     "serve_target",
     "stream",
 ]

@@ -1,73 +1,41 @@
-"""A kind that is made up here: one class, one config and one registration are all it takes."""
+"""A kind of an outsider: one class, one config and one registration are all it takes."""
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-from draftsmith.heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig, DraftStep, create_heads
-from draftsmith.heads.modules.layers import DraftCache
+from draftsmith.heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig, create_heads, register
+from draftsmith.heads.registration import find_kind, known_kinds
 from draftsmith.inference import Target, generate
-from draftsmith.inference.drafters.base import DraftLogits
+from tests.conftest import REPOSITORY
 from tests.heads.test_overfit import learn
 from tests.tiny_targets import random_prompt, tiny_target
 
 
-class BigramConfig(DraftHeadsConfig):
-    model_type = "draftsmith_bigram"
-    head_type: ClassVar[str] = "bigram"
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module examples/own_kind.py, freshly imported. Its kind is known until the test ends."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
+    monkeypatch.delitem(sys.modules, "own_kind", raising=False)
+    import own_kind
 
-    def __init__(self, *, rank: int = 8, **kwargs: Any) -> None:
-        self.rank = rank
-        super().__init__(**kwargs)
-
-
-class BigramHeads(DraftHeads):
-    """Scores the next token from the last one only; reads no feature of the target."""
-
-    config_class = BigramConfig
-
-    def __init__(self, config: BigramConfig) -> None:
-        super().__init__(config)
-        self.down = nn.Embedding(config.target_vocab_size, config.rank)
-        self.up = nn.Linear(config.rank, config.target_vocab_size)
-        self.post_init()
-
-    def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
-        ahead = nn.functional.pad(input_ids[:, 1:], (0, 1))
-        return [DraftStep(2, self.down(ahead), self.up)]
-
-    def start(self, batch_size: int, max_length: int, num_scratch: int) -> None: ...
-
-    def draft_caches(self, state: Any) -> list[DraftCache]:
-        return []
-
-    def extend(
-        self, state: Any, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
-    ) -> DraftLogits:
-        assert features is None
-        return self.expand(state, next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None]), counts, 0)
-
-    def expand(self, state: Any, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        return DraftLogits(self.up(self.down(token_ids)))
-
-    @classmethod
-    def registered(cls, patch: pytest.MonkeyPatch) -> type[Self]:
-        patch.setitem(HEAD_TYPES, "bigram", cls)
-        return cls
+    yield own_kind
+    HEAD_TYPES.pop("bigram", None)
 
 
-def test_is_created_trained_saved_loaded_and_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_created_trained_saved_loaded_and_drafts(tmp_path: Path, example: Any) -> None:
     """After a few steps on the target's own text it drafts some of it."""
-    kind = BigramHeads.registered(monkeypatch)
     model = tiny_target("llama", vocab_size=40)
     target = Target(model)
     heads = create_heads("bigram", target, rank=16)
-    assert type(heads) is kind
+    assert type(heads) is example.BigramHeads
     prompt = random_prompt(8, vocab_size=40)
     text = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=100, do_sample=False)
     losses = learn(heads, text, num_steps=30, loss_type="distillation", learning_rate=0.1)
@@ -75,9 +43,47 @@ def test_is_created_trained_saved_loaded_and_drafts(tmp_path: Path, monkeypatch:
 
     heads.save_pretrained(tmp_path)
     loaded = DraftHeads.from_pretrained(tmp_path)
-    assert type(loaded) is kind
+    assert type(loaded) is example.BigramHeads
     assert loaded.config.rank == 16
     assert loaded.feature_layers == ()
     output = generate(target, loaded, prompt, max_new_tokens=100, do_sample=False)
     assert torch.equal(output.sequences, text)
     assert output.stats.acceptance_length > 1.3
+
+
+def test_the_example_runs(example: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    example.main()
+    found = re.fullmatch(r"(\S+) tokens a step; same text: True\n", capsys.readouterr().out)
+    assert found is not None
+    assert float(found[1]) > 1.3
+
+
+def test_an_installed_package_brings_a_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Any) -> None:
+    del HEAD_TYPES["bigram"]
+    info = tmp_path / "their_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[draftsmith.heads]\nbigram = own_kind:BigramHeads\nother = own_kind:BigramHeads\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert {"bigram", "eagle3", "other"} <= {*known_kinds()}
+    assert find_kind("bigram") is example.BigramHeads
+    with pytest.raises(ValueError, match="entry point other = own_kind:BigramHeads"):
+        find_kind("other")
+
+
+def test_what_cannot_be_registered_is_named(example: Any) -> None:
+    class Other(DraftHeads):
+        config_class = example.BigramConfig
+
+    class Nameless(DraftHeads):
+        config_class = DraftHeadsConfig
+
+    with pytest.raises(ValueError, match=r"'bigram' of Other.* BigramHeads"):
+        register(Other)
+    with pytest.raises(ValueError, match=r"Nameless\.config_class"):
+        register(Nameless)
+    with pytest.raises(ValueError, match=r"'eagle9'.*bigram, block"):
+        find_kind("eagle9")

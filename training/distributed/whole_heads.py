@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from draftsmith.heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig
+from draftsmith.heads import DraftHeads, DraftHeadsConfig
+from draftsmith.heads.registration import find_kind
 
 
 def is_split(module: nn.Module) -> bool:
@@ -42,7 +43,7 @@ def whole_heads(heads: DraftHeads) -> DraftHeads:
         return heads
     state = gather_state(heads)
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights on the CPU, which are then overwritten
-        copy: Any = HEAD_TYPES[heads.config.head_type](cast(DraftHeadsConfig, heads.config))
+        copy: Any = find_kind(heads.config.head_type)(cast(DraftHeadsConfig, heads.config))
     copy.to(device=heads.target.device, dtype=next(t.dtype for t in state.values() if t.is_floating_point()))
     copy.load_state_dict(state)
     return cast(DraftHeads, copy.eval().bind(heads.target))

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from draftsmith.heads import HEAD_TYPES
+from draftsmith.heads import DraftHeadsConfig
 from draftsmith.heads.checkpoint import is_published
+from draftsmith.heads.registration import find_kind
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.data.options import DataArguments, option
 from draftsmith.training.features.target_loading import load_published_heads
@@ -47,7 +48,7 @@ def find_layers(model_args: ModelArguments, target: Target) -> Sequence[int]:
         layers: Sequence[int] = PreTrainedConfig.get_config_dict(model_args.init_heads)[0].get("feature_layers", ())
         return layers
     assert model_args.head_type is not None
-    kind = HEAD_TYPES[model_args.head_type].config_class
+    kind: type[DraftHeadsConfig] = find_kind(model_args.head_type).config_class
     return kind.from_target(target, **model_args.parse_head_overrides()).feature_layers
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from draftsmith.heads import HEAD_TYPES
+from draftsmith.heads.registration import find_kind
 from draftsmith.training.data.options import option, refuse_without
 from draftsmith.training.features.sharded_target import Sharding
 
@@ -30,7 +30,7 @@ class ModelArguments:
     )
     head_type: str | None = option(
         default=None,
-        help="Kind of heads to create, a key of HEAD_TYPES. Not with --init_heads. Without either of the two, every "
+        help="Kind of heads to create. Not with --init_heads. Without either of the two, every "
         "option that is not given is chosen (--choose).",
     )
     head_overrides: list[str] = option(
@@ -51,8 +51,8 @@ class ModelArguments:
                 f"got head_type={self.head_type!r} and init_heads={self.init_heads!r}: give head_type to create heads, "
                 "or init_heads to continue from trained ones"
             )
-        if self.head_type is not None and self.head_type not in HEAD_TYPES:
-            raise ValueError(f"unknown head_type {self.head_type!r}; known kinds: {', '.join(sorted(HEAD_TYPES))}")
+        if self.head_type is not None:
+            find_kind(self.head_type)
         if self.init_heads is not None and self.head_overrides:
             raise ValueError(
                 f"got head_overrides {self.head_overrides} with init_heads {self.init_heads!r}: trained heads bring "

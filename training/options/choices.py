@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from draftsmith.heads import HEAD_TYPES, DraftHeads
+from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.native_mtp import find_modules
 from draftsmith.heads.kinds.eagle3 import default_draft_vocabulary
+from draftsmith.heads.registration import find_kind
 from draftsmith.inference.targets.model_config import find_auto_class, find_length_limit
 from draftsmith.training.distributed.launch import count_launched, is_requested
 
@@ -126,7 +127,7 @@ class Shape:
             num_layers=config.num_hidden_layers,
         )
         with torch.device("meta"):
-            return HEAD_TYPES[kind](HEAD_TYPES[kind].config_class.from_target(target, **overrides))
+            return find_kind(kind)(find_kind(kind).config_class.from_target(target, **overrides))
 
 
 def _is_on(given: Mapping[str, Sequence[str]], name: str) -> bool:
@@ -219,7 +220,7 @@ def _choose_heads(name: str, shape: Shape) -> Choice:
 
 
 def _choose_vocabulary(kind: str, overrides: Mapping[str, Any], shape: Shape) -> Choice | None:
-    config_class: type = HEAD_TYPES[kind].config_class
+    config_class: type = find_kind(kind).config_class
     takes = any("draft_vocab_size" in inspect.signature(one.__init__).parameters for one in config_class.__mro__[:-1])  # type: ignore[misc]
     size = shape.config.vocab_size
     if not takes or "draft_vocab_size" in overrides or (fewer := default_draft_vocabulary(size)) is None:
@@ -232,7 +233,7 @@ def _choose_optimizer(kind: str, width: int, *, is_fresh: bool, is_native: bool,
     if is_native:
         yield Choice("learning_rate", f"{NATIVE_RATE:g}", "FastMTP's rate for a target's own module")
         return
-    numerator = RATE_TIMES_WIDTH * HEAD_TYPES[kind].default_learning_rate / DraftHeads.default_learning_rate
+    numerator = RATE_TIMES_WIDTH * find_kind(kind).default_learning_rate / DraftHeads.default_learning_rate
     rate = min(HIGHEST_RATE, float(f"{numerator / width:.1e}"))
     reason = f"{numerator:g} / width {width:,}, at most {HIGHEST_RATE:g}"
     yield Choice("learning_rate", f"{rate:g}", f"{reason}, for LM head and norms" if has_muon else reason)

@@ -1,0 +1,55 @@
+"""Which kinds of heads there are: this library's own, those that a user registers, and those of installed packages."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from draftsmith.heads.config import DraftHeadsConfig
+
+HEAD_TYPES: dict[str, type[Any]] = {}  # head_type -> its subclass of DraftHeads
+GROUP = "draftsmith.heads"  # of entry points: examples/own_kind.py shows one
+
+Kind = TypeVar("Kind", bound=type[Any])
+
+
+def register(kind: Kind) -> Kind:
+    """Adds a kind of heads, under the `head_type` of its config: a function, or a decorator of the class.
+
+    `create_heads`, `DraftHeads.from_pretrained` and every program then know it. Programs import no file of yours: for
+    them, let a package name the kind as an entry point of the group `draftsmith.heads`.
+
+    Raises:
+        ValueError: the class has no config of its own, or another class has this `head_type`.
+    """
+    config_class = getattr(kind, "config_class", None)
+    if not (isinstance(config_class, type) and issubclass(config_class, DraftHeadsConfig) and config_class.head_type):
+        raise ValueError(
+            f"{kind.__name__}.config_class is {config_class!r}: give a subclass of DraftHeadsConfig with a head_type"
+        )
+    name = config_class.head_type
+    if HEAD_TYPES.setdefault(name, kind) is not kind:
+        raise ValueError(
+            f"head_type {name!r} of {kind.__name__} is that of {HEAD_TYPES[name].__name__}: choose another"
+        )
+    return kind
+
+
+def known_kinds() -> list[str]:
+    """The names that `find_kind` takes, sorted."""
+    return sorted({*HEAD_TYPES, *entry_points(group=GROUP).names})
+
+
+def find_kind(head_type: str | None) -> type[Any]:
+    """The class of a kind. That of an installed package is imported when it is first asked for.
+
+    Raises:
+        ValueError: an unknown kind (the message lists the known ones), or a package that names another kind.
+    """
+    if head_type not in HEAD_TYPES:
+        for entry in entry_points(group=GROUP, name=head_type or ""):
+            if register(entry.load()).config_class.head_type != head_type:
+                raise ValueError(f"the entry point {entry.name} = {entry.value} is of another head_type: rename it")
+    if head_type is None or head_type not in HEAD_TYPES:
+        raise ValueError(f"unknown head_type {head_type!r}; known kinds: {', '.join(known_kinds())}")
+    return HEAD_TYPES[head_type]
