@@ -58,6 +58,10 @@ class PoisoningExecutor(CapturedExecutor):
 
     run_fixed = run
 
+    def forget(self) -> None:
+        super().forget()
+        self.addresses.clear()  # a new call may have the id of an old one
+
     def spoil_outputs(self, *living: Any) -> None:
         """At the beginning of a step, except what these objects hold."""
         held = {storage_of(tensor) for one in living for tensor in Parts.of((one,)).tensors}
