@@ -35,8 +35,8 @@ CONTEXTS = (64, 896)  # both fit in the smallest cache of compiled decoding, so 
 WARM_UP_ROUNDS, MEASURED_ROUNDS = 2, 7
 # Long steps vary little: after this many seconds, this many measured rounds are enough.
 LONG_SECONDS, LEAST_MEASURED_ROUNDS = 4.0, 3
-# Seconds for which costs are used: a start on a busy machine is to decide for a day at most.
-MOST_AGE = 24 * 3600.0
+# Seconds for which costs are used. Wrong ones are found much sooner, by the steps that disagree with them.
+MOST_AGE = 7 * 24 * 3600.0
 # Costs that steps disagree with are measured again, but not more often than this: it takes seconds.
 LEAST_AGE = 600.0
 

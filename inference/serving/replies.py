@@ -90,7 +90,7 @@ class ReplyWriter:
         if self.rows[index].num_top is None:
             return None
         ends = self.rows[index].request.eos_token_ids
-        entries, offsets = [], []
+        entries, by_text, offsets = [], [], []
         for token in tokens:
             if token.id in ends:
                 continue
@@ -98,6 +98,7 @@ class ReplyWriter:
             self._scored.add(index)
             top = [self._score(*each, is_first=is_first) for each in token.top]
             entries.append({**self._score(token.id, token.logprob, is_first=is_first), "top_logprobs": top})
+            by_text.append(_key_by_text([token_id for token_id, _ in token.top], top))
             offsets.append(self._offsets[index])
             self._offsets[index] += len(token.text)
         if self.is_chat:
@@ -105,13 +106,21 @@ class ReplyWriter:
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [entry["top_logprobs"] for entry in entries],
+            "top_logprobs": by_text,
             "text_offset": offsets,
         }
 
     def _score(self, token_id: int, logprob: float | None, *, is_first: bool) -> dict[str, Any]:
         text, own_bytes = self.token_texts.read(token_id, is_first=is_first)
         return {"token": text, "logprob": logprob, "bytes": list(own_bytes)}
+
+
+def _key_by_text(token_ids: Sequence[int], top: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The likeliest tokens, the best first, as completions have them; a text that is taken becomes `token_id:ID`."""
+    found: dict[str, float] = {}
+    for token_id, entry in zip(token_ids, top, strict=True):
+        found.setdefault(f"token_id:{token_id}" if entry["token"] in found else entry["token"], entry["logprob"])
+    return found
 
 
 def _report_token(token: RowToken) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.request.chat_template import ConversationError, encode_prompt
+from draftsmith.inference.request.chat_template import encode_prompt
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
 from draftsmith.inference.request.request import Request
@@ -67,8 +67,8 @@ class RowMaker:
         tools = None if body.tool_choice == "none" else body.tools
         try:
             return encode_prompt(self.tokenizer, messages, tools=tools, variables=body.chat_template_kwargs)
-        except ConversationError as error:
-            raise RequestError(str(error), param=error.field) from error
+        except ValueError as error:
+            raise RequestError(str(error), param=getattr(error, "field", "messages")) from error
 
     def encode_prompts(self, body: CompletionRequest) -> list[list[int]]:
         """The prompts of a completion, as token ids."""

@@ -87,10 +87,13 @@ def test_likely_tokens_with_the_same_text_are_all_kept(sentencepiece: Running) -
     with sentencepiece.client() as client:
         completion = client.completions.create(prompt="Hello", logprobs=20, **options).choices[0]
         chat = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=20, **options).choices[0]
-    own: Any = completion.logprobs.top_logprobs  # OpenAI's are keyed by text
-    likely = [[entry["token"] for entry in entries] for entries in own]
-    likely += [[entry.token for entry in one.top_logprobs] for one in chat.logprobs.content]
-    assert len(likely) == 16
+    likely = [[entry.token for entry in one.top_logprobs] for one in chat.logprobs.content]
+    assert len(likely) == 8
     for texts in likely:
         assert len(texts) == 20
         assert texts.count("\ufffd") > 1
+    for scores in completion.logprobs.top_logprobs:
+        assert len(scores) == 20
+        assert "\ufffd" in scores
+        assert any(key.startswith("token_id:") for key in scores)
+        assert list(scores.values()) == sorted(scores.values(), reverse=True)
