@@ -66,8 +66,7 @@ def draft_loss(
         loss_mask: [B, T] on the host (which otherwise waits for the device), 1 where x_t is to be predicted.
         loss_type: a loss or a mixture (`draftsmith.training.losses.terms.parse_loss`). The mean is over the predicted
             positions, whose number is known before the target runs. A position whose argmax (for losses of only the
-            data's
-            tokens: whose label) is outside the draft vocabulary adds 0, as in EAGLE-3's code.
+            data's tokens: whose label) is outside the draft vocabulary adds 0, as in EAGLE-3's code.
         step_decay: the weight of step k is step_decay^k, unless `depth_weights` is given.
         depth_weights: `d_pace` (`draftsmith.training.losses.depth_weights`), or None.
         counts: [K] on the device, the predicted positions of each step to take the mean over, where the batch is a part
