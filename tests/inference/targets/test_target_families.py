@@ -92,7 +92,7 @@ def test_texts_end_where_rope_would_change(family: str, caplog: pytest.LogCaptur
     prompt = random_prompt(ROPE_SWITCH - 12)
     expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
     drafter = ScriptedDrafter([expected[0]], VOCAB_SIZE)
-    with caplog.at_level(logging.WARNING, logger="inference"):
+    with caplog.at_level(logging.WARNING, logger="draftsmith.inference"):
         output = generate(target, drafter, prompt, max_new_tokens=30, do_sample=False, tree=TREE)
     assert_same_text(model, expected, output.sequences)
     assert output.sequences.shape[1] == ROPE_SWITCH

@@ -228,7 +228,7 @@ def test_quantised_weights(method: str, tmp_path: Path) -> None:
 def test_quantised_activations_decode_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """LLM.int8 rounds activations, so its states change with the pass: such a target decodes, and says so."""
     model = load_quantised(_bitsandbytes(load_in_8bit=True), tmp_path)
-    with caplog.at_level(logging.WARNING, logger="inference"):
+    with caplog.at_level(logging.WARNING, logger="draftsmith.inference"):
         target = Target(model)
     assert "change by" in caplog.text
     output = generate(target, NgramDrafter(), random_prompt(6), max_new_tokens=20, do_sample=False)
@@ -330,7 +330,7 @@ def test_states_that_change_with_the_pass_are_told_from_broken_masks(caplog: pyt
         model = build()
         say_so(model)
         caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="inference"):
+        with caplog.at_level(logging.WARNING, logger="draftsmith.inference"):
             Target(model)
         assert "LlamaForCausalLM change by" in caplog.text
     for ignored in ("attention_mask", "position_ids"):

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    logging.getLogger("inference").setLevel(logging.ERROR)  # so is lossy acceptance
+    logging.getLogger("draftsmith.inference").setLevel(logging.ERROR)  # so is lossy acceptance
     cells = choose_cells(options)
     if options.list:
         print("\n".join(cell.name for cell in cells))
