@@ -20,7 +20,7 @@ from draftsmith.inference import GenerationStats, Target
 from draftsmith.inference.execution.compiled import count_graphs
 from draftsmith.inference.request.model_settings import find_model_settings
 from draftsmith.scripts.measuring.roofline import Work
-from draftsmith.training.synthesis.prompts import read_prompts
+from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
 
 WARM_UP_TOKENS = 32
 # The two references, by name.
@@ -156,22 +156,23 @@ class Contender:
 def load_prompts(
     path: Path, tokenizer: Any, target: Target, *, num_prompts: int | None, max_new_tokens: int
 ) -> tuple[list[Prompt], int]:
-    """The first user turns of a file of prompts or conversations, and the number of turns that were too long."""
+    """The first user turns of a file of prompts or conversations, and the number of turns that were too long.
+
+    Prompts that the chat template rejects are left out, with a warning.
+    """
     prompts: list[Prompt] = []
     num_too_long = 0
     limit = target.max_length
-    for conversation in read_prompts(path):
+    rejected: list[str] = []
+    for conversation, ids in encode_prompts(read_prompts(path), tokenizer, rejected):
         if len(prompts) == num_prompts:
             break
-        if tokenizer.chat_template:
-            ids = conversation.encode_prompt(tokenizer)
-        else:
-            ids = tokenizer(conversation.messages_before_reply()[-1]["content"])["input_ids"]
         input_ids = torch.tensor([ids])
         if limit is not None and input_ids.shape[1] + max_new_tokens > limit:
             num_too_long += 1
             continue
         prompts.append(Prompt(conversation.id, len(prompts), input_ids.to(target.device)))
+    report_rejected(path, rejected, num_left=len(prompts) + num_too_long)
     if not prompts:
         raise ValueError(
             f"{path} has no prompt that leaves room for {max_new_tokens} tokens; {num_too_long} are too long"

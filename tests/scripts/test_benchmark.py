@@ -213,7 +213,9 @@ def test_acceptance_rules_are_an_axis_of_sampled_decoding(target: Target) -> Non
     assert {name for name, _ in make(0.0, "exact", "rejection")} == {"h"}
 
 
-def test_prompts_of_both_formats_and_too_long_ones(target: Target, chat_tokenizer: Any, tmp_path: Path) -> None:
+def test_prompts_of_both_formats_and_too_long_ones(
+    target: Target, chat_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [
         {"id": "first", "turns": ["Hi there", "not this one"]},
         {"id": "long", "turns": ["word " * 900]},
@@ -233,6 +235,12 @@ def test_prompts_of_both_formats_and_too_long_ones(target: Target, chat_tokenize
     path.write_text(json.dumps({"id": "p7", "turns": ["Hi"], "tools": [{"name": "look"}]}))
     with pytest.raises(ValueError, match=r"tools\.jsonl: the prompt p7: .* tools"):
         load_prompts(path, chat_tokenizer, target, num_prompts=None, max_new_tokens=8)
+    with path.open("a") as appended:
+        appended.write('\n{"id": "p8", "turns": ["Hi"]}\n')
+    prompts, num_too_long = load_prompts(path, chat_tokenizer, target, num_prompts=1, max_new_tokens=8)
+    assert ([(one.id, one.index) for one in prompts], num_too_long) == ([("p8", 0)], 0)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "left out 1 prompts" in warning and "p7" in warning
 
 
 # What the numbers say.

@@ -216,6 +216,12 @@ def test_what_the_targets_generation_config_sets_is_recorded(
     expected = {"repetition_penalty": 1.5} | ({"min_p": 0.01} if temperature else {})  # --top_k is given
     assert results(output)["stats"]["settings"]["generation_config"] == expected
     assert "repetition_penalty 1.5" in told
+    stats_path = Path(f"{output}.stats.json")
+    stats = json.loads(stats_path.read_text())
+    del stats["settings"]["generation_config"]  # as an earlier release wrote it
+    stats_path.write_text(json.dumps(stats))
+    run(output, *options, 5)
+    assert results(output)["stats"]["settings"]["generation_config"] == expected
     GenerationConfig(eos_token_id=sorted(STOP_IDS)).save_pretrained(folder)
     with pytest.raises(SystemExit):
         run(output, *options, 8)

@@ -35,9 +35,10 @@ _MEDIA = ("video", "videos", "audio", "audios")
 # Keys of a turn that hold its thoughts; we keep the first name, which most chat templates read.
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 # Keys of a turn that say whether it is learned: OpenAI's, ms-swift's two, Axolotl's two.
-_LEARNS = ("weight", "loss", "loss_scale", "train", "training")
+_LEARNS_WHOLE = ("weight", "loss", "loss_scale", "train", "training")
 # Axolotl's keys for parts of a turn.
 _LEARNS_PARTS = ("train_detail", "training_detail")
+LEARNS = (*_LEARNS_WHOLE, *_LEARNS_PARTS)
 # Columns of a record that say whether its reply is wanted: KTO's, and LLaMA-Factory's name for the same.
 IS_WANTED = ("label", "kto_tag")
 _LEFT_OUT = "columns `{}`, which are left out: the conversation begins with another system turn"
@@ -278,7 +279,7 @@ def _is_learned(turn: Mapping[str, Any], role: str) -> bool:
     """Whether a turn may be learned; False only for the assistant's turns."""
     if part := next((key for key in _LEARNS_PARTS if key in turn), ""):
         raise ValueError(f"a {role} turn has {part}, and heads learn whole turns: split the turn, or leave {part} out")
-    marks = {key: turn[key] for key in _LEARNS if key in turn}
+    marks = {key: turn[key] for key in _LEARNS_WHOLE if key in turn}
     for key, value in marks.items():
         if value not in (0, 1):
             raise ValueError(f"{key} of a {role} turn is {value!r}, expected 1 or true (learned), 0 or false (not)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from draftsmith.training.data.options import DataArguments
 from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.images.processor import read_images
 from draftsmith.training.reporting.examples import Prompt, decode_prompt
-from draftsmith.training.synthesis.prompts import read_prompts
+from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
 
 
 def eval_prompts(
@@ -27,27 +28,30 @@ def eval_prompts(
     """The prompts on which the acceptance length is measured.
 
     They are the first turns of `eval_prompts`, or the held-out conversations up to the first assistant token (after the
-    images, if there are any).
+    images, if there are any). Prompts that the chat template rejects are left out, with a warning.
 
     Args:
         processor: reads the images of held-out conversations; None = they have none.
 
     Raises:
-        ValueError: a bad line, with file and line, or a prompt too long for the target.
+        ValueError: a bad line, with file and line, a prompt too long for the target, or no prompt that the chat template
+            writes.
     """
     if data_args.eval_prompts is None:
         rows = [] if eval_set is None else eval_set.take(min(data_args.num_eval_prompts, len(eval_set)))
         cut = (_cut_before_reply(row, processor) for row in rows)
         return [prompt for prompt in cut if prompt is not None]
     prompts: list[Prompt] = []
-    for conversation in read_prompts(data_args.eval_prompts, option="eval_prompts")[: data_args.num_eval_prompts]:
-        ids = conversation.encode_prompt(tokenizer)
+    rejected: list[str] = []
+    encoded = encode_prompts(read_prompts(data_args.eval_prompts, option="eval_prompts"), tokenizer, rejected)
+    for conversation, ids in itertools.islice(encoded, data_args.num_eval_prompts):
         if limit.max_length is not None and len(ids) >= limit.max_length:
             raise ValueError(
                 f"{data_args.eval_prompts}: the prompt {conversation.id} has {len(ids)} tokens, the target takes "
                 f"fewer than {limit.max_length} ({limit.reason}); leave it out"
             )
         prompts.append({"input_ids": torch.tensor([ids])})
+    report_rejected(data_args.eval_prompts, rejected, num_left=len(prompts))
     return prompts
 
 

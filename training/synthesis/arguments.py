@@ -137,12 +137,12 @@ class SynthesisArguments:
         names = ["target", "mode", "max_turns", "keep_truncated", "temperature", "top_p", "top_k"]
         names += ["max_new_tokens", "seed", "dtype"]
         adapter = None if self.heads is None else find_adapter_of(self.heads)
-        own: dict[str, Any] = {}
+        own: dict[str, Any] | None = None
         if generation_config is not None:
             own = find_model_settings(generation_config, self.turn_settings().generate_kwargs())
         return {
             **{name: getattr(self, name) for name in names},
             "is_from_endpoint": self.endpoint is not None,
-            "generation_config": own or None,
+            "generation_config": own,
             "adapter_of_target": None if adapter is None else hash_adapter(adapter),
         }

@@ -117,6 +117,8 @@ class SynthesisOutput:
         return rows, dropped
 
     def _check_settings(self, written: dict[str, Any], path: Path) -> None:
+        if written.get("generation_config") is None:  # not known: an earlier release or a server wrote the output
+            written = {**written, "generation_config": self.settings.get("generation_config")}
         different = [
             f"{name} was {written.get(name)!r} and is {self.settings.get(name)!r}"
             for name in sorted({*written, *self.settings})

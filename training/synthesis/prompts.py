@@ -16,14 +16,14 @@ import json
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from draftsmith.inference.request.chat_template import ConversationError, encode_prompt
 from draftsmith.training.data.conversations import Place, iterate_place
-from draftsmith.training.data.layouts import AUTO, IS_WANTED, Messages, RecordFormat, parse_record
+from draftsmith.training.data.layouts import AUTO, IS_WANTED, LEARNS, Messages, RecordFormat, parse_record
 from draftsmith.training.synthesis.turn_template import Role
 
 logger = logging.getLogger(__name__)
@@ -63,15 +63,14 @@ class Conversation:
         return list(itertools.takewhile(lambda step: not isinstance(step, str), self.script))  # type: ignore[arg-type]
 
     def encode_prompt(self, tokenizer: Any) -> list[int]:
-        """Returns the token ids of everything before the first turn to write.
+        """Returns the token ids of everything before the first turn to write; without a chat template, of its last text.
 
         Raises:
-            ValueError: the chat template rejects it; names the prompt.
+            ConversationError: the chat template rejects it.
         """
-        try:
+        if tokenizer.chat_template:
             return encode_prompt(tokenizer, self.messages_before_reply(), tools=self.tools)
-        except ConversationError as error:
-            raise ValueError(f"{self.source}: the prompt {self.id}: {error}; leave it out") from error
+        return list(tokenizer(self.messages_before_reply()[-1]["content"])["input_ids"])
 
     def add_turn(self, role: Role, text: str, num_tokens: int, thoughts: str = "") -> None:
         self.messages.append({"role": role, "content": text} | ({"reasoning_content": thoughts} if thoughts else {}))
@@ -150,6 +149,33 @@ def read_prompts(
     return [conversation for conversation, _ in prompts.values()]
 
 
+def encode_prompts(
+    conversations: Iterable[Conversation], tokenizer: Any, rejected: list[str]
+) -> Iterator[tuple[Conversation, list[int]]]:
+    """Yields each conversation with the token ids of its prompt.
+
+    Args:
+        rejected: the names of conversations that the chat template rejects are appended, each with the reason.
+    """
+    for conversation in conversations:
+        try:
+            yield conversation, conversation.encode_prompt(tokenizer)
+        except ConversationError as error:
+            rejected.append(f"the prompt {conversation.id}: {error}")
+
+
+def report_rejected(name: str | Path, rejected: list[str], *, num_left: int) -> None:
+    """Warns of the prompts of `encode_prompts` that are left out.
+
+    Raises:
+        ValueError: none is left.
+    """
+    if rejected and not num_left:
+        raise ValueError(f"{name}: {rejected[0]}; no prompt is left ({len(rejected)} are rejected): give others")
+    if rejected:
+        logger.warning("%s: left out %d prompts; the first: %s", name, len(rejected), rejected[0])
+
+
 def choose_prompts(prompts: list[Conversation], count: int | None, *, seed: int) -> list[Conversation]:
     """Draws `count` prompts and keeps their order; a larger count only adds prompts."""
     if count is None or count >= len(prompts):
@@ -163,8 +189,8 @@ def _parse_prompt(record: Any, record_format: RecordFormat) -> dict[str, Any]:
     """Returns `messages`, and `tools` if there are any."""
     if isinstance(record, Exception):
         raise ValueError(str(record))
-    if isinstance(record, dict):  # replies are written anew, so it does not matter whether one is to be avoided
-        record = {column: value for column, value in record.items() if column not in IS_WANTED}
+    if isinstance(record, dict):  # replies are written anew, so it does not matter whether one is to be learned
+        record = {column: _drop_learning(value) for column, value in record.items() if column not in IS_WANTED}
         if isinstance(turns := record.get("turns"), list):
             record["messages"] = [{"role": "user", "content": turn} for turn in turns]
             record_format = AUTO
@@ -172,6 +198,13 @@ def _parse_prompt(record: Any, record_format: RecordFormat) -> dict[str, Any]:
     if "media" in parsed:
         raise ValueError("the prompt has images, and prompts of text only are decoded here")
     return parsed
+
+
+def _drop_learning(turns: Any) -> Any:
+    """The turns of a column without the keys that say whether they are learned; any other column as it is."""
+    if not isinstance(turns, list):
+        return turns
+    return [{key: turn[key] for key in turn if key not in LEARNS} if isinstance(turn, dict) else turn for turn in turns]
 
 
 def _strip_replies(messages: Messages, max_turns: int | None) -> Iterator[dict[str, Any] | Role]:

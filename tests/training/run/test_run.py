@@ -119,11 +119,16 @@ class TestARun:
         assert ("eval_loss" in metrics) == (evaluations > 0)
         assert evaluations == 0 or (calls[-1] == 4 and {"eval_loss", "eval_acceptance_length"} <= metrics.keys())
 
-    def test_acceptance_is_measured_without_held_out_conversations(self, train: Runner, tmp_path: Path) -> None:
+    def test_acceptance_is_measured_without_held_out_conversations(
+        self, train: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A prompt that the chat template does not write is left out."""
         prompts = tmp_path / "prompts.jsonl"
-        prompts.write_text('{"turns": ["word1 word2"]}\n{"turns": ["word5"]}\n')
+        rejected = '{"turns": ["word1"], "tools": [{"name": "look"}], "id": "p7"}\n'
+        prompts.write_text(rejected + '{"turns": ["word1 word2"]}\n{"turns": ["word5"]}\n')
         metrics = train(max_steps=1, validation_fraction=0.0, eval_prompts=prompts)
         assert metrics.keys() == {"eval_acceptance_length"}
+        assert "left out 1 prompts" in caplog.text
 
     def test_continues_from_trained_heads(self, train: Runner, tmp_path: Path) -> None:
         """Weights and draft vocabulary are theirs, though the new conversations would give another one."""
