@@ -11,10 +11,11 @@ from typing import Any
 
 from draftsmith.training.data.layouts import Messages
 from draftsmith.training.data.reply_spans import ReplyFinder, Span
-from draftsmith.training.data.thoughts import split_visible
+from draftsmith.training.data.thoughts import find_thought_end, split_visible
 
 EMPTY = "empty replies, which are context only"
 UNLEARNED = "replies that the data mark as not to be learned"
+UNWRITTEN = "texts beside tool calls, which the chat template does not write"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class LearnedTurns:
     Attributes:
         text: all of it.
         spans: the replies to learn.
-        notes: EMPTY or UNLEARNED for each reply that is context only.
+        notes: EMPTY or UNLEARNED for each reply that is context only, UNWRITTEN for each text that is left out.
     """
 
     text: str
@@ -55,14 +56,18 @@ def find_learned_turns(
     finder = ReplyFinder(tokenizer, plain, tools, template=template)
     marked = finder.find_marked(plain)
     text, spans = marked or (finder.render(plain), [])
+    written = finder.leave_out_unwritten(plain, text)
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    if marked is None:  # an opening by the assistant answers no prompt, so it is not learned
-        places = [place for place in places if any(earlier["role"] != "assistant" for earlier in messages[:place])]
+    if marked is not None and len(spans) == len(places):
+        found = dict(zip(places, spans, strict=True))
     else:
-        places = [place for place in places if not (_says_something(messages[place]) and _is_wanted(messages[place]))]
-    found = {place: finder.find_reply(plain, place, text) for place in places}
+        if marked is None:  # an opening by the assistant answers no prompt, so it is not learned
+            places = [place for place in places if any(earlier["role"] != "assistant" for earlier in messages[:place])]
+        else:
+            places = [place for place in places if not (_says_something(plain[place]) and _is_wanted(messages[place]))]
+        found = {place: finder.find_reply(written, place, text) for place in places}
     notes = {
-        place: _find_note(messages[place], text[span.begin : span.end], train_on_thinking=train_on_thinking)
+        place: _find_note(messages[place], text, span, train_on_thinking=train_on_thinking)
         for place, span in found.items()
     }
     context = [found[place] for place, note in notes.items() if note]
@@ -70,7 +75,8 @@ def find_learned_turns(
         spans = [found[place] for place, note in notes.items() if not note]
     else:
         spans = [span for span in spans if not any(span.begin <= one.end and one.begin <= span.end for one in context)]
-    return LearnedTurns(text, spans, [note for note in notes.values() if note])
+    num_unwritten = sum(one["content"] != other["content"] for one, other in zip(plain, written, strict=True))
+    return LearnedTurns(text, spans, [*filter(None, notes.values()), *[UNWRITTEN] * num_unwritten])
 
 
 def _is_wanted(message: dict[str, Any]) -> bool:
@@ -82,15 +88,18 @@ def _says_something(message: dict[str, Any]) -> bool:
     return bool(message.get("tool_calls")) or bool(split_visible(message["content"])[1].strip())
 
 
-def _find_note(message: dict[str, Any], written: str, *, train_on_thinking: bool) -> str:
+def _find_note(message: dict[str, Any], text: str, span: Span, *, train_on_thinking: bool) -> str:
     """Why a reply is context only, or "".
 
     Args:
-        written: the reply as the template writes it.
+        text, span: the rendered conversation, and the reply in it.
     """
     if not _is_wanted(message):
         return UNLEARNED
-    if _says_something(message):
+    written, content = text[span.begin : span.end], message["content"].strip()
+    # A text that ends with a closing mark is no thought unless a thought begins it.
+    is_plain = bool(content) and content in written and find_thought_end(text, span.begin, span.end) is None
+    if is_plain or _says_something(message):
         return ""
     thoughts = (message.get("reasoning_content") or split_visible(message["content"])[0]).strip()
     return "" if train_on_thinking and thoughts and thoughts in written else EMPTY

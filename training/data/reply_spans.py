@@ -18,8 +18,8 @@ from draftsmith.training.data.thoughts import split_visible
 # No whitespace (templates trim), and no text that a conversation or a template could contain.
 _SENTINEL, _EARLIER_SENTINEL = "@@sentinel-7f3a@@", "@@sentinel-91c4@@"
 _CHANGED = (
-    "the chat template renders a reply differently inside a conversation, so its tokens cannot be found; add "
-    "{% generation %} markers to the template"
+    "the chat template renders a reply differently inside a conversation, so its tokens cannot be found; put "
+    "{% generation %} markers around every reply in the template"
 )
 
 
@@ -69,6 +69,24 @@ class ReplyFinder:
     def _ends_turn(self, text: str) -> bool:
         """Whether the text ends with a special token, followed at most by whitespace."""
         return self.turn_end is not None and any(not text[end.end() :].strip() for end in self.turn_end.finditer(text))
+
+    def leave_out_unwritten(self, messages: Messages, text: str) -> Messages:
+        """Returns the messages without those texts and thoughts beside tool calls that `text`, the rendered
+        conversation, does not have: Llama 3 writes no text beside a call, and gpt-oss none before a later answer.
+        """
+        for index, message in enumerate(messages):
+            for name in ("content", "reasoning_content"):
+                if message.get("tool_calls") and message.get(name, "").strip():
+                    rest = {key: value for key, value in messages[index].items() if key != name}
+                    without = [*messages[:index], {"content": "", **rest}, *messages[index + 1 :]]
+                    messages = without if self._renders(without, text) else messages
+        return messages
+
+    def _renders(self, messages: Messages, text: str) -> bool:
+        try:
+            return self.render(messages) == text
+        except ConversationError:
+            return False
 
     def find_reply(self, messages: Messages, index: int, text: str) -> Span:
         """Returns the span of the reply at `index` in `text`, the rendered conversation.

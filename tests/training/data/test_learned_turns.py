@@ -11,7 +11,7 @@ import pytest
 
 from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations, tokenize_row
 from draftsmith.training.data.layouts import parse_record
-from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED
+from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED, UNWRITTEN
 from tests.training.chat_templates import CHATML, FORGETTING, THINKING
 from tests.training.conversation_cases import (
     HARMONY_TEMPLATE,
@@ -64,6 +64,59 @@ def test_every_call_must_be_written(tokenizer: Any) -> None:
     assert tokenize({"messages": messages}, tokenizer)["problem"] == ""
     tokenizer.chat_template = MARKED_LAST
     assert learned_text([*messages, RESULT, GOOD], tokenizer) == ["There.<|im_end|>"]
+
+
+# A result must follow a call, and only the last reply has an empty thought: no prefix of a conversation is one of the whole.
+MARKED_STRICT = (
+    "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+    "{{ raise_exception('a result without a call') }}{% endif %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ '<think></think>' if loop.last }}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}(){% endfor %}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_marked_replies_are_paired_in_order(tokenizer: Any) -> None:
+    tokenizer.chat_template = MARKED_STRICT
+    call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    messages = [USER, {**call, "learn": False}, RESULT, GOOD]
+    assert learned_text(messages, tokenizer) == ["<think></think>There.<|im_end|>"]
+    assert learned_text([USER, call, RESULT, GOOD], tokenizer)[0] == "look()<|im_end|>"
+
+
+# Llama 3 writes no text beside a call; gpt-oss writes thoughts and text beside a call only where no answer follows, and
+# needs the call before its result.
+LLAMA = CHATML.jinja.replace(
+    "{{ m.content }}", "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}(){% else %}{{ m.content }}{% endif %}"
+)
+GPT_OSS = (
+    "{% for m in messages %}{% set answered = messages[loop.index0 + 1:] | rejectattr('tool_calls', 'defined') | "
+    "selectattr('role', 'equalto', 'assistant') | list %}"
+    "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{% if not (m.tool_calls and answered) %}{{ m.thinking }}{{ m.content }}{% endif %}"
+    "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}(){% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [LLAMA, GPT_OSS])
+def test_a_text_beside_a_call_that_the_template_does_not_write_is_left_out(template: str, tokenizer: Any) -> None:
+    tokenizer.chat_template = template
+    call = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm.", "tool_calls": [CALL]}
+    messages = [USER, call, RESULT, GOOD]
+    assert learned_text(messages, tokenizer) == ["look()<|im_end|>", "There.<|im_end|>"]
+    assert tokenize({"messages": messages}, tokenizer)["notes"] == [UNWRITTEN]
+    is_written = template == GPT_OSS  # where no answer follows
+    assert tokenize({"messages": messages[:2]}, tokenizer)["notes"] == [UNWRITTEN] * (not is_written)
+
+
+@pytest.mark.parametrize("text", ["The closing tag is </think>", "Hello<|end|>"])
+def test_a_text_that_ends_with_a_closing_mark_is_learned(text: str, tokenizer: Any) -> None:
+    messages = [USER, {"role": "assistant", "content": text}]
+    for template in (CHATML.jinja, MARKED_TEMPLATE):
+        tokenizer.chat_template = template
+        assert learned_text(messages, tokenizer, train_on_thinking=False) == [f"{text}<|im_end|>"]
 
 
 THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "Hm"}
