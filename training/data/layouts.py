@@ -25,11 +25,13 @@ Messages = list[dict[str, Any]]
 
 _ROLES = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "function_call"), "assistant"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot", "function_call", "tool_call"), "assistant"),
     "system": "system",
     "developer": "developer",
-    **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response", "ipython"), "tool"),
 }
+# Roles of a turn that is a call: ShareGPT's and ms-swift's.
+_CALLING = ("function_call", "tool_call")
 # Columns of what heads are not trained on. The text alone would be another conversation.
 _MEDIA = ("video", "videos", "audio", "audios")
 # Keys of a turn that hold its thoughts; we keep the first name, which most chat templates read.
@@ -50,7 +52,7 @@ class Layout:
 
     A layout has either `turns` (a list of turns; with `alternates`, also a list of texts by user and assistant in
     turn), or `prompt` and `response` (texts, or lists of turns). The other columns are optional: `context` is appended
-    to the prompt, and `history` has the turns before the prompt.
+    to the prompt, and `history` has the turns before the prompt. `functions` is OpenAI's former name for `tools`.
     """
 
     turns: str = ""
@@ -60,6 +62,7 @@ class Layout:
     history: str = "history"
     system: str = "system"
     tools: str = "tools"
+    functions: str = "functions"
     alternates: bool = False
 
     @property
@@ -143,7 +146,7 @@ class RecordFormat:
             )
         if self.columns:
             named = {("turns" if role == "messages" else role): column for role, column in self.columns.items()}
-            return Layout(**{"history": "", "system": "", "tools": "", **named}, alternates=True)
+            return Layout(**{"history": "", "system": "", "tools": "", "functions": "", **named}, alternates=True)
         for layout in LAYOUTS.values():
             if all(record.get(column) is not None for column in layout.required):
                 return layout
@@ -176,12 +179,14 @@ def parse_record(record: Any, record_format: RecordFormat = AUTO, folder: Path |
             f"the conversation has `{'`, `'.join(others)}`, and heads are trained on text and images; heads that were "
             "trained on text also draft after videos and sounds"
         )
-    if not record_format.columns and (column := next((name for name in IS_WANTED if record.get(name) is False), "")):
+    layout = record_format.find_layout(record)
+    column = next((name for name in IS_WANTED if _is_false(record.get(name))), "")
+    if column and not (layout.turns and record_format.columns):
+        cure = "name the columns to read with --columns" if layout.turns else "rename it"
         raise ValueError(
             f"`{column}` is false, which marks a reply to avoid, and heads learn every reply: leave the record out; "
-            "where the column means something else, name the columns to read with --columns"
+            f"where the column means something else, {cure}"
         )
-    layout = record_format.find_layout(record)
     if layout.turns:
         messages = _parse_turns(record[layout.turns], layout.turns, alternates=layout.alternates)
     else:
@@ -198,12 +203,25 @@ def parse_record(record: Any, record_format: RecordFormat = AUTO, folder: Path |
     parsed: dict[str, Any] = {"media": media, "messages": messages} if media else {"messages": messages}
     if note:
         parsed["note"] = note
-    tools = _parse_json(record.get(layout.tools))
+    tools = _parse_json(record.get(layout.tools)) or _parse_functions(record.get(layout.functions))
     if not tools:
         return parsed
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"`{layout.tools}` is {type(tools).__name__}, expected a list of JSON schemas")
     return {**parsed, "tools": tools}
+
+
+def _is_false(value: Any) -> bool:
+    """Whether a column `label` says no; 0 is False too."""
+    return value == 0 or (isinstance(value, str) and value.strip().lower() == "false")
+
+
+def _parse_functions(value: Any) -> list[dict[str, Any]]:
+    """The tools of a column `functions`; [] for a column that means something else."""
+    functions = _parse_json(value)
+    if not isinstance(functions, list) or not all(isinstance(one, dict) and "name" in one for one in functions):
+        return []
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _parse_pair(record: Mapping[str, Any], layout: Layout) -> Messages:
@@ -223,13 +241,19 @@ def _parse_pair(record: Mapping[str, Any], layout: Layout) -> Messages:
 
 
 def _parse_history(record: Mapping[str, Any], layout: Layout) -> Messages:
-    """The turns before the prompt: a list of turns, or of pairs of texts (prompt, response)."""
+    """The turns before the prompt: a list of turns, of pairs of texts (prompt, response), or of those texts."""
     history = record.get(layout.history)
     if not history:
         return []
-    has_pairs = isinstance(history, list) and all(isinstance(item, list) and len(item) == 2 for item in history)
+    is_list = isinstance(history, list)
+    has_pairs = is_list and all(isinstance(item, list) and len(item) == 2 for item in history)
     turns = [text for pair in history for text in pair] if has_pairs else history
-    return _parse_turns(turns, layout.history, alternates=has_pairs)
+    if not is_list or not any(all(isinstance(turn, kind) for turn in turns) for kind in (str, dict)):
+        raise ValueError(
+            f"`{layout.history}` is {history!r:.60}, expected pairs of texts (prompt, response) or turns; where the "
+            "column means something else, name the columns to read with --columns"
+        )
+    return _parse_turns(turns, layout.history, alternates=True)
 
 
 def _parse_turns(turns: Any, column: str, *, alternates: bool = False) -> Messages:
@@ -250,22 +274,23 @@ def _parse_turn(turn: Any) -> dict[str, Any]:
         raise ValueError(f"unknown role {role!r}; known roles: {', '.join(_ROLES)}")
     message: dict[str, Any] = {"role": _ROLES[role]}
     calls = _parse_json(turn.get("tool_calls"))
-    if role == "function_call" or "function_call" in turn:
-        calls = _parse_function_call(content if role == "function_call" else turn["function_call"])
-        content = None if role == "function_call" else content
+    if role in _CALLING:
+        calls, content = _parse_function_call(content), None
+    elif turn.get("function_call"):
+        calls = _parse_function_call(turn["function_call"])
     if isinstance(content, list):
         content = _join_parts(content, role)
     if content is None and calls:
         content = ""
     if not isinstance(content, str | list):
-        raise ValueError(f"the content of a {role} turn is {type(content).__name__}, expected text")
+        raise ValueError(f"the content of a turn of {role} is {type(content).__name__}, expected text")
     message["content"] = content
     thoughts = next((turn[name] for name in _THOUGHTS if isinstance(turn.get(name), str)), None)
     if thoughts is not None:
         message["reasoning_content"] = thoughts
     if calls:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise ValueError(f"the tool_calls of a {role} turn are {type(calls).__name__}, expected a list of objects")
+            raise ValueError(f"the tool_calls of a turn of {role} are {type(calls).__name__}, expected a list of objects")
         message["tool_calls"] = [_parse_call(call) for call in calls]
     for name in ("tool_call_id", "name"):
         if isinstance(turn.get(name), str):
@@ -278,16 +303,16 @@ def _parse_turn(turn: Any) -> dict[str, Any]:
 def _is_learned(turn: Mapping[str, Any], role: str) -> bool:
     """Whether a turn may be learned; False only for the assistant's turns."""
     if part := next((key for key in _LEARNS_PARTS if key in turn), ""):
-        raise ValueError(f"a {role} turn has {part}, and heads learn whole turns: split the turn, or leave {part} out")
+        raise ValueError(f"a turn of {role} has {part}, and heads learn whole turns: split the turn, or leave {part} out")
     marks = {key: turn[key] for key in _LEARNS_WHOLE if key in turn}
     for key, value in marks.items():
         if value not in (0, 1):
-            raise ValueError(f"{key} of a {role} turn is {value!r}, expected 1 or true (learned), 0 or false (not)")
+            raise ValueError(f"{key} of a turn of {role} is {value!r}, expected 1 or true (learned), 0 or false (not)")
     if role == "assistant":
         return all(marks.values())
     if wanted := next((key for key, value in marks.items() if value and key != "weight"), ""):
         raise ValueError(
-            f"{wanted} of a {role} turn is {marks[wanted]!r}, and heads learn the assistant's turns only: leave it out"
+            f"{wanted} of a turn of {role} is {marks[wanted]!r}, and heads learn the assistant's turns only: leave it out"
         )
     return True
 
@@ -303,7 +328,7 @@ def _join_parts(parts: Sequence[Any], role: str) -> str | list[dict[str, Any]]:
             kept.append({"type": "text", "text": text})
         else:
             kind = part.get("type", "no type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"a part of a {role} turn is of type {kind!r}, and only text and images can be trained on")
+            raise ValueError(f"a part of a turn of {role} is of type {kind!r}, and only text and images can be trained on")
     return kept if any(map(is_image_part, kept)) else "".join(part["text"] for part in kept)
 
 

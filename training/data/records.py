@@ -13,9 +13,12 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
+from draftsmith.training.data.layouts import LAYOUTS
+
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
 NUM_RANGES = 64  # of each reader in a large file
 LEAST_RANGE = 2**16  # bytes of a range, which is many lines; smaller files are read whole
+_FORMS = "a .json file has an array of records, one record, an object whose list `data` has them, or one record a line"
 _ROWS_AT_A_TIME = 256
 _BLOCK = 2**20  # bytes in memory while lines are counted
 
@@ -140,18 +143,26 @@ def _read_json(path: Path, share: Share) -> Iterator[tuple[Line, Any]]:
     try:
         records = _find_records(json.loads(text))
     except json.JSONDecodeError as error:
-        if text.lstrip().startswith("["):
-            yield Line(path, error.lineno), error
+        lines = text.split("\n")[: -1 if text.endswith("\n") else None]
+        has_records = any(line.startswith("{") and isinstance(_parse(line), dict) for line in lines)
+        if text.lstrip().startswith("[") or not has_records:
+            yield Line(path, error.lineno), ValueError(f"{error.msg}, column {error.colno}; {_FORMS}")
             return
-        records = map(_parse, text.split("\n")[: -1 if text.endswith("\n") else None])
+        records = map(_parse, lines)
     yield from ((Line(path, number), record) for number, record in enumerate(records, 1) if share.has(number))
 
 
 def _find_records(value: Any) -> list[Any]:
-    """The records of a JSON file with one value. A list `data` of texts or turns is a conversation."""
+    """The records of a JSON file with one value. A list `data` of texts or turns is a conversation, as is an object with
+    the columns of a layout beside `data`."""
     if isinstance(value, list):
         return value
-    data = value.get("data") if isinstance(value, dict) else None
+    is_record = not isinstance(value, dict) or any(
+        all(value.get(column) is not None for column in layout.required)
+        for layout in LAYOUTS.values()
+        if layout.turns != "data"
+    )
+    data = None if is_record else value.get("data")
     has_records = isinstance(data, list) and all(
         isinstance(item, dict) and not {"role", "from"} & item.keys() for item in data
     )

@@ -49,6 +49,7 @@ JSON_FILES: dict[str, tuple[str, int]] = {
     "records under data": (json.dumps({"version": 1, "data": [{"messages": TWO_TURNS}] * 3}, indent=2), 3),
     "a conversation of texts under data": (json.dumps({"data": [turn["content"] for turn in TWO_TURNS]}, indent=1), 1),
     "a conversation of turns under data": (json.dumps({"data": TWO_TURNS}, indent=1), 1),
+    "one object with objects under data": (json.dumps({"messages": TWO_TURNS, "data": [{"score": 1}]}, indent=1), 1),
     "lines": ("\n".join([json.dumps({"data": TWO_TURNS})] * 2), 2),
 }
 
@@ -61,6 +62,20 @@ def test_forms_of_json_files(name: str, suffix: str, tmp_path: Path) -> None:
     assert to_messages(load_conversations([file])) == [TWO_TURNS] * count
     shares = [list(read_records(Path(file), Share(index, 2))) for index in range(2)]
     assert sum(map(len, shares)) == count
+
+
+@pytest.mark.parametrize(("cut", "times", "line"), [(-12, 1, 10), (None, 2, 13)])
+def test_a_damaged_json_file_is_named_with_the_forms(cut: int | None, times: int, line: int, tmp_path: Path) -> None:
+    """Half of a pretty-printed object, and two of them in one file."""
+    text = json.dumps({"messages": TWO_TURNS[:2]}, indent=2)[:cut]
+    file = write(tmp_path / "a.json", ["\n".join([text] * times)])
+    with pytest.raises(ValueError, match=rf"a\.json, line {line}: .*one record a line"):
+        load_conversations([file])
+
+
+def test_the_first_line_of_several_may_be_damaged(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.json", ['{"messages": [', {"messages": TWO_TURNS}])
+    assert to_messages(load_conversations([file], skip_bad_lines=True)) == [TWO_TURNS]
 
 
 def test_a_system_column_that_is_left_out_is_warned_of(
@@ -87,7 +102,7 @@ BAD_LINES = {
     '{"messages": []}': "expected a non-empty list",
     '{"messages": ["Hi"]}': "expected a turn with role and content, got str",
     '{"messages": [{"role": "narrator", "content": "Hi"}]}': "unknown role 'narrator'; known roles: human",
-    '{"messages": [{"role": "user", "content": null}]}': "content of a user turn is NoneType",
+    '{"messages": [{"role": "user", "content": null}]}': "content of a turn of user is NoneType",
 }
 
 

@@ -44,7 +44,8 @@ RECORDS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     ({"prompt": ADD, "response": "2", "history": PLAIN}, PLAIN * 2),
     ({"instruction": ADD, "output": "2", "history": []}, PLAIN),
     ({"prompt": ADD, "completion": "2", "label": True}, PLAIN),
-    ({"prompt": ADD, "completion": "2", "label": 0}, PLAIN),
+    ({"prompt": ADD, "completion": "2", "label": 1, "functions": ["add"]}, PLAIN),
+    ({"instruction": ADD, "output": "2", "history": [ADD, "2", ADD, "2"]}, PLAIN * 3),
     ({"instruction": ADD, "context": "1, 1", "response": "2", "category": "qa"}, WITH_INPUT),
     ({"prompt": ADD, "completion": "2"}, PLAIN),
     ({"prompt": PLAIN[:1], "completion": PLAIN[1:]}, PLAIN),
@@ -75,13 +76,15 @@ def test_columns_can_be_named() -> None:
     }
     columns = {"prompt": "problem", "response": "solution"}
     assert parse_record(record, RecordFormat(columns=columns))["messages"] == PLAIN
-    assert parse_record({**record, "label": False, "history": 3}, RecordFormat(columns=columns))["messages"] == PLAIN
+    assert parse_record({**record, "label": 1, "history": 3}, RecordFormat(columns=columns))["messages"] == PLAIN
     earlier = RecordFormat(columns={**columns, "history": "earlier"})
     assert parse_record({**record, "earlier": [[ADD, "2"]]}, earlier)["messages"] == PLAIN * 2
     columns |= {"context": "given", "system": "persona"}
     assert parse_record(record, RecordFormat(columns=columns))["messages"] == [SYSTEM, *WITH_INPUT]
     assert parse_record({"dialog": [ADD, "2"]}, RecordFormat(columns={"messages": "dialog"}))["messages"] == PLAIN
     assert parse_record({"dialog": SHAREGPT}, RecordFormat(columns={"messages": "dialog"}))["messages"] == PLAIN
+    record = {"messages": PLAIN, "label": 0, "functions": [{"name": "look"}]}
+    assert parse_record(record, RecordFormat(columns={"messages": "messages"})) == {"messages": PLAIN}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,7 @@ def test_columns_can_be_named() -> None:
         ({"messages": [{"role": ["user"], "content": ""}]}, {}, "unknown role"),
         ({"messages": [{"role": "user", "content": ""}], "tools": 3}, {}, "`tools` is int, expected a list of JSON"),
         ({"conversations": SHAREGPT, "system": 3}, {}, "`system` is int, expected text"),
-        ({"messages": [{"role": "gpt", "content": "", "tool_calls": "x"}]}, {}, "tool_calls of a gpt turn are str"),
+        ({"messages": [{"role": "gpt", "content": "", "tool_calls": "x"}]}, {}, "tool_calls of a turn of gpt are str"),
         ({"messages": [{"role": "gpt", "content": "", "tool_calls": [{"id": "1"}]}]}, {}, "names no function"),
         (
             {"conversations": [{"from": "function_call", "value": "look()"}]},
@@ -112,7 +115,7 @@ def test_columns_can_be_named() -> None:
         ),
         ({"conversations": [{"from": "function_call", "value": '{"at": 1}'}]}, {}, "names no function"),
         ({"messages": [{"role": "assistant", "content": "a", "function_call": "look"}]}, {}, "expected JSON with the"),
-        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, {}, "weight of a assistant turn is 0.5"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, {}, "weight of a turn of assistant is 0.5"),
         ({"messages": [{"role": "assistant", "content": "a", "train": "no"}]}, {}, "expected 1 or true"),
         ({"messages": [{"role": "user", "content": "a", "train": True}]}, {}, "heads learn the assistant's turns only"),
         (
@@ -121,13 +124,13 @@ def test_columns_can_be_named() -> None:
             "train_detail, and heads learn whole",
         ),
         ({"prompt": ADD, "completion": "2", "label": False}, {}, "`label` is false, which marks a reply to avoid"),
+        ({"prompt": ADD, "completion": "2", "label": 0}, {}, "`label` is false"),
+        ({"prompt": ADD, "completion": "2", "kto_tag": "false"}, {}, "`kto_tag` is false"),
+        ({"q": ADD, "a": "2", "label": False}, {"columns": {"prompt": "q", "response": "a"}}, "`label` is false"),
         ({"messages": PLAIN, "kto_tag": False}, {}, "`kto_tag` is false"),
-        ({"instruction": ADD, "output": "2", "history": "1"}, {}, "expected a non-empty list `history`"),
-        (
-            {"instruction": ADD, "output": "2", "history": [["1"]]},
-            {},
-            "expected a turn with role and content, got list",
-        ),
+        ({"instruction": ADD, "output": "2", "history": "1"}, {}, "`history` is '1', expected pairs of texts"),
+        ({"instruction": ADD, "output": "2", "history": [["1"]]}, {}, r"`history` is \[\['1'\]\], expected pairs of texts"),
+        ({"instruction": ADD, "output": "2", "history": [["1", None]]}, {}, "`history` is .*or turns"),
         ({"messages": [SYSTEM, *PLAIN], "system": 3}, {}, "`system` is int, expected text"),
     ],
 )
@@ -215,8 +218,21 @@ def test_a_function_call_is_a_tool_call() -> None:
         (json.dumps([call]), 1),
     ):
         (message,) = parse_record({"conversations": [{"from": "function_call", "value": value}]})["messages"]
+        assert parse_record({"messages": [{"role": "tool_call", "content": value}]})["messages"] == [message]
         assert message == {"role": "assistant", "content": "", "tool_calls": [call] * number}
     for content in (None, "I look."):
         turn = {"role": "assistant", "content": content, "function_call": function}
         (message,) = parse_record({"messages": [turn]})["messages"]
         assert message == {"role": "assistant", "content": content or "", "tool_calls": [call]}
+    for nothing in ("", {}, False):
+        turns = [{**turn, "function_call": nothing} for turn in PLAIN]
+        assert parse_record({"messages": turns}) == {"messages": PLAIN}
+    result = {"role": "tool_response", "content": "2"}
+    assert parse_record({"messages": [result]})["messages"] == [{"role": "tool", "content": "2"}]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_former_functions_are_tools(as_text: bool) -> None:
+    functions = [{"name": "look", "parameters": {}}]
+    record = {"messages": PLAIN, "functions": json.dumps(functions) if as_text else functions}
+    assert parse_record(record)["tools"] == [{"type": "function", "function": functions[0]}]

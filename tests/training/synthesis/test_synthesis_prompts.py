@@ -91,7 +91,7 @@ def test_what_is_written_is_read_back_whole(tmp_path: Path) -> None:
 def test_bad_prompts_are_named(tmp_path: Path) -> None:
     good = chat("system:Be brief.", "user:Hi")
     path = write(tmp_path / "prompts.jsonl", good, {"turns": [3]})
-    with pytest.raises(ValueError, match="line 2: the content of a user turn is int"):
+    with pytest.raises(ValueError, match="line 2: the content of a turn of user is int"):
         read_prompts(path)
     with pytest.raises(ValueError, match="has nothing to answer"):
         read_prompts(write(path, chat("system:Be brief.", "assistant:Hi")))
