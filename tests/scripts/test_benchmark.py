@@ -240,7 +240,8 @@ def test_prompts_of_both_formats_and_too_long_ones(
     prompts, num_too_long = load_prompts(path, chat_tokenizer, target, num_prompts=1, max_new_tokens=8)
     assert ([(one.id, one.index) for one in prompts], num_too_long) == ([("p8", 0)], 0)
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert "left out 1 prompts" in warning and "p7" in warning
+    assert "left out 1 prompts" in warning
+    assert "p7" in warning
 
 
 # What the numbers say.

@@ -407,6 +407,12 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: s
     assert message in str(error.value)
 
 
+def test_settings_of_nothing_and_of_the_unknown_differ() -> None:
+    args = SynthesisArguments(target="t", output="o", prompts="p")
+    assert args.settings_of_the_data(GenerationConfig(eos_token_id=3))["generation_config"] == {}
+    assert args.settings_of_the_data(None)["generation_config"] is None
+
+
 @pytest.mark.ci
 @pytest.mark.slow  # a process of its own
 def test_the_program_finds_its_packages_without_being_installed(tmp_path: Path) -> None:

@@ -290,7 +290,9 @@ def _parse_turn(turn: Any) -> dict[str, Any]:
         message["reasoning_content"] = thoughts
     if calls:
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise ValueError(f"the tool_calls of a turn of {role} are {type(calls).__name__}, expected a list of objects")
+            raise ValueError(
+                f"the tool_calls of a turn of {role} are {type(calls).__name__}, expected a list of objects"
+            )
         message["tool_calls"] = [_parse_call(call) for call in calls]
     for name in ("tool_call_id", "name"):
         if isinstance(turn.get(name), str):
@@ -303,7 +305,9 @@ def _parse_turn(turn: Any) -> dict[str, Any]:
 def _is_learned(turn: Mapping[str, Any], role: str) -> bool:
     """Whether a turn may be learned; False only for the assistant's turns."""
     if part := next((key for key in _LEARNS_PARTS if key in turn), ""):
-        raise ValueError(f"a turn of {role} has {part}, and heads learn whole turns: split the turn, or leave {part} out")
+        raise ValueError(
+            f"a turn of {role} has {part}, and heads learn whole turns: split the turn, or leave {part} out"
+        )
     marks = {key: turn[key] for key in _LEARNS_WHOLE if key in turn}
     for key, value in marks.items():
         if value not in (0, 1):
@@ -312,7 +316,7 @@ def _is_learned(turn: Mapping[str, Any], role: str) -> bool:
         return all(marks.values())
     if wanted := next((key for key, value in marks.items() if value and key != "weight"), ""):
         raise ValueError(
-            f"{wanted} of a turn of {role} is {marks[wanted]!r}, and heads learn the assistant's turns only: leave it out"
+            f"{wanted} of a turn of {role} is {marks[wanted]!r}, and heads learn the assistant's turns: leave it out"
         )
     return True
 
@@ -328,7 +332,9 @@ def _join_parts(parts: Sequence[Any], role: str) -> str | list[dict[str, Any]]:
             kept.append({"type": "text", "text": text})
         else:
             kind = part.get("type", "no type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"a part of a turn of {role} is of type {kind!r}, and only text and images can be trained on")
+            raise ValueError(
+                f"a part of a turn of {role} is of type {kind!r}, and only text and images can be trained on"
+            )
     return kept if any(map(is_image_part, kept)) else "".join(part["text"] for part in kept)
 
 

@@ -153,8 +153,8 @@ def _read_json(path: Path, share: Share) -> Iterator[tuple[Line, Any]]:
 
 
 def _find_records(value: Any) -> list[Any]:
-    """The records of a JSON file with one value. A list `data` of texts or turns is a conversation, as is an object with
-    the columns of a layout beside `data`."""
+    """The records of a JSON file with one value. A list `data` of texts or turns is a conversation. An object with the
+    columns of another layout beside `data` is one record."""
     if isinstance(value, list):
         return value
     is_record = not isinstance(value, dict) or any(

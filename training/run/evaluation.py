@@ -34,8 +34,7 @@ def eval_prompts(
         processor: reads the images of held-out conversations; None = they have none.
 
     Raises:
-        ValueError: a bad line, with file and line, a prompt too long for the target, or no prompt that the chat template
-            writes.
+        ValueError: a bad line, with file and line; a prompt too long for the target; the template rejects all prompts.
     """
     if data_args.eval_prompts is None:
         rows = [] if eval_set is None else eval_set.take(min(data_args.num_eval_prompts, len(eval_set)))

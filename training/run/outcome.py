@@ -31,7 +31,7 @@ from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.resume import is_finished
 from draftsmith.training.run.stopping import explain_full_disk
 from draftsmith.training.run.trainer import HeadsTrainer
-from draftsmith.training.synthesis.on_policy import OnPolicyRows
+from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
 logger = logging.getLogger(__name__)
 NUM_EXAMPLES = 4  # prompts that the report shows with their replies
@@ -124,9 +124,10 @@ def written_command(arguments: Sequence[str]) -> str:
 
 def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
     """`training_record.json`: command, cost of the training, processes, versions, metrics; and what the target's
-    generation config adds to the greedy decoding that measures the acceptance length."""
+    generation config adds to the greedy decoding that measures the acceptance length, and to on-policy replies."""
     meter = trainer.measure_acceptance
     settings = meter.find_model_settings() if isinstance(meter, AcceptanceMeter) else {}
+    writer = next((one for one in trainer.callback_handler.callbacks if isinstance(one, WriteReplies)), None)
     state, processes = trainer.state, trainer.accelerator.state
     distributed = {"distributed_type": processes.distributed_type.value, "num_processes": processes.num_processes}
     if processes.distributed_type == DistributedType.DEEPSPEED:
@@ -145,6 +146,7 @@ def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float
             "target_parameters_per_process": count_held(trainer.target.model),
         },
         "generation_config": settings,
+        **({"on_policy_generation_config": writer.model_settings} if writer else {}),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "platform": platform.platform(),
         "metrics": metrics,

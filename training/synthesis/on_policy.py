@@ -232,8 +232,9 @@ class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
         generation_config = trainer.target.model.generation_config
         self.stop_ids = self.template.find_stop_ids(generation_config.eos_token_id)["assistant"]
         self.settings = args.turn_settings()
-        if own := find_model_settings(generation_config, self.settings.generate_kwargs()):
-            logger.info("on-policy replies: %s", describe_model_settings(own))
+        self.model_settings = find_model_settings(generation_config, self.settings.generate_kwargs())
+        if self.model_settings:
+            logger.info("on-policy replies: %s", describe_model_settings(self.model_settings))
         self._make_writer(None)
 
     def on_epoch_begin(

@@ -63,7 +63,7 @@ class Conversation:
         return list(itertools.takewhile(lambda step: not isinstance(step, str), self.script))  # type: ignore[arg-type]
 
     def encode_prompt(self, tokenizer: Any) -> list[int]:
-        """Returns the token ids of everything before the first turn to write; without a chat template, of its last text.
+        """Returns the token ids of everything before the first turn to write, or without a template of its last text.
 
         Raises:
             ConversationError: the chat template rejects it.

@@ -66,7 +66,7 @@ def test_every_call_must_be_written(tokenizer: Any) -> None:
     assert learned_text([*messages, RESULT, GOOD], tokenizer) == ["There.<|im_end|>"]
 
 
-# A result must follow a call, and only the last reply has an empty thought: no prefix of a conversation is one of the whole.
+# A result must follow a call, and only the last reply has an empty thought: the first messages have another text alone.
 MARKED_STRICT = (
     "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
     "{{ raise_exception('a result without a call') }}{% endif %}<|im_start|>{{ m.role }}\n"

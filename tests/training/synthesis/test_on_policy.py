@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import Decoder, Target, generate
@@ -243,6 +244,17 @@ class TestRuns:
 
     # peft asks transformers by a name that transformers has deprecated.
     pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+
+def test_what_the_generation_config_adds_is_recorded(train: Runner, tmp_path: Path) -> None:
+    """Sampling has settings of its own, which the greedy decoding of evaluations does not have."""
+    target = tmp_path / "target"
+    shutil.copytree(train.defaults["target"], target)
+    GenerationConfig(eos_token_id=STOP_IDS, do_sample=True, min_p=0.01, repetition_penalty=1.1).save_pretrained(target)
+    train(**ON_POLICY, target=target, max_steps=1)
+    record = json.loads((train.output_dir / "training_record.json").read_text())
+    assert record["on_policy_generation_config"] == {"min_p": 0.01, "repetition_penalty": 1.1}
+    assert record["generation_config"] == {}, "no prompt is measured"
 
 
 class TestRefusals:
