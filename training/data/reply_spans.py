@@ -126,6 +126,8 @@ class ReplyFinder:
                 f"the chat template writes a reply's text {around.count(_SENTINEL)} times; it must write it once"
             )
         left, _, right = around.partition(_SENTINEL)
+        if messages[index].get("tool_calls") and not text.endswith(right):  # gpt-oss ends a call in a way of its own
+            return self._find_by_prefix(messages, index, text, before)
         begin, end = len(before), len(text) - len(right)
         if not text.startswith(before):
             begin = len(left) - self._count_given_by_template(messages, index, written)

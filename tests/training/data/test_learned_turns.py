@@ -111,6 +111,12 @@ def test_a_text_beside_a_call_that_the_template_does_not_write_is_left_out(templ
     assert tokenize({"messages": messages[:2]}, tokenizer)["notes"] == [UNWRITTEN] * (not is_written)
 
 
+def test_a_call_that_ends_as_no_text_does_is_found(tokenizer: Any) -> None:
+    tokenizer.chat_template = LLAMA.replace("<|im_end|>\n", "<|im_end|>{{ '\n' if not m.tool_calls }}")
+    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    assert learned_text(messages, tokenizer) == ["look()<|im_end|>"]
+
+
 @pytest.mark.parametrize("text", ["The closing tag is </think>", "Hello<|end|>"])
 def test_a_text_that_ends_with_a_closing_mark_is_learned(text: str, tokenizer: Any) -> None:
     messages = [USER, {"role": "assistant", "content": text}]
