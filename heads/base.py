@@ -155,8 +155,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             input_ids: [B, T] int64.
 
         Returns:
-            one `DraftStep` per depth (a single one if `runs_target_layers`). Entries whose predicted position t + shift
-            lies beyond T - 1 are meaningless.
+            one `DraftStep` per depth (a single one if `runs_target_layers`); step k has shift 2 + k. Entries whose
+            predicted position t + shift lies beyond T - 1 are meaningless.
         """
 
     def unroll_where(
@@ -216,6 +216,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     @property
     def num_unrolled_steps(self) -> int:
         """The number of steps that `unroll` returns. Kinds without a `max_depth` override it."""
+        if self.max_depth is None and not self.runs_target_layers:
+            raise TypeError(f"{type(self).__name__} has no max_depth: give it the property num_unrolled_steps")
         return 1 if self.runs_target_layers else cast(int, self.max_depth)
 
     @property

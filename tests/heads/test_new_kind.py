@@ -85,5 +85,7 @@ def test_what_cannot_be_registered_is_named(example: Any) -> None:
         register(Other)
     with pytest.raises(ValueError, match=r"Nameless\.config_class"):
         register(Nameless)
+    again = type("BigramHeads", (DraftHeads,), {"config_class": example.BigramConfig, "__module__": "own_kind"})
+    assert register(again) is HEAD_TYPES["bigram"] is again, "a cell of a notebook that ran again"
     with pytest.raises(ValueError, match=r"'eagle9'.*bigram, block"):
         find_kind("eagle9")
