@@ -1,7 +1,7 @@
 """Messages over torch.distributed's gloo, on CPUs and beside GPUs.
 
-`wire` turns messages into frames. A frame goes in one piece of FRAME bytes, and a second one with the rest if it is
-longer.
+`wire` turns messages into frames. A part of fixed size carries a frame's beginning, so that the receiver knows what to
+wait for. The rest of a long frame is a second part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from draftsmith.inference.distributed.server import TargetServer
 from draftsmith.inference.distributed.wire import Message, decode, encode, read_size
 from draftsmith.inference.targets.target import Target
 
-FRAME = 2048  # bytes; a task or an answer without features fits
+FIRST_PART = 2048  # bytes; a task or an answer without features fits
 IDLE = timedelta(days=365)  # servers wait for the next text: gloo's own timeout would end them
 GOODBYE = 5.0  # seconds for servers to confirm the end
 
@@ -61,8 +61,8 @@ class Channel:
             RuntimeError: the other process has died.
         """
         data = torch.frombuffer(encode(message), dtype=torch.uint8)
-        first, rest = torch.zeros(FRAME, dtype=torch.uint8), data[FRAME:]
-        first[: len(data)] = data[:FRAME]
+        first, rest = torch.zeros(FIRST_PART, dtype=torch.uint8), data[FIRST_PART:]
+        first[: len(data)] = data[:FIRST_PART]
         with self._naming(rank):
             return [(dist.isend(part, rank, group=self._group), part) for part in (first, rest) if len(part)]
 
@@ -72,11 +72,11 @@ class Channel:
         Raises:
             RuntimeError: the other process has died, or sent what cannot be read.
         """
-        frame = self._receive_bytes(rank, FRAME)
+        frame = self._receive_bytes(rank, FIRST_PART)
         try:
             size = read_size(frame.numpy().data)
-            if size > FRAME:
-                frame = torch.cat([frame, self._receive_bytes(rank, size - FRAME)])
+            if size > FIRST_PART:
+                frame = torch.cat([frame, self._receive_bytes(rank, size - FIRST_PART)])
             return decode(frame[:size].numpy().data)
         except ValueError as error:
             raise RuntimeError(f"from rank {rank}: {error}") from error
@@ -109,7 +109,7 @@ class GlooLink:
 
     Raises:
         ValueError: there is no server, this is not rank 0, or a server has another model.
-        RuntimeError: a server has died.
+        RuntimeError: a server has died, or sent what cannot be read.
         TimeoutError: a server does not greet within `timeout` seconds.
     """
 
@@ -196,7 +196,7 @@ def serve_target(target: Target | Any) -> None:
 
     Raises:
         ValueError: this is rank 0.
-        RuntimeError: rank 0 has died.
+        RuntimeError: rank 0 has died, or sent what cannot be read.
     """
     server = TargetServer(target)
     serve(server, Greeting.of_target(server.target))

@@ -60,8 +60,8 @@ def _encode_attributes(processor: Any) -> dict[str, Any]:
             encoded[name] = _encode(value)
         except TypeError as error:
             raise ValueError(
-                f"{type(processor).__name__}.{name} holds a value of type {error}, and servers are sent numbers, bools, "
-                f"strings, None, tensors, and lists, tuples, sets and dicts of those: {INSTEAD}"
+                f"{type(processor).__name__}.{name} holds a value of type {error}, and servers are sent numbers, "
+                f"bools, strings, None, tensors, and lists, tuples, sets and dicts of those: {INSTEAD}"
             ) from error
     return encoded
 

@@ -31,7 +31,6 @@ VERSION = 1  # raise it when a byte of any frame changes its meaning
 HEADER = struct.Struct("<4q")
 MAX_BYTES = 1 << 30  # of a payload: features of a thousand tokens are some 50 MB
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-CURE = "install the same release of draftsmith on all ranks"
 
 
 def encode(message: Message) -> bytearray:
@@ -45,7 +44,8 @@ def encode(message: Message) -> bytearray:
         ValueError: it is too long.
     """
     kind = _KIND_OF[type(message)]
-    payload = b"".join(_KINDS[kind][1](message))
+    _, pack, _ = _KINDS[kind]
+    payload = b"".join(pack(message))
     if len(payload) > MAX_BYTES:
         raise ValueError(f"a {type(message).__name__} of {len(payload)} bytes is too long: at most {MAX_BYTES} go")
     return bytearray(HEADER.pack(MAGIC, VERSION, kind, len(payload)) + payload)
@@ -70,7 +70,8 @@ def decode(frame: Buffer) -> Message:
     if size != len(frame) - HEADER.size:
         raise _unreadable(f"its header says {size} bytes, and {len(frame) - HEADER.size} follow")
     payload = _Payload(memoryview(frame)[HEADER.size :])
-    message: Message = _KINDS[kind][2](payload)
+    _, _, read = _KINDS[kind]
+    message: Message = read(payload)
     payload.end()
     return message
 
@@ -92,7 +93,7 @@ def _read_header(begin: Buffer) -> tuple[int, int]:
 
 
 def _unreadable(reason: str) -> ValueError:
-    return ValueError(f"a message cannot be read: {reason}. To mend it, {CURE}")
+    return ValueError(f"a message cannot be read: {reason}. Install the same release of draftsmith on all ranks")
 
 
 class _Payload:
@@ -113,7 +114,7 @@ class _Payload:
         return numbers.unpack(self.take(numbers.size))
 
     def integers(self, count: int) -> list[int]:
-        return list(struct.unpack(f"<{count}q", data)) if (data := self.take(8 * count)) else []
+        return list(struct.unpack(f"<{count}q", self.take(8 * count)))
 
     def text(self, size: int) -> str:
         try:

@@ -87,6 +87,12 @@ def test_values_keep_their_types() -> None:
         assert torch.equal(one, other)
 
 
+def test_tensors_go_to_the_servers_own_device() -> None:
+    """Rank 0's may be on a GPU that is not the server's."""
+    text = encode_processors([stock.MinLengthLogitsProcessor(7, 2)])
+    assert decode_processors(text, torch.device("meta"))[0].eos_token_id.is_meta
+
+
 def test_the_docstrings_example() -> None:
     attributes = {"min_length": 7, "eos_token_id": ["tensor", ["int64", [1], [2]]]}
     text = encode_processors([stock.MinLengthLogitsProcessor(7, 2)])
