@@ -212,6 +212,12 @@ def test_decoding_needs_the_base_dependencies_only() -> None:
         assert not foreign, f"{name(path)} imports {sorted(foreign)} where only the base dependencies are"
 
 
+def test_inference_reads_no_pickles() -> None:
+    """What comes over a socket, or from a cache folder, is data."""
+    for path in (path for path in MODULES if name(path).startswith("inference/")):
+        assert "pickle" not in imported_packages(path), name(path)
+
+
 def test_late_files_are_imported_in_functions_only() -> None:
     late = {Path(file).stem for file in LATE_FILES}
     for path in MODULES:
