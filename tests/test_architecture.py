@@ -22,7 +22,7 @@ BASE_DEPENDENCIES = {"torch", "transformers", "safetensors", "huggingface_hub", 
 # What they import only inside a function, for users who have it.
 OPTIONAL_DEPENDENCIES = {
     "heads/adapter.py": {"peft"},
-    "heads/formats/llama_cpp/gguf_file.py": {"gguf"},
+    "heads/formats/gguf_file.py": {"gguf"},
     "inference/serving/grammar.py": {"xgrammar"},
 }
 # What the server needs: nothing else imports it.
