@@ -371,7 +371,7 @@ class TestProof:
         assert torch.equal(generate(target, None, **inputs, **OPTIONS).sequences, expected)
         assert target.findings.proven_media == {frozenset({"pixel_values"})}
         monkeypatch.setattr(
-            "draftsmith.inference.targets.probing.media_proof._continue_by_model",
+            "draftsmith.inference.targets.media_proof._continue_by_model",
             lambda *_: pytest.fail("it was proven before"),
         )
         assert torch.equal(generate(target, None, **inputs, **OPTIONS).sequences, expected)
