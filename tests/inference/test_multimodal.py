@@ -24,10 +24,10 @@ from draftsmith.inference import (
     stream,
 )
 from draftsmith.inference.pipelined.decoder import PipelinedDecoder
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.inference.targets.layer_groups import tie_layers
 from draftsmith.inference.targets.model_config import find_auto_class
 from draftsmith.inference.targets.multimodal import read_media
+from draftsmith.training.features.encoding import encode
 from tests import recurrent_families
 from tests.inference.execution.test_captured import capture
 from tests.scripted_drafter import ScriptedDrafter

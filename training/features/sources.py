@@ -20,9 +20,9 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import TrainerCallback
 
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.data.collation import find_documents, hash_tokens
+from draftsmith.training.features.encoding import encode
 from draftsmith.training.features.store import (
     DiskFullError,
     FeatureStore,

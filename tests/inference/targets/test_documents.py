@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.inference import Target
 from draftsmith.inference.targets.documents import TOKENS_PER_GROUP, cut_lengths, gather_documents, split_documents
-from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.features.encoding import encode
 from tests.tiny_targets import random_prompt, tiny_target
 
 ROWS = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 2, -1, -1]])
