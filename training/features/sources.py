@@ -63,7 +63,7 @@ class OnlineFeatures:
     """Runs the target on every batch and keeps nothing.
 
     Args:
-        num_groups: of documents in a packed batch (`draftsmith.inference.targets.documents.split_documents`).
+        num_groups: of documents in a packed batch (`draftsmith.heads.modules.documents.split_documents`).
         with_autograd: let gradients flow from the states into trained weights of the target (adapters).
     """
 

@@ -13,7 +13,7 @@ import datasets
 import pytest
 import torch
 
-from draftsmith.inference.targets.documents import split_documents
+from draftsmith.heads.modules.documents import split_documents
 from draftsmith.inference.targets.host_tensors import read_on_host
 from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.data.packing import fit_best, pack_rows
