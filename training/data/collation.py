@@ -15,8 +15,8 @@ import xxhash
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftsmith.heads.modules.host_tensors import OnHost, read_on_host
 from draftsmith.inference.noise import derive_seeds
-from draftsmith.inference.targets.host_tensors import OnHost, read_on_host
 
 
 @dataclass(frozen=True)
