@@ -36,11 +36,11 @@ from draftsmith.heads.formats.format import Imported
 from draftsmith.heads.formats.published import HUB_KEYS, open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.modules.draft_step import DraftStep, unroll_documents
+from draftsmith.heads.modules.host_tensors import OnHost, read_on_host
 from draftsmith.heads.modules.layers import DraftCache
 from draftsmith.heads.registration import find_kind
 from draftsmith.inference.drafters.base import Drafter, DraftLogits, first_rows
 from draftsmith.inference.kernels.packed_weights import pack
-from draftsmith.inference.targets.host_tensors import OnHost, read_on_host
 from draftsmith.inference.targets.model_config import find_compute_dtype
 from draftsmith.inference.targets.target import Target
 

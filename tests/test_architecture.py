@@ -22,7 +22,7 @@ BASE_DEPENDENCIES = {"torch", "transformers", "safetensors", "huggingface_hub", 
 # What they import only inside a function, for users who have it.
 OPTIONAL_DEPENDENCIES = {
     "heads/adapter.py": {"peft"},
-    "heads/formats/llama_cpp/gguf_file.py": {"gguf"},
+    "heads/formats/gguf_file.py": {"gguf"},
     "inference/serving/grammar.py": {"xgrammar"},
 }
 # What the server needs: nothing else imports it.
@@ -111,24 +111,19 @@ def test_imports_point_one_way() -> None:
         assert not wrong, f"{name(path)} may import {PACKAGES[: PACKAGES.index(package)]}, not {sorted(wrong)}"
 
 
-# The rooms of `inference`: a file imports from its own room and from earlier ones.
-ROOMS = (
-    *(
-        "noise",
-        "stats",
-        "shared_swaps",
-        "cache",
-        "kernels",
-        "targets",
-        "drafters",
-        "request",
-        "trees",
-        "acceptance",
-        "execution",
+# The order of the rooms of a folder: a file imports from its own room and from earlier ones.
+ORDERS = {
+    "inference": (
+        *("noise", "stats", "shared_swaps", "cache", "kernels", "targets", "drafters", "request", "trees"),
+        *("acceptance", "execution", "planning", "prompts", "batch", "loop", "streaming", "decoder"),
+        *("custom_generate", "generation", "pipeline", "pipelined", "serving", "distributed"),
     ),
-    *("planning", "prompts", "batch", "loop", "streaming", "decoder", "custom_generate", "generation", "pipeline"),
-    *("pipelined", "serving", "distributed"),
-)
+    "inference/targets": (
+        *("forward_names", "copied_modules", "model_config", "passes", "refusals", "parts", "recurrent"),
+        *("masks", "encoder_decoder", "backbone", "probing", "target", "layer_groups", "multimodal", "media_proof"),
+    ),
+}
+FOLDERS = sorted({path.parent for path in MODULES})
 
 
 def module_name(path: Path) -> str:
@@ -163,10 +158,15 @@ def find_circle(graph: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-def room_of(path: Path) -> str:
-    """The folder below the package that a file is in, or the file itself."""
-    parts = path.relative_to(REPOSITORY).parts
-    return parts[1] if len(parts) > 2 else path.stem
+def room_of(path: Path, folder: Path) -> str:
+    """The part of a folder that a file is in: a folder below it, or the file itself."""
+    parts = path.relative_to(folder).parts
+    return parts[0] if len(parts) > 1 else path.stem
+
+
+def list_files(folder: Path) -> list[Path]:
+    """Files in a folder and below it, except its front, which shows all rooms."""
+    return [path for path in MODULES if path.is_relative_to(folder) and path != folder / "__init__.py"]
 
 
 def test_no_file_imports_itself_through_others() -> None:
@@ -174,25 +174,26 @@ def test_no_file_imports_itself_through_others() -> None:
     assert not circle, "these files are in import circles, or import from them"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_room_imports_itself_through_others(package: str) -> None:
+@pytest.mark.parametrize("folder", FOLDERS, ids=name)
+def test_no_room_imports_itself_through_others(folder: Path) -> None:
     rooms: dict[str, set[str]] = {}
-    for path in (path for path in MODULES if path.relative_to(REPOSITORY).parts[0] == package):
-        own = {other for other in imported_files(path) if other.relative_to(REPOSITORY).parts[0] == package}
-        if (
-            path.stem != "__init__" or len(path.relative_to(REPOSITORY).parts) > 2
-        ):  # the package's front shows all rooms
-            rooms.setdefault(room_of(path), set()).update(
-                room_of(other) for other in own if room_of(other) != room_of(path)
-            )
+    for path in list_files(folder):
+        others = {room_of(other, folder) for other in imported_files(path) if other.is_relative_to(folder)}
+        rooms.setdefault(room_of(path, folder), set()).update(others - {room_of(path, folder)})
     assert not find_circle(rooms), "these rooms are in import circles, or import from them"
 
 
-def test_rooms_import_from_earlier_rooms() -> None:
-    for path in (path for path in MODULES if name(path).startswith("inference/") and room_of(path) != "__init__"):
-        later = ROOMS[ROOMS.index(room_of(path)) + 1 :]
-        wrong = {name(other) for other in imported_files(path) if room_of(other) in later}
-        assert not wrong, f"{name(path)}: {room_of(path)} comes before the rooms of {sorted(wrong)}"
+@pytest.mark.parametrize("folder", ORDERS)
+def test_rooms_import_from_earlier_rooms(folder: str) -> None:
+    order, root = ORDERS[folder], REPOSITORY / folder
+    for path in list_files(root):
+        later = order[order.index(room_of(path, root)) + 1 :]
+        wrong = {
+            name(other)
+            for other in imported_files(path)
+            if other.is_relative_to(root) and room_of(other, root) in later
+        }
+        assert not wrong, f"{name(path)}: {room_of(path, root)} comes before the rooms of {sorted(wrong)}"
 
 
 def test_circles_are_found() -> None:
@@ -207,7 +208,7 @@ def test_decoding_needs_the_base_dependencies_only() -> None:
         at_once = optional & set(imported_packages(path, top_level_only=True))
         assert not at_once, f"{name(path)} needs {sorted(at_once)} as soon as it is imported"
         optional = optional | LATE_FILES.get(name(path), set())
-        optional |= SERVING_DEPENDENCIES if room_of(path) == "serving" else set()
+        optional |= SERVING_DEPENDENCIES if name(path.parent) == "inference/serving" else set()
         foreign = set(imported_packages(path)) - sys.stdlib_module_names - own - BASE_DEPENDENCIES - optional
         assert not foreign, f"{name(path)} imports {sorted(foreign)} where only the base dependencies are"
 

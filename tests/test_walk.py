@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import generate
 from tests.conftest import REPOSITORY
-from tests.test_architecture import ROOMS, room_of
+from tests.test_architecture import ORDERS, room_of
 
 MAX_PLACES = 10
 Place = tuple[str, str]  # file, function
@@ -72,8 +72,8 @@ def place_of(frame: FrameType) -> Place | None:
 
 def room_number(file: str) -> int:
     """Place of a file's room in the order of imports. To the loop, heads are drafters."""
-    room = "drafters" if file.startswith("heads/") else room_of(REPOSITORY / file)
-    return ROOMS.index(room)
+    room = "drafters" if file.startswith("heads/") else room_of(REPOSITORY / file, REPOSITORY / "inference")
+    return ORDERS["inference"].index(room)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.heads import DraftHeads, DraftStep
-from draftsmith.inference.targets.host_tensors import OnHost, read_on_host, send
+from draftsmith.heads.modules.host_tensors import OnHost, read_on_host, send
 from draftsmith.inference.targets.model_config import find_compute_dtype
 from draftsmith.training.losses.depth_weights import D_PACE, fixed_weights, weigh_by_d_pace
 from draftsmith.training.losses.early_gradients import EarlyGradients, find_leaves

@@ -18,8 +18,8 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.modules.draft_step import count_predicted
+from draftsmith.heads.modules.host_tensors import OnHost, read_on_host, send
 from draftsmith.inference.noise import derive_seeds
-from draftsmith.inference.targets.host_tensors import OnHost, read_on_host, send
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.data.collation import find_documents
 from draftsmith.training.data.streaming import ConversationStream

@@ -26,7 +26,7 @@ from rich.console import Console
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.inference.targets.host_tensors import read_on_host
+from draftsmith.heads.modules.host_tensors import read_on_host
 from draftsmith.scripts.benchmarks.training import ablation
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.checkpoint import is_published
+from draftsmith.heads.formats.gguf_file import write_gguf
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
-from draftsmith.heads.formats.llama_cpp.gguf_file import write_gguf
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
