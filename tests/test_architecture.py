@@ -111,8 +111,8 @@ def test_imports_point_one_way() -> None:
         assert not wrong, f"{name(path)} may import {PACKAGES[: PACKAGES.index(package)]}, not {sorted(wrong)}"
 
 
-# The rooms of `inference`: a file imports from its own room and from earlier ones.
-ROOMS = (
+# The packages of `inference` and the files beside them: a file imports from its own package and from earlier ones.
+INFERENCE_ORDER = (
     *(
         "noise",
         "stats",
@@ -163,8 +163,8 @@ def find_circle(graph: dict[str, set[str]]) -> list[str]:
     return sorted(left)
 
 
-def room_of(path: Path) -> str:
-    """The folder below the package that a file is in, or the file itself."""
+def part_of(path: Path) -> str:
+    """The package inside one of the four that a file is in, or the file itself."""
     parts = path.relative_to(REPOSITORY).parts
     return parts[1] if len(parts) > 2 else path.stem
 
@@ -175,24 +175,22 @@ def test_no_file_imports_itself_through_others() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_room_imports_itself_through_others(package: str) -> None:
-    rooms: dict[str, set[str]] = {}
+def test_no_package_imports_itself_through_others(package: str) -> None:
+    parts: dict[str, set[str]] = {}
     for path in (path for path in MODULES if path.relative_to(REPOSITORY).parts[0] == package):
         own = {other for other in imported_files(path) if other.relative_to(REPOSITORY).parts[0] == package}
-        if (
-            path.stem != "__init__" or len(path.relative_to(REPOSITORY).parts) > 2
-        ):  # the package's front shows all rooms
-            rooms.setdefault(room_of(path), set()).update(
-                room_of(other) for other in own if room_of(other) != room_of(path)
+        if path.stem != "__init__" or len(path.relative_to(REPOSITORY).parts) > 2:  # the front shows all parts
+            parts.setdefault(part_of(path), set()).update(
+                part_of(other) for other in own if part_of(other) != part_of(path)
             )
-    assert not find_circle(rooms), "these rooms are in import circles, or import from them"
+    assert not find_circle(parts), "these packages are in import circles, or import from them"
 
 
-def test_rooms_import_from_earlier_rooms() -> None:
-    for path in (path for path in MODULES if name(path).startswith("inference/") and room_of(path) != "__init__"):
-        later = ROOMS[ROOMS.index(room_of(path)) + 1 :]
-        wrong = {name(other) for other in imported_files(path) if room_of(other) in later}
-        assert not wrong, f"{name(path)}: {room_of(path)} comes before the rooms of {sorted(wrong)}"
+def test_packages_import_from_earlier_packages() -> None:
+    for path in (path for path in MODULES if name(path).startswith("inference/") and part_of(path) != "__init__"):
+        later = INFERENCE_ORDER[INFERENCE_ORDER.index(part_of(path)) + 1 :]
+        wrong = {name(other) for other in imported_files(path) if part_of(other) in later}
+        assert not wrong, f"{name(path)}: {part_of(path)} comes before the packages of {sorted(wrong)}"
 
 
 def test_circles_are_found() -> None:
@@ -207,7 +205,7 @@ def test_decoding_needs_the_base_dependencies_only() -> None:
         at_once = optional & set(imported_packages(path, top_level_only=True))
         assert not at_once, f"{name(path)} needs {sorted(at_once)} as soon as it is imported"
         optional = optional | LATE_FILES.get(name(path), set())
-        optional |= SERVING_DEPENDENCIES if room_of(path) == "serving" else set()
+        optional |= SERVING_DEPENDENCIES if part_of(path) == "serving" else set()
         foreign = set(imported_packages(path)) - sys.stdlib_module_names - own - BASE_DEPENDENCIES - optional
         assert not foreign, f"{name(path)} imports {sorted(foreign)} where only the base dependencies are"
 
@@ -277,11 +275,11 @@ def test_the_check_above_sees_every_way_to_ask(kind: str, code: str) -> None:
     assert kinds_branched_on(ast.parse(code.replace("KIND", kind))) == {kind}
 
 
-def test_the_tour_names_every_room() -> None:
+def test_the_tour_names_every_package() -> None:
     """Every folder of code, and every file that stands in front of them."""
     tour = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rooms = {name(path.parent) + "/" for path in MODULES}
-    missing = sorted(room for room in rooms if f"`{room}`" not in tour)
+    packages = {name(path.parent) + "/" for path in MODULES}
+    missing = sorted(package for package in packages if f"`{package}`" not in tour)
     assert not missing, f"docs/architecture.md says nothing of {missing}"
 
 
