@@ -90,20 +90,20 @@ def test_columns_can_be_named() -> None:
         (
             {"problem": "", "solution": ""},
             {"columns": {"prompt": "problme", "response": "solution"}},
-            r"'problme'; there are \['problem', 'solution'\]; name them with --columns",
+            r"'problme'.*\['problem', 'solution'\].*--columns",
         ),
         (
             {"problem": "", "solution": ""},
             {"columns": {"prompt": "problem", "response": "solution", "system": "sys"}},
-            r"expected the columns 'sys'",
+            "columns 'sys'",
         ),
-        ({"question": "", "anwser": ""}, {}, r"which no known layout has; name them with --columns"),
-        ({"prompt": 3, "response": ""}, {}, "`prompt` is int, expected text"),
+        ({"question": "", "anwser": ""}, {}, "anwser.*--columns"),
+        ({"prompt": 3, "response": ""}, {}, "`prompt` is int"),
         ({"prompt": "", "response": None}, {"columns": {"prompt": "prompt", "response": "response"}}, "is NoneType"),
         ({"messages": [{"role": ["user"], "content": ""}]}, {}, "unknown role"),
-        ({"messages": [{"role": "user", "content": ""}], "tools": 3}, {}, "`tools` is int, expected a list of JSON"),
-        ({"conversations": SHAREGPT, "system": 3}, {}, "`system` is int, expected text"),
-        ({"messages": [{"role": "gpt", "content": "", "tool_calls": "x"}]}, {}, "tool_calls of a gpt turn are str"),
+        ({"messages": [{"role": "user", "content": ""}], "tools": 3}, {}, "`tools` is int"),
+        ({"conversations": SHAREGPT, "system": 3}, {}, "`system` is int"),
+        ({"messages": [{"role": "gpt", "content": "", "tool_calls": "x"}]}, {}, "tool_calls .* str"),
         ({"messages": [{"role": "gpt", "content": "", "tool_calls": [{"id": "1"}]}]}, {}, "names no function"),
         (
             {"conversations": [{"from": "function_call", "value": "look()"}]},
@@ -112,23 +112,19 @@ def test_columns_can_be_named() -> None:
         ),
         ({"conversations": [{"from": "function_call", "value": '{"at": 1}'}]}, {}, "names no function"),
         ({"messages": [{"role": "assistant", "content": "a", "function_call": "look"}]}, {}, "expected JSON with the"),
-        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, {}, "weight of a assistant turn is 0.5"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, {}, "weight .* 0.5"),
         ({"messages": [{"role": "assistant", "content": "a", "train": "no"}]}, {}, "expected 1 or true"),
-        ({"messages": [{"role": "user", "content": "a", "train": True}]}, {}, "heads learn the assistant's turns only"),
-        (
-            {"messages": [{"role": "gpt", "content": "a", "train_detail": []}]},
-            {},
-            "train_detail, and heads learn whole",
-        ),
-        ({"prompt": ADD, "completion": "2", "label": False}, {}, "`label` is false, which marks a reply to avoid"),
+        ({"messages": [{"role": "user", "content": "a", "train": True}]}, {}, "train.*assistant"),
+        ({"messages": [{"role": "gpt", "content": "a", "train_detail": []}]}, {}, "train_detail"),
+        ({"prompt": ADD, "completion": "2", "label": False}, {}, "`label` is false"),
         ({"messages": PLAIN, "kto_tag": False}, {}, "`kto_tag` is false"),
-        ({"instruction": ADD, "output": "2", "history": "1"}, {}, "expected a non-empty list `history`"),
+        ({"instruction": ADD, "output": "2", "history": "1"}, {}, "`history`"),
         (
             {"instruction": ADD, "output": "2", "history": [["1"]]},
             {},
             "expected a turn with role and content, got list",
         ),
-        ({"messages": [SYSTEM, *PLAIN], "system": 3}, {}, "`system` is int, expected text"),
+        ({"messages": [SYSTEM, *PLAIN], "system": 3}, {}, "`system` is int"),
     ],
 )
 def test_what_cannot_be_read_is_named(record: dict[str, Any], settings: dict[str, Any], message: str) -> None:
@@ -139,10 +135,10 @@ def test_what_cannot_be_read_is_named(record: dict[str, Any], settings: dict[str
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"columns": {"prompt": "a"}}, "name messages=COLUMN, or prompt=COLUMN and response=COLUMN"),
-        ({"columns": {"prompt": "a", "response": "b", "messages": "c"}}, "name messages=COLUMN, or"),
-        ({"columns": {"messages": "a", "history": "b"}}, "name messages=COLUMN, or"),
-        ({"columns": {"promt": "a", "response": "b"}}, "got columns promt=a: name one of messages, prompt"),
+        ({"columns": {"prompt": "a"}}, "messages=.*prompt=.*response="),
+        ({"columns": {"prompt": "a", "response": "b", "messages": "c"}}, "messages="),
+        ({"columns": {"messages": "a", "history": "b"}}, "messages="),
+        ({"columns": {"promt": "a", "response": "b"}}, "columns promt=a: .*messages, prompt"),
     ],
 )
 def test_formats_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
