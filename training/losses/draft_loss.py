@@ -83,8 +83,7 @@ def draft_loss(
     is_d_pace = depth_weights == D_PACE
     weights = fixed_weights(len(steps), step_decay=step_decay, depth_weights=depth_weights)
     is_half = find_compute_dtype(steps[0].hidden.device, steps[0].hidden.dtype) == torch.float16
-    takes_early = torch.is_grad_enabled() and not (keeps_graph or is_d_pace or is_half)
-    early = EarlyGradients() if takes_early else None
+    early = EarlyGradients() if torch.is_grad_enabled() and not (keeps_graph or is_d_pace or is_half) else None
     mask = read_on_host(loss_mask)
     # All predicted positions, whose number the host knows; those with a loss are known on the device only.
     predicted = [step.find_predicted(mask) for step in steps]
