@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from jinja2 import Environment, TemplateError, meta
+from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from draftsmith.inference.request.template_variables import find_variables
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
@@ -26,8 +28,6 @@ Tools = list[dict[str, Any]] | None
 _FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 # A template's key for the thoughts of a message: the first one in nearly all, the second in gpt-oss.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# What a template reads beside the variables that a user may set.
-_NO_VARIABLES = {"messages", "tools", "raise_exception", "strftime_now"}
 _MAX_REASON = 300
 
 
@@ -217,10 +217,11 @@ class ChatRenderer:
             raise ConversationError("it writes nothing of the tools", field="tools")
 
     def _check_variables(self, variables: dict[str, Any]) -> None:
-        read = _find_variables(self.template)
+        read = find_variables(self.template)
         if unread := sorted(variables.keys() - read):
+            own = sorted(name for name in read if not name.endswith("_token"))  # special tokens
             raise ConversationError(
-                f"it does not read {unread[0]!r}; it reads {', '.join(sorted(read)) or 'no variables'}",
+                f"it does not read {unread[0]!r}; it reads {', '.join(own) or 'no variables'}",
                 field="chat_template_kwargs",
             )
 
@@ -307,12 +308,3 @@ def _find_thoughts_key(template: str) -> str:
     """The name under which a template reads the thoughts of a message."""
     reads = (name for name in _THOUGHTS if re.search(rf"\w\.{name}\b|['\"]{name}['\"]", template))
     return next(reads, _THOUGHTS[0])
-
-
-@cache
-def _find_variables(template: str) -> frozenset[str]:
-    """The variables of a template that its user may set."""
-    # Blocks of transformers' own, which Jinja cannot read, hold nothing back.
-    without = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
-    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without)
-    return frozenset(meta.find_undeclared_variables(parsed) - _NO_VARIABLES)

@@ -15,6 +15,8 @@ HELLO = [{"role": "user", "content": "Hello"}]
 SIMPLE = SHAPES["SmolLM2"].jinja
 # The first Phi-3 mini: roles that it does not know vanish.
 TWO_ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+MISTRAL = SHAPES["Mistral: tools and system in the last question, long ids"].jinja
+QWEN_3, GLM = (SHAPES[name].jinja for name in SHAPES if name.startswith(("Qwen 3", "GLM, for training")))
 # As Qwen3's, with a variable.
 THINKING = SIMPLE + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
 
@@ -42,7 +44,7 @@ def with_role(role: str) -> list[dict[str, Any]]:
         (SIMPLE, CALLING, {}, "'look' (message 2)", "messages"),
         (SIMPLE, HELLO, {"tools": TOOLS}, "tools", "tools"),
         (SIMPLE, HELLO, {"variables": {"enable_thinking": False}}, "'enable_thinking'", "chat_template_kwargs"),
-        (THINKING, HELLO, {"variables": {"padding": True}}, "'padding'; it reads add_gen", "chat_template_kwargs"),
+        (THINKING, HELLO, {"variables": {"padding": True}}, "'padding'", "chat_template_kwargs"),
         (THINKING, HELLO, {"variables": {"messages": []}}, "'messages'", "chat_template_kwargs"),
         (SHAPES["Gemma: no system"].jinja, with_role("system"), {}, "System role not supported", "messages"),
         ("{{ messages[0].content + 1 }}", HELLO, {}, "TypeError: ", "messages"),
@@ -90,6 +92,29 @@ def test_variables_that_the_template_reads_reach_it(tokenizer: Any) -> None:
     assert without == "<|im_start|>user\nHello<|im_end|>\n"
     marked = "{% for m in messages %}{% generation %}{{ m.content }}{{ mood }}{%- endgeneration -%}{% endfor %}"
     assert render(tokenizer, marked, HELLO, variables={"mood": "!"}) == "Hello!"
+
+
+@pytest.mark.parametrize(
+    ("jinja", "variables"),
+    [
+        (QWEN_3, {"add_generation_prompt", "enable_thinking"}),
+        (MISTRAL, {"instruction"}),  # `is defined` is asked of it
+        (GLM, {"add_generation_prompt"}),
+        (
+            "{% macro f(z) %}{{ z is defined }}{% endmacro %}{% set z = 1 %}{% if x is not defined %}{% set x = 1 %}"
+            "{% endif %}{{ x }}{% set y = y | default(2) %}{{ f(3) }}",
+            {"x", "y"},
+        ),
+        ("{% for m in messages %}{% set role = m.role %}{% endfor %}{{ role }}", {"no variables"}),
+        ("{{ bos_token }}", {"no variables"}),
+    ],
+)
+def test_what_a_template_sets_itself_is_no_variable(jinja: str, variables: set[str], tokenizer: Any) -> None:
+    for unread in ("content", "reasoning_content", "role", "tool_call", "turns", "loop", "ns"):
+        with pytest.raises(ConversationError) as caught:
+            render(tokenizer, jinja, HELLO, variables={unread: "x"})
+        assert f"{unread!r}" in caught.value.reason
+        assert {*caught.value.reason.partition("it reads ")[2].split(", ")} == variables
 
 
 def test_odd_calls_end_in_a_text_or_a_refusal(tokenizer: Any) -> None:
