@@ -23,6 +23,7 @@ from draftsmith.inference.request.template_variables import find_variables
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
+_Marked = tuple[dict[str, Any], list[str]]
 
 # A template is a program: its own exceptions, and those of Python's operators, methods and filters.
 _FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
@@ -85,6 +86,9 @@ class ChatRenderer:
         template: of a processor; None = the tokenizer's.
         variables: values for variables that the template reads, such as `enable_thinking`.
 
+    Attributes:
+        left_out: the indices of system texts that the template writes in the prompt of the next question only.
+
     Raises:
         ConversationError: the template raises; it does not write a text, a called function's name or the tools; it does
             not read a variable.
@@ -105,6 +109,7 @@ class ChatRenderer:
         self._variables = {**tokenizer.special_tokens_map, **(variables or {})}
         if variables:
             self._check_variables(variables)
+        self.left_out: list[int] = []
         self._way = self._find_way(messages)
         if self.tools:
             self._check_tools(messages)
@@ -194,18 +199,32 @@ class ChatRenderer:
             kind=f"it does not write {'tool calls' if calls else role}",
         )
 
-    def _find_lost(self, marked: Sequence[tuple[dict[str, Any], list[str]]], way: _Way) -> list[int]:
+    def _find_lost(self, marked: Sequence[_Marked], way: _Way) -> list[int]:
+        """Returns the indices of the messages that are not written, neither here nor in a prompt that this grew from.
+
+        Mistral's templates write the system's text before the last message only, if that is the user's.
+        """
+        roles = [message["role"] for message, _ in marked]
+        lost: list[int] = []
+        self.left_out = []
+        for index in self._find_unwritten(marked, way):
+            end = roles.index("user", index) + 1 if roles[index] == "system" and "user" in roles[index:] else 0
+            is_lost = index >= end or index in self._find_unwritten(marked[:end], way)
+            (lost if is_lost else self.left_out).append(index)
+        return lost
+
+    def _find_unwritten(self, marked: Sequence[_Marked], way: _Way) -> list[int]:
         """Returns the indices of the messages that are not written whole, or are written as Python prints objects."""
         messages = [message for message, _ in marked]
         text, _ = self._apply(messages, way, add_generation_prompt=_is_open(messages))
-        lost = []
+        unwritten = []
         for index, (message, marks) in enumerate(marked):
             handed = self._hand_over(message, way)
             arguments = [_find_function(call)["arguments"] for call in handed.get("tool_calls", ())]
             is_written = all(mark in text and f"'text': '{mark}'" not in text for mark in marks)
             if not is_written or any(_is_printed_by_python(each, text) for each in arguments):
-                lost.append(index)
-        return lost
+                unwritten.append(index)
+        return unwritten
 
     def _check_tools(self, messages: Messages) -> None:
         options = {"add_generation_prompt": _is_open(messages)}
@@ -239,7 +258,7 @@ def _list_ways(messages: Iterator[dict[str, Any]]) -> list[_Way]:
     return [_Way(has_text_arguments=is_text, has_null=is_null) for is_text, is_null in pairs]
 
 
-def _mark(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list[str]]:
+def _mark(message: dict[str, Any], index: int) -> _Marked:
     """A message with marks in place of its texts, and those marks that must be written.
 
     Of a message with calls these are the functions' names: several templates leave out a text beside calls.

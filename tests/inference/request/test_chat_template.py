@@ -17,6 +17,7 @@ SIMPLE = SHAPES["SmolLM2"].jinja
 TWO_ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 MISTRAL = SHAPES["Mistral: tools and system in the last question, long ids"].jinja
 QWEN_3, GLM = (SHAPES[name].jinja for name in SHAPES if name.startswith(("Qwen 3", "GLM, for training")))
+SYSTEM = [{"role": "system", "content": "Be brief."}]
 # As Qwen3's, with a variable.
 THINKING = SIMPLE + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
 
@@ -53,6 +54,8 @@ def with_role(role: str) -> list[dict[str, Any]]:
         ("{{ 1 // 0 }}", HELLO, {}, "ZeroDivisionError: ", "messages"),
         (SIMPLE, [*HELLO, {"role": "assistant", "tool_calls": 5}], {}, "tool_calls is int", "messages"),
         (SIMPLE, [*HELLO, {"role": "assistant", "tool_calls": ["x"]}], {}, "names no function: 'x'", "messages"),
+        (MISTRAL, SYSTEM, {}, "role 'system' (message 1)", "messages"),
+        (MISTRAL, [*SYSTEM, *CALLING[1:]], {}, "role 'system' (message 1)", "messages"),
         (SIMPLE, [{"role": "user", "content": "\ud800"}], {}, "surrogates not allowed", "messages"),
     ],
 )
@@ -92,6 +95,15 @@ def test_variables_that_the_template_reads_reach_it(tokenizer: Any) -> None:
     assert without == "<|im_start|>user\nHello<|im_end|>\n"
     marked = "{% for m in messages %}{% generation %}{{ m.content }}{{ mood }}{%- endgeneration -%}{% endfor %}"
     assert render(tokenizer, marked, HELLO, variables={"mood": "!"}) == "Hello!"
+
+
+def test_a_system_text_may_stand_in_prompts_only(tokenizer: Any) -> None:
+    """Mistral's template writes it before the last message: a conversation that ends otherwise has none."""
+    for rest in (CALLING[:3], CALLING):
+        assert render(tokenizer, MISTRAL, [*SYSTEM, *rest]) == render(tokenizer, MISTRAL, rest)
+        assert ChatRenderer(tokenizer, [*SYSTEM, *rest]).left_out == [0]
+    assert "[INST]Be brief.\n\nWhere?[/INST]" in render(tokenizer, MISTRAL, [*SYSTEM, *CALLING[:1]])
+    assert ChatRenderer(tokenizer, [*SYSTEM, *CALLING[:1]]).left_out == []
 
 
 @pytest.mark.parametrize(
