@@ -146,7 +146,7 @@ class ChatRenderer:
     def _normalize(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message without what says nothing, and with the names that the template knows."""
         fields = {name: value for name, value in message.items() if value is not None and name not in _THOUGHTS}
-        if fields["role"] == "developer" and "developer" not in self.template:
+        if fields["role"] == "developer" and not re.search(r"['\"]developer['\"]", self.template):
             fields["role"] = "system"
         content = fields.get("content", "")
         if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):

@@ -82,7 +82,9 @@ def test_what_the_template_itself_says_comes_first(tokenizer: Any) -> None:
 
 
 def test_developers_are_the_system_where_a_template_has_none(tokenizer: Any) -> None:
-    assert render(tokenizer, SIMPLE, with_role("developer")) == render(tokenizer, SIMPLE, with_role("system"))
+    """Also where its prose speaks of developers."""
+    for jinja in (SIMPLE, SHAPES["Cohere: a preamble of its own, which speaks of developers"].jinja):
+        assert render(tokenizer, jinja, with_role("developer")) == render(tokenizer, jinja, with_role("system"))
     knowing = SIMPLE.replace("{{ m.role }}", "{{ 'D' if m.role == 'developer' else m.role }}")
     assert render(tokenizer, knowing, with_role("developer")).startswith("<|im_start|>D\nBe brief.")
 
