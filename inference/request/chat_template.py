@@ -80,8 +80,9 @@ class ChatRenderer:
 
     Args:
         messages: `role`, and `content`: text, null, or a list of parts. Further keys are the template's: `tool_calls`
-            (arguments: an object or JSON text), thoughts under any of their usual keys, and others. The role developer
-            is system where the template does not name it.
+            (arguments: an object or JSON text), thoughts under any of their usual keys, and others. `function_call` is
+            a tool call, and `refusal` the content of a turn without one. The role developer is system where the
+            template does not name it; function is tool.
         tools: JSON schemas of functions to call.
         template: of a processor; None = the tokenizer's.
         variables: values for variables that the template reads, such as `enable_thinking`.
@@ -146,9 +147,13 @@ class ChatRenderer:
     def _normalize(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message without what says nothing, and with the names that the template knows."""
         fields = {name: value for name, value in message.items() if value is not None and name not in _THOUGHTS}
-        if fields["role"] == "developer" and not re.search(r"['\"]developer['\"]", self.template):
-            fields["role"] = "system"
-        content = fields.get("content", "")
+        knows_developers = re.search(r"['\"]developer['\"]", self.template)
+        names = {"function": "tool"} | ({} if knows_developers else {"developer": "system"})
+        fields["role"] = names.get(fields["role"], fields["role"])
+        content, refusal = fields.get("content", ""), fields.pop("refusal", "")
+        if content and refusal:
+            raise ConversationError("a turn has a content and a refusal, and templates read one text: leave one out")
+        content = content or refusal
         if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             content = "".join(part["text"] for part in content)
         thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
@@ -157,6 +162,8 @@ class ChatRenderer:
         calls = fields.pop("tool_calls", [])
         if not isinstance(calls, list):
             raise ConversationError(f"tool_calls is {type(calls).__name__}, and templates read a list")
+        if function := fields.pop("function_call", None):
+            calls = [*calls, {"type": "function", "function": function}]
         return {**fields, "content": content} | ({"tool_calls": calls} if calls else {})
 
     @staticmethod
@@ -172,7 +179,8 @@ class ChatRenderer:
         return handed
 
     def _find_way(self, messages: Messages) -> _Way:
-        marked = [_mark(self._normalize(message), index) for index, message in enumerate(messages)]
+        normalized = [self._normalize(message) for message in messages]
+        marked = [_mark(message, index) for index, message in enumerate(normalized)]
         given = frozenset(message["role"] for message, _ in marked if isinstance(message["content"], list))
         faults: list[ConversationError] = []
         losses: list[list[int]] = []
@@ -192,7 +200,7 @@ class ChatRenderer:
             # What the template says itself tells more than what Python says.
             raise min(faults, key=lambda error: type(error.__cause__) is not TemplateError)
         index = min(losses, key=len)[0]
-        calls = " and ".join(repr(_find_function(call)["name"]) for call in messages[index].get("tool_calls") or ())
+        calls = " and ".join(repr(_find_function(call)["name"]) for call in normalized[index].get("tool_calls", ()))
         role = f"the text of role {messages[index]['role']!r}"
         raise ConversationError(
             f"it does not write {f'the call of {calls}' if calls else role} (message {index + 1})",

@@ -17,6 +17,7 @@ SIMPLE = SHAPES["SmolLM2"].jinja
 TWO_ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 MISTRAL = SHAPES["Mistral: tools and system in the last question, long ids"].jinja
 QWEN_3, GLM = (SHAPES[name].jinja for name in SHAPES if name.startswith(("Qwen 3", "GLM, for training")))
+FORMER = {"role": "assistant", "content": None, "function_call": CALL["function"]}
 SYSTEM = [{"role": "system", "content": "Be brief."}]
 # As Qwen3's, with a variable.
 THINKING = SIMPLE + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
@@ -54,6 +55,9 @@ def with_role(role: str) -> list[dict[str, Any]]:
         ("{{ 1 // 0 }}", HELLO, {}, "ZeroDivisionError: ", "messages"),
         (SIMPLE, [*HELLO, {"role": "assistant", "tool_calls": 5}], {}, "tool_calls is int", "messages"),
         (SIMPLE, [*HELLO, {"role": "assistant", "tool_calls": ["x"]}], {}, "names no function: 'x'", "messages"),
+        (SIMPLE, [*HELLO, {"role": "assistant", "function_call": "auto"}], {}, "names no function: ", "messages"),
+        (SIMPLE, [*HELLO, FORMER], {}, "'look' (message 2)", "messages"),
+        (SIMPLE, [{"role": "assistant", "content": "Yo", "refusal": "No."}], {}, "refusal", "messages"),
         (MISTRAL, SYSTEM, {}, "role 'system' (message 1)", "messages"),
         (MISTRAL, [*SYSTEM, *CALLING[1:]], {}, "role 'system' (message 1)", "messages"),
         (SIMPLE, [{"role": "user", "content": "\ud800"}], {}, "surrogates not allowed", "messages"),
@@ -129,6 +133,26 @@ def test_what_a_template_sets_itself_is_no_variable(jinja: str, variables: set[s
             render(tokenizer, jinja, HELLO, variables={unread: "x"})
         assert f"{unread!r}" in caught.value.reason
         assert {*caught.value.reason.partition("it reads ")[2].split(", ")} == variables
+
+
+def test_the_former_key_of_calls(tokenizer: Any) -> None:
+    """`function_call` is a tool call, `function` the role of its result."""
+    for name in ("Qwen 3: thoughts of the last turn", "Hermes: whole functions"):
+        former = [CALLING[0], FORMER, {"role": "function", "name": "look", "content": "There"}]
+        assert render(tokenizer, SHAPES[name].jinja, former) == render(tokenizer, SHAPES[name].jinja, CALLING[:3])
+    nothing: list[Any] = [None, "", {}]
+    answer = {"role": "assistant", "content": "Yo"}
+    for empty in nothing:
+        messages = [*HELLO, answer | {"function_call": empty}]
+        assert render(tokenizer, SIMPLE, messages) == render(tokenizer, SIMPLE, [*HELLO, answer])
+
+
+def test_a_refusal_is_what_a_turn_says(tokenizer: Any) -> None:
+    for content in (None, ""):
+        messages = [*HELLO, {"role": "assistant", "content": content, "refusal": "No."}]
+        assert "<|im_start|>assistant\nNo.<|im_end|>" in render(tokenizer, SIMPLE, messages)
+    messages = [*HELLO, {"role": "assistant", "content": "Yo", "refusal": None}]
+    assert "<|im_start|>assistant\nYo<|im_end|>" in render(tokenizer, SIMPLE, messages)
 
 
 def test_odd_calls_end_in_a_text_or_a_refusal(tokenizer: Any) -> None:
