@@ -15,6 +15,7 @@ from draftsmith.training.data.thoughts import split_visible
 
 EMPTY = "empty replies, which are context only"
 UNLEARNED = "replies that the data mark as not to be learned"
+LEFT_OUT = "conversations without their system text, which the chat template writes in prompts only"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class LearnedTurns:
     Attributes:
         text: all of it.
         spans: the replies to learn.
-        notes: EMPTY or UNLEARNED for each reply that is context only.
+        notes: EMPTY or UNLEARNED for each reply that is context only; LEFT_OUT.
     """
 
     text: str
@@ -70,7 +71,8 @@ def find_learned_turns(
         spans = [found[place] for place, note in notes.items() if not note]
     else:
         spans = [span for span in spans if not any(span.begin <= one.end and one.begin <= span.end for one in context)]
-    return LearnedTurns(text, spans, [note for note in notes.values() if note])
+    left_out = [LEFT_OUT] if finder.renderer.left_out else []
+    return LearnedTurns(text, spans, [*filter(None, notes.values()), *left_out])
 
 
 def _is_wanted(message: dict[str, Any]) -> bool:
