@@ -55,7 +55,7 @@ def send(*processors: Any) -> list[Any]:
     return decode_processors(encode_processors(processors), CPU)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", sorted(KNOWN))
 def test_every_known_class_gives_the_same_scores(name: str) -> None:
     """Before and after it was called: some prepare tensors in their first call."""
     processor = make(name)
