@@ -31,6 +31,7 @@ from rich.text import Text
 from draftsmith import Decoder, Drafter, DraftHeads, Target
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.inference.trees.options import resolve_policy
+from draftsmith.scripts.chat.printer import style_of
 from draftsmith.scripts.measuring.contenders import make_contenders
 from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.matrix import measure_with_progress
@@ -42,7 +43,6 @@ from draftsmith.scripts.measuring.rows import Row
 from draftsmith.scripts.shared.model_loading import DTYPES, encode_messages, load_heads, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
-from draftsmith.scripts.terminal.printer import style_of
 from draftsmith.training.options.program_parser import ProgramParser
 
 ROOT = Path(__file__).resolve().parents[1]

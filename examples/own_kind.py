@@ -45,6 +45,10 @@ class BigramHeads(DraftHeads):
         self.up = nn.Linear(config.rank, config.target_vocab_size)
         self.post_init()
 
+    @property
+    def num_unrolled_steps(self) -> int:
+        return 1
+
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
         ahead = nn.functional.pad(input_ids[:, 1:], (0, 1))  # slot t has read token t + 1, and predicts t + 2
         return [DraftStep(2, self.down(ahead), self.up)]

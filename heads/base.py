@@ -36,11 +36,11 @@ from draftsmith.heads.formats.format import Imported
 from draftsmith.heads.formats.published import HUB_KEYS, open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.modules.draft_step import DraftStep, unroll_documents
+from draftsmith.heads.modules.host_tensors import OnHost, read_on_host
 from draftsmith.heads.modules.layers import DraftCache
 from draftsmith.heads.registration import find_kind
 from draftsmith.inference.drafters.base import Drafter, DraftLogits, first_rows
 from draftsmith.inference.kernels.packed_weights import pack
-from draftsmith.inference.targets.host_tensors import OnHost, read_on_host
 from draftsmith.inference.targets.model_config import find_compute_dtype
 from draftsmith.inference.targets.target import Target
 
@@ -155,8 +155,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             input_ids: [B, T] int64.
 
         Returns:
-            one `DraftStep` per depth (a single one if `runs_target_layers`). Entries whose predicted position t + shift
-            lies beyond T - 1 are meaningless.
+            one `DraftStep` per depth (a single one if `runs_target_layers`); step k has shift 2 + k. Entries whose
+            predicted position t + shift lies beyond T - 1 are meaningless.
         """
 
     def unroll_where(
@@ -216,6 +216,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     @property
     def num_unrolled_steps(self) -> int:
         """The number of steps that `unroll` returns. Kinds without a `max_depth` override it."""
+        if self.max_depth is None and not self.runs_target_layers:
+            raise TypeError(f"{type(self).__name__} has no max_depth: give it the property num_unrolled_steps")
         return 1 if self.runs_target_layers else cast(int, self.max_depth)
 
     @property

@@ -101,7 +101,8 @@ def read_head_type(path: str, **hub: Any) -> str:
             )
         raise ValueError(
             f"{path}: config.json has head_type {kind!r}; this release knows {', '.join(known_kinds())}. Is this a "
-            "directory written by DraftHeads.save_pretrained?"
+            "directory written by DraftHeads.save_pretrained? A kind from outside is known once its package is "
+            "installed, or its module is imported"
         )
     return str(kind)
 

@@ -28,10 +28,10 @@ def register(kind: Kind) -> Kind:
             f"{kind.__name__}.config_class is {config_class!r}: give a subclass of DraftHeadsConfig with a head_type"
         )
     name = config_class.head_type
-    if HEAD_TYPES.setdefault(name, kind) is not kind:
-        raise ValueError(
-            f"head_type {name!r} of {kind.__name__} is that of {HEAD_TYPES[name].__name__}: choose another"
-        )
+    known = HEAD_TYPES.setdefault(name, kind)
+    if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise ValueError(f"head_type {name!r} of {kind.__name__} is that of {known.__name__}: choose another")
+    HEAD_TYPES[name] = kind  # the cell of a notebook that ran again
     return kind
 
 

@@ -373,7 +373,7 @@ class Decoder:
 
     def costs(self, batch_size: int = 1, *, do_sample: bool = False, processors: Sequence[Any] = ()) -> StepCosts:
         """The measured costs that `tree="auto"` decides with. The first call measures them and keeps them in a
-        file, for a day.
+        file, for a week.
 
         Args:
             processors: logits processors of transformers; those that read the prefix are left out.

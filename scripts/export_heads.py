@@ -28,7 +28,7 @@ from draftsmith.heads.config import is_hub_id, public_name
 from draftsmith.heads.formats.format import Exported, Format
 from draftsmith.heads.formats.registry import FORMATS, find_format
 from draftsmith.inference import Target
-from draftsmith.scripts.doors.serving_card import fill_commands, fill_python, render_serving_card
+from draftsmith.scripts.conversion.serving_card import fill_commands, fill_python, render_serving_card
 from draftsmith.scripts.shared.model_loading import check_folder, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import check_new_folder

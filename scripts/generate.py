@@ -27,11 +27,11 @@ if not __package__:  # launched as a file
 
 from rich.console import Console
 
+from draftsmith.scripts.chat.arguments import GenerateArguments
+from draftsmith.scripts.chat.commands import chat
+from draftsmith.scripts.chat.session import ChatSession
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.ranks import read_rank, serve_rank
-from draftsmith.scripts.terminal.arguments import GenerateArguments
-from draftsmith.scripts.terminal.commands import chat
-from draftsmith.scripts.terminal.session import ChatSession
 from draftsmith.training.options.program_parser import ProgramParser
 
 GROUPS = {

@@ -24,7 +24,7 @@ from draftsmith.heads import DraftHeads
 from draftsmith.heads.checkpoint import check_place, is_published
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import recognize
-from draftsmith.scripts.doors.conventions import compare_conventions, question_prompts
+from draftsmith.scripts.conversion.conventions import compare_conventions, question_prompts
 from draftsmith.scripts.shared.model_loading import DTYPES, check_folder, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import check_new_folder

@@ -156,10 +156,12 @@ SHAPES = {
     "DeepSeek R1: calls beside null only": Shape(
         _DEEPSEEK.replace("CONDITION", "m['content'] is none").replace("REST", "''"), _DEEPSEEK_TEXT, CALLING
     ),
-    "Mistral: tools in the last question, long ids": Shape(
-        "{% for m in messages %}{% if m.role == 'user' %}"
-        "{% if tools and m == (messages | selectattr('role', 'equalto', 'user') | list | last) %}"
-        "[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}<|im_start|>[INST]{{ m.content }}[/INST]"
+    "Mistral: tools and system in the last question, long ids": Shape(
+        "{% if messages[0].role == 'system' %}{% set instruction, turns = messages[0].content, messages[1:] %}"
+        "{% else %}{% set turns = messages %}{% endif %}{% for m in turns %}{% if m.role == 'user' %}"
+        "{% if tools and m == (turns | selectattr('role', 'equalto', 'user') | list | last) %}"
+        "[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}<|im_start|>[INST]"
+        "{% if loop.last and instruction is defined %}{{ instruction + '\n\n' }}{% endif %}{{ m.content }}[/INST]"
         "{% elif m.tool_calls %}{% for c in m.tool_calls %}{% if c.id | length != 9 %}"
         "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
         "[CALLS]{{ c.function | tojson }}{% endfor %}<|im_end|>"
@@ -169,5 +171,56 @@ SHAPES = {
         f'[CALLS]{{"name": "look", "arguments": {_OBJECT}}}{END}[RESULT]There[/RESULT]It is there.{END}',
         CALLING,
         TOOLS,
+    ),
+    "Qwen 3: thoughts of the last turn": Shape(
+        "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        + _chatml(
+            "{% if m.content is string %}{% set content = m.content %}{% else %}{% set content = '' %}{% endif %}"
+            "{% set reasoning_content = m.reasoning_content or '' %}{% if '</think>' in content %}"
+            "{% set reasoning_content = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+            "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+            "{% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or reasoning_content) %}"
+            "{{ '<think>\n' + reasoning_content + '\n</think>\n\n' }}{% endif %}{{ content }}"
+            "{% for tool_call in m.tool_calls or [] %}{% set tool_call = tool_call.function %}"
+            '<tool_call>\n{"name": "{{ tool_call.name }}", "arguments": {{ tool_call.arguments | tojson }}}\n'
+            "</tool_call>{% endfor %}",
+            before=_WRITE_TOOLS,
+        )
+        + "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}"
+        "{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+        _calling_text(f'<tool_call>\n{{"name": "look", "arguments": {_OBJECT}}}\n</tool_call>').replace(
+            "It is there.", "<think>\n\n</think>\n\nIt is there."
+        ),
+        CALLING,
+        TOOLS,
+    ),
+    "Cohere: a preamble of its own, which speaks of developers": Shape(
+        "{% if messages[0].role | lower == 'system' %}{% set preamble = messages[0].content %}{% endif %}"
+        "<|im_start|>system\nWhat the developer says comes first.{% if preamble %} And here: {{ preamble }}"
+        "{% endif %}<|im_end|>\n{% for m in messages %}{% if m.role | lower == 'system' and not loop.first %}"
+        "<|im_start|>system\n{{ m.content }}<|im_end|>\n{% elif m.role | lower == 'user' %}"
+        "<|im_start|>user\n{{ m.content }}<|im_end|>\n{% elif m.role | lower in ('assistant', 'chatbot') %}"
+        "<|im_start|>chatbot\n<response>{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>chatbot\n{% endif %}",
+        f"<|im_start|>system\nWhat the developer says comes first. And here: Be brief.{END}\n"
+        f"<|im_start|>user\nHi{END}\n<|im_start|>chatbot\n<response>Yo{END}\n"
+        f"<|im_start|>user\nAnd now?{END}\n<|im_start|>chatbot\n<response>Bye{END}\n",
+    ),
+    "GLM, for training: a turn ends with the next one's header": Shape(
+        "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>{% generation %}{{ '\n<think>' }}"
+        "{% if m.reasoning_content and loop.index0 > ns.last %}{{ m.reasoning_content }}{% endif %}</think>"
+        "{% if m.content %}{{ '\n' + m.content }}{% endif %}"
+        "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"
+        "{% for key, value in c.function.arguments.items() %}<{{ key }}>"
+        "{{ value if value is string else value | tojson }}{% endfor %}</call>{% endfor %}"
+        "{% if m.tool_calls %}<tool>{% else %}<user>{% endif %}{% endgeneration %}"
+        "{% else %}{% if loop.first or messages[loop.index0 - 1].role != 'assistant' %}<{{ m.role }}>{% endif %}"
+        "{{ '\n' + m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}",
+        "<user>\nWhere?<|im_start|>\n<think></think><call>look<at>é<is_far>true</call><tool>\nThere"
+        "<|im_start|>\n<think></think>\nIt is there.<user>",
+        CALLING,
     ),
 }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import re
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,17 @@ def chat_tokenizer() -> PreTrainedTokenizerBase:
     """The embedded target's tokenizer."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(CHAT_TARGET)
     return tokenizer
+
+
+@pytest.fixture
+def own_kind(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module examples/own_kind.py, freshly imported. Its kind of heads is known until the test ends."""
+    from draftsmith.heads import HEAD_TYPES
+
+    monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
+    monkeypatch.delitem(sys.modules, "own_kind", raising=False)
+    yield importlib.import_module("own_kind")
+    HEAD_TYPES.pop("bigram", None)
 
 
 @pytest.fixture(scope="session")

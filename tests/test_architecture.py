@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -22,7 +23,7 @@ BASE_DEPENDENCIES = {"torch", "transformers", "safetensors", "huggingface_hub", 
 # What they import only inside a function, for users who have it.
 OPTIONAL_DEPENDENCIES = {
     "heads/adapter.py": {"peft"},
-    "heads/formats/llama_cpp/gguf_file.py": {"gguf"},
+    "heads/formats/gguf_file.py": {"gguf"},
     "inference/serving/grammar.py": {"xgrammar"},
 }
 # What the server needs: nothing else imports it.
@@ -98,11 +99,6 @@ def kinds_branched_on(tree: ast.AST) -> set[str]:
     return found
 
 
-def test_there_is_something_to_look_at() -> None:
-    assert {path.relative_to(REPOSITORY).parts[0] for path in MODULES} == set(PACKAGES)
-    assert HEAD_TYPES
-
-
 def test_imports_point_one_way() -> None:
     for path in MODULES:
         package = path.relative_to(REPOSITORY).parts[0]
@@ -111,24 +107,19 @@ def test_imports_point_one_way() -> None:
         assert not wrong, f"{name(path)} may import {PACKAGES[: PACKAGES.index(package)]}, not {sorted(wrong)}"
 
 
-# The rooms of `inference`: a file imports from its own room and from earlier ones.
-ROOMS = (
-    *(
-        "noise",
-        "stats",
-        "shared_swaps",
-        "cache",
-        "kernels",
-        "targets",
-        "drafters",
-        "request",
-        "trees",
-        "acceptance",
-        "execution",
+# The packages of a folder and the files beside them: a file imports from its own package and from earlier ones.
+ORDERS = {
+    "inference": (
+        *("noise", "stats", "shared_swaps", "cache", "kernels", "targets", "drafters", "request", "trees"),
+        *("acceptance", "execution", "planning", "prompts", "batch", "loop", "streaming", "decoder"),
+        *("custom_generate", "generation", "pipeline", "pipelined", "serving", "distributed"),
     ),
-    *("planning", "prompts", "batch", "loop", "streaming", "decoder", "custom_generate", "generation", "pipeline"),
-    *("pipelined", "serving", "distributed"),
-)
+    "inference/targets": (
+        *("forward_names", "copied_modules", "model_config", "passes", "refusals", "parts", "recurrent"),
+        *("masks", "encoder_decoder", "backbone", "probing", "target", "layer_groups", "multimodal", "media_proof"),
+    ),
+}
+FOLDERS = sorted({path.parent for path in MODULES})
 
 
 def module_name(path: Path) -> str:
@@ -152,52 +143,41 @@ def imported_files(path: Path) -> frozenset[Path]:
     return frozenset(NAMES[module] for module in found if module in NAMES and NAMES[module] != path)
 
 
-def find_circle(graph: dict[str, set[str]]) -> list[str]:
-    """The nodes of some circle of a graph, or none."""
-    left = {node: set(others) & graph.keys() for node, others in graph.items()}
-    while free := [node for node, others in left.items() if not others]:
-        for node in free:
-            del left[node]
-        for others in left.values():
-            others.difference_update(free)
-    return sorted(left)
+def part_of(path: Path, folder: Path) -> str:
+    """The part of a folder that a file is in: a package below it, or the file itself."""
+    parts = path.relative_to(folder).parts
+    return parts[0] if len(parts) > 1 else path.stem
 
 
-def room_of(path: Path) -> str:
-    """The folder below the package that a file is in, or the file itself."""
-    parts = path.relative_to(REPOSITORY).parts
-    return parts[1] if len(parts) > 2 else path.stem
+def list_files(folder: Path) -> list[Path]:
+    """Files in a folder and below it, except its front, which shows all parts."""
+    return [path for path in MODULES if path.is_relative_to(folder) and path != folder / "__init__.py"]
 
 
 def test_no_file_imports_itself_through_others() -> None:
-    circle = find_circle({name(path): {name(other) for other in imported_files(path)} for path in MODULES})
-    assert not circle, "these files are in import circles, or import from them"
+    TopologicalSorter({path: imported_files(path) for path in MODULES}).prepare()  # its error names a circle
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_no_room_imports_itself_through_others(package: str) -> None:
-    rooms: dict[str, set[str]] = {}
-    for path in (path for path in MODULES if path.relative_to(REPOSITORY).parts[0] == package):
-        own = {other for other in imported_files(path) if other.relative_to(REPOSITORY).parts[0] == package}
-        if (
-            path.stem != "__init__" or len(path.relative_to(REPOSITORY).parts) > 2
-        ):  # the package's front shows all rooms
-            rooms.setdefault(room_of(path), set()).update(
-                room_of(other) for other in own if room_of(other) != room_of(path)
-            )
-    assert not find_circle(rooms), "these rooms are in import circles, or import from them"
+@pytest.mark.parametrize("folder", FOLDERS, ids=name)
+def test_no_package_imports_itself_through_others(folder: Path) -> None:
+    parts: dict[str, set[str]] = {}
+    for path in list_files(folder):
+        others = {part_of(other, folder) for other in imported_files(path) if other.is_relative_to(folder)}
+        parts.setdefault(part_of(path, folder), set()).update(others - {part_of(path, folder)})
+    TopologicalSorter(parts).prepare()  # its error names a circle
 
 
-def test_rooms_import_from_earlier_rooms() -> None:
-    for path in (path for path in MODULES if name(path).startswith("inference/") and room_of(path) != "__init__"):
-        later = ROOMS[ROOMS.index(room_of(path)) + 1 :]
-        wrong = {name(other) for other in imported_files(path) if room_of(other) in later}
-        assert not wrong, f"{name(path)}: {room_of(path)} comes before the rooms of {sorted(wrong)}"
-
-
-def test_circles_are_found() -> None:
-    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == ["a", "b", "c", "d"]
-    assert not find_circle({"a": {"b"}, "b": {"c"}, "c": set()})
+@pytest.mark.parametrize("folder", ORDERS)
+def test_packages_import_from_earlier_packages(folder: str) -> None:
+    order, root = ORDERS[folder], REPOSITORY / folder
+    for path in list_files(root):
+        later = order[order.index(part_of(path, root)) + 1 :]
+        wrong = {
+            name(other)
+            for other in imported_files(path)
+            if other.is_relative_to(root) and part_of(other, root) in later
+        }
+        assert not wrong, f"{name(path)}: {part_of(path, root)} comes before the packages of {sorted(wrong)}"
 
 
 def test_decoding_needs_the_base_dependencies_only() -> None:
@@ -207,9 +187,15 @@ def test_decoding_needs_the_base_dependencies_only() -> None:
         at_once = optional & set(imported_packages(path, top_level_only=True))
         assert not at_once, f"{name(path)} needs {sorted(at_once)} as soon as it is imported"
         optional = optional | LATE_FILES.get(name(path), set())
-        optional |= SERVING_DEPENDENCIES if room_of(path) == "serving" else set()
+        optional |= SERVING_DEPENDENCIES if name(path.parent) == "inference/serving" else set()
         foreign = set(imported_packages(path)) - sys.stdlib_module_names - own - BASE_DEPENDENCIES - optional
         assert not foreign, f"{name(path)} imports {sorted(foreign)} where only the base dependencies are"
+
+
+def test_inference_reads_no_pickles() -> None:
+    """What comes over a socket, or from a cache folder, is data."""
+    for path in (path for path in MODULES if name(path).startswith("inference/")):
+        assert "pickle" not in imported_packages(path), name(path)
 
 
 def test_late_files_are_imported_in_functions_only() -> None:
@@ -259,29 +245,11 @@ def test_only_its_own_file_asks_for_a_kind_of_heads() -> None:
         assert not wrong, f"{name(path)} branches on {sorted(wrong)}: let the kind answer, by a field of the contract"
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "if config.head_type == 'KIND': pass",
-        "x = 1 if kind in ('KIND', 'other') else 2",
-        "match kind:\n    case 'KIND': pass",
-        "x = [a for a in b if a.startswith('KIND')]",
-        "is_fast = head_type != 'KIND'",
-        "if isinstance(heads, KINDHeads): pass",
-        "if type(model) is heads.KIND.Other: pass",
-        "if type(model) is draftsmith.heads.kinds.KIND.Other: pass",
-    ],
-)
-@pytest.mark.parametrize("kind", ["eagle3", "block"])
-def test_the_check_above_sees_every_way_to_ask(kind: str, code: str) -> None:
-    assert kinds_branched_on(ast.parse(code.replace("KIND", kind))) == {kind}
-
-
-def test_the_tour_names_every_room() -> None:
+def test_the_tour_names_every_package() -> None:
     """Every folder of code, and every file that stands in front of them."""
     tour = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rooms = {name(path.parent) + "/" for path in MODULES}
-    missing = sorted(room for room in rooms if f"`{room}`" not in tour)
+    packages = {name(path.parent) + "/" for path in MODULES}
+    missing = sorted(package for package in packages if f"`{package}`" not in tour)
     assert not missing, f"docs/architecture.md says nothing of {missing}"
 
 

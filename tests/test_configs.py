@@ -14,7 +14,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from draftsmith.heads import HEAD_TYPES
 from draftsmith.heads.config import is_hub_id
 from draftsmith.inference import StaticTree
-from draftsmith.inference.trees.search import best_static_tree
+from draftsmith.scripts.build_tree import best_static_tree
 from draftsmith.training.options.command_line import parse_arguments
 from tests.conftest import REPOSITORY
 

@@ -82,15 +82,15 @@ def test_defaults_need_no_option_and_no_file_of_the_user() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--num_prompts=0", "got --num_prompts 0: give at least 1"),
-        ("--repeats=0", "got --repeats 0: give at least 1"),
-        ("--max_new_tokens=0", "got --max_new_tokens 0: give at least 1"),
-        ("--max_steps=0", "got --max_steps 0: give at least 1"),
-        ("--threads=0", "got --threads 0: give at least 1"),
-        ("--train_options=foo", "got --train_options 'foo': write key=value"),
-        ("--tree=dynamc", "tree is 'dynamc', which is neither a file nor one of these forms"),
-        ("--prompts=nowhere.jsonl", "--prompts nowhere.jsonl does not exist"),
-        ("--max_new_tokens=1024", "no prompt that leaves room for 1024 tokens"),
+        ("--num_prompts=0", "--num_prompts 0"),
+        ("--repeats=0", "--repeats 0"),
+        ("--max_new_tokens=0", "--max_new_tokens 0"),
+        ("--max_steps=0", "--max_steps 0"),
+        ("--threads=0", "--threads 0"),
+        ("--train_options=foo", "--train_options 'foo'"),
+        ("--tree=dynamc", "tree is 'dynamc'"),
+        ("--prompts=nowhere.jsonl", "--prompts nowhere.jsonl"),
+        ("--max_new_tokens=1024", "1024 tokens"),
     ],
 )
 def test_wrong_options_end_it_before_training(option: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

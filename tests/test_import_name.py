@@ -36,6 +36,13 @@ def test_it_has_the_public_names_of_its_packages() -> None:
         draftsmith.Generate  # noqa: B018
 
 
+def test_its_packages_need_no_import_of_their_own(tmp_path: Path) -> None:
+    done = run(
+        "-c", "import draftsmith; print(draftsmith.heads.HEAD_TYPES['mtp'])", cwd=tmp_path, path=REPOSITORY / "src"
+    )
+    assert "MTPHeads" in done.stdout, done.stderr
+
+
 def test_help_does_not_import_torch(tmp_path: Path) -> None:
     code = "import sys, draftsmith.scripts.cli as cli; cli.main(['--help']); print('torch' in sys.modules)"
     done = run("-c", code, cwd=tmp_path, path=REPOSITORY / "src")

@@ -16,7 +16,7 @@ from transformers.integrations import deepspeed as integration
 from draftsmith.inference import Target
 from draftsmith.inference.execution.compiled import CompiledExecutor
 from draftsmith.inference.kernels.attention import GROUPED, STOCK, grouped_attention
-from draftsmith.inference.targets.encoding import _single_texts, encode, recomputing_layers
+from draftsmith.training.features.encoding import _single_texts, encode, recomputing_layers
 from draftsmith.training.features.target_loading import loading_whole
 from tests.inference.serving.arrivals import SECONDS
 from tests.tiny_targets import random_prompt, target_of

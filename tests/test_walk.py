@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import generate
 from tests.conftest import REPOSITORY
-from tests.test_architecture import ROOMS, room_of
+from tests.test_architecture import ORDERS, part_of
 
 MAX_PLACES = 10
 Place = tuple[str, str]  # file, function
@@ -29,7 +29,7 @@ def documented_walk() -> list[Place]:
 
 class Trace:
     """Profiles a call: `reached` holds the watched places in the order of their first call, `upward` every call from a
-    room of `inference` into a later room."""
+    package of `inference` into a later one."""
 
     def __init__(self, watched: list[Place]) -> None:
         self.watched, self.reached, self.upward = set(watched), dict[Place, None](), set[tuple[Place, Place]]()
@@ -52,7 +52,7 @@ class Trace:
         if caller is not None:
             origin = place_of(caller)
             assert origin is not None
-            if room_number(origin[0]) < room_number(place[0]):
+            if order_of(origin[0]) < order_of(place[0]):
                 self.upward.add((origin, place))
 
 
@@ -70,10 +70,10 @@ def place_of(frame: FrameType) -> Place | None:
     return (file, frame.f_code.co_qualname) if file.startswith(("inference/", "heads/")) else None
 
 
-def room_number(file: str) -> int:
-    """Place of a file's room in the order of imports. To the loop, heads are drafters."""
-    room = "drafters" if file.startswith("heads/") else room_of(REPOSITORY / file)
-    return ROOMS.index(room)
+def order_of(file: str) -> int:
+    """Place of a file's package in the order of imports. To the loop, heads are drafters."""
+    part = "drafters" if file.startswith("heads/") else part_of(REPOSITORY / file, REPOSITORY / "inference")
+    return ORDERS["inference"].index(part)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_call_takes_the_documented_walk(trace: Trace) -> None:
     assert list(trace.reached) == walk
 
 
-def test_no_room_calls_back_into_a_later_one(trace: Trace) -> None:
+def test_no_package_calls_back_into_a_later_one(trace: Trace) -> None:
     """Two exceptions: a policy passes its work to the step's executor, which runs it eagerly or compiled; and a target
     reads properties of the nodes that it is given."""
     allowed = {

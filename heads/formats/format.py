@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from draftsmith.heads.formats.llama_cpp.gguf_file import write_gguf
+from draftsmith.heads.formats.gguf_file import write_gguf
 from draftsmith.heads.formats.published import Published
 from draftsmith.inference.targets.target import Target
 

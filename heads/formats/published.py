@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
-from draftsmith.heads.formats.llama_cpp.gguf_file import read_gguf
+from draftsmith.heads.formats.gguf_file import read_gguf
 
 OWN_KEY = "draftsmith"
 # Keywords that say where on the hub a checkpoint is, and how it is fetched.

@@ -29,10 +29,10 @@ from draftsmith.heads.modules.anchors import draw_slots
 from draftsmith.heads.modules.block_layer import BlockLayer, MarkovBias
 from draftsmith.heads.modules.block_view import BlockView
 from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.heads.modules.host_tensors import send
 from draftsmith.heads.modules.layers import DraftCache, RMSNorm
 from draftsmith.heads.modules.vocabulary import mean_embedding, principal_embeddings, seldom_token
 from draftsmith.inference.drafters.base import DraftLogits
-from draftsmith.inference.targets.host_tensors import send
 from draftsmith.inference.targets.target import Target
 
 # Rows over which loss weights fall to 1/e, by block size (DFlash).

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from draftsmith.heads.autoregression import AutoregressionConfig, AutoregressionHeads
 from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.heads.modules.host_tensors import send
 from draftsmith.heads.modules.layers import DraftAttention, DraftLayer
 from draftsmith.heads.modules.vocabulary import balance_embeddings
 from draftsmith.inference.noise import uniform_noise
-from draftsmith.inference.targets.host_tensors import send
 from draftsmith.inference.targets.target import Target
 
 NOISE_LENGTH = 512  # tokens of the longest sequence whose noise has the config's width

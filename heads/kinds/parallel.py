@@ -28,10 +28,10 @@ from draftsmith.heads.kinds.eagle3 import Eagle3Config, Eagle3Heads
 from draftsmith.heads.modules.anchors import draw_slots
 from draftsmith.heads.modules.block_view import BlockView
 from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.heads.modules.host_tensors import send
 from draftsmith.heads.modules.layers import DecoderLayer, DraftAttention, DraftCache
 from draftsmith.heads.modules.vocabulary import mean_embedding
 from draftsmith.inference.drafters.base import DraftLogits
-from draftsmith.inference.targets.host_tensors import send
 from draftsmith.inference.targets.target import Target
 
 Attend = Callable[[int, DraftAttention, Tensor, Tensor, Tensor], Tensor]

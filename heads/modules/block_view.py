@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from draftsmith.heads.modules.host_tensors import send
 from draftsmith.heads.modules.unrolled_attention import QUERY_CHUNK
 from draftsmith.inference.kernels.attention import attend_masked
-from draftsmith.inference.targets.host_tensors import send
 
 
 class BlockView:

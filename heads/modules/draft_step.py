@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from draftsmith.inference.targets.documents import DocumentGroup, split_documents
+from draftsmith.heads.modules.documents import DocumentGroup, split_documents
 
 
 @dataclass(frozen=True)

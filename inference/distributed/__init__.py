@@ -37,7 +37,9 @@ Worked example, two servers, lookahead 2, the text ends with a, and the target w
     rank 2 answers c x     c is committed; x is not d, so x is committed, d e f g are dropped, version + 1
     rank 2: after x?       rank 0 drafts after x; rank 1's answer, when it comes, is of the old version
 
-**Messages** are frames of bytes over gloo, also where the models are on GPUs: the decision is taken on the host, where
-the token ids must be anyway. A thread per server waits for its answers, so that nothing polls a socket. A server that
-dies, or does not answer in time, ends the run with its rank in the error.
+**Messages** are packed integers over gloo (`wire`), also where the models are on GPUs: the decision is taken on the
+host, where the token ids must be anyway. Each has the protocol's version and its length, and nothing in it is code:
+logits processors are sent as the names of known classes with their attributes (`processor_json`). A thread
+per server waits for its answers, so that nothing polls a socket. A server that dies, or does not answer in time, ends
+the run with its rank in the error.
 """

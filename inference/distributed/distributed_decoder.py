@@ -16,8 +16,8 @@ from draftsmith.inference.decoder import ending
 from draftsmith.inference.distributed.chain import DraftChain
 from draftsmith.inference.distributed.coordinator import Coordinator, Link
 from draftsmith.inference.distributed.drafting import ChainDrafting
-from draftsmith.inference.distributed.gloo_link import GlooLink, Greeting
-from draftsmith.inference.distributed.messages import Prompt
+from draftsmith.inference.distributed.gloo_link import GlooLink
+from draftsmith.inference.distributed.messages import Greeting, Prompt
 from draftsmith.inference.distributed.timeline import Timeline
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.execution.step import DecodeStep

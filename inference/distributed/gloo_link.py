@@ -1,17 +1,17 @@
 """Messages over torch.distributed's gloo, on CPUs and beside GPUs.
 
-A message is one frame of bytes, or two if it is long. Messages are pickled: all processes are one program's.
+`wire` turns messages into frames. A part of fixed size carries a frame's beginning, so that the receiver knows what to
+wait for. The rest of a long frame is a second part.
 """
 
 from __future__ import annotations
 
-import pickle
 import queue
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,29 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.distributed.messages import Answer, Greeting, Prompt, Task
 from draftsmith.inference.distributed.server import TargetServer
+from draftsmith.inference.distributed.wire import Message, decode, encode, read_size
 from draftsmith.inference.targets.target import Target
 
-FRAME = 2048  # bytes; a task or an answer without features fits
-HEADER = 8  # bytes for the size of a message
+FIRST_PART = 2048  # bytes; a task or an answer without features fits
 IDLE = timedelta(days=365)  # servers wait for the next text: gloo's own timeout would end them
 GOODBYE = 5.0  # seconds for servers to confirm the end
-
-
-@dataclass(frozen=True)
-class Greeting:
-    """What a server says first: its model."""
-
-    model: str
-    num_layers: int
-    vocab_size: int
-    dtype: str
-
-    @classmethod
-    def of_target(cls, target: Target) -> Greeting:
-        dtype = str(target.dtype).removeprefix("torch.")
-        return cls(type(target.model).__name__, target.num_layers, target.vocab_size, dtype)
 
 
 class Server(Protocol):
@@ -69,32 +54,32 @@ class Channel:
         self._group = dist.new_group(backend="gloo", timeout=IDLE)
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
 
-    def send(self, rank: int, message: Any) -> list[tuple[Any, Tensor]]:
+    def send(self, rank: int, message: Message) -> list[tuple[Any, Tensor]]:
         """Begins to send. What is returned must be kept until the other side has received the message.
 
         Raises:
             RuntimeError: the other process has died.
         """
-        data = pickle.dumps(message)
-        frames = torch.zeros(max(FRAME, HEADER + len(data)), dtype=torch.uint8)
-        frames[:HEADER] = torch.tensor([len(data)]).view(torch.uint8)
-        frames[HEADER : HEADER + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        parts = [frames[:FRAME], frames[FRAME:]]
+        data = torch.frombuffer(encode(message), dtype=torch.uint8)
+        first, rest = torch.zeros(FIRST_PART, dtype=torch.uint8), data[FIRST_PART:]
+        first[: len(data)] = data[:FIRST_PART]
         with self._naming(rank):
-            return [(dist.isend(part, rank, group=self._group), part) for part in parts if len(part)]
+            return [(dist.isend(part, rank, group=self._group), part) for part in (first, rest) if len(part)]
 
-    def receive(self, rank: int) -> Any:
+    def receive(self, rank: int) -> Message:
         """Waits for a message.
 
         Raises:
-            RuntimeError: the other process has died.
+            RuntimeError: the other process has died, or sent what cannot be read.
         """
-        frame = self._receive_bytes(rank, FRAME)
-        size = int(frame[:HEADER].view(torch.long))
-        if missing := max(0, HEADER + size - FRAME):
-            frame = torch.cat([frame, self._receive_bytes(rank, missing)])
-        # As torch.distributed's own objects: all processes of a group are one program, and trust each other.
-        return pickle.loads(frame[HEADER : HEADER + size].numpy().tobytes())
+        frame = self._receive_bytes(rank, FIRST_PART)
+        try:
+            size = read_size(frame.numpy().data)
+            if size > FIRST_PART:
+                frame = torch.cat([frame, self._receive_bytes(rank, size - FIRST_PART)])
+            return decode(frame[:size].numpy().data)
+        except ValueError as error:
+            raise RuntimeError(f"from rank {rank}: {error}") from error
 
     def _receive_bytes(self, rank: int, size: int) -> Tensor:
         data = torch.empty(size, dtype=torch.uint8)
@@ -124,7 +109,7 @@ class GlooLink:
 
     Raises:
         ValueError: there is no server, this is not rank 0, or a server has another model.
-        RuntimeError: a server has died.
+        RuntimeError: a server has died, or sent what cannot be read.
         TimeoutError: a server does not greet within `timeout` seconds.
     """
 
@@ -211,7 +196,7 @@ def serve_target(target: Target | Any) -> None:
 
     Raises:
         ValueError: this is rank 0.
-        RuntimeError: rank 0 has died.
+        RuntimeError: rank 0 has died, or sent what cannot be read.
     """
     server = TargetServer(target)
     serve(server, Greeting.of_target(server.target))
@@ -227,6 +212,7 @@ def serve(server: Server, greeting: Greeting) -> None:
         if isinstance(message, Prompt):
             server.begin(message)
         else:
+            assert isinstance(message, Task), "rank 0 sends prompts and tasks"
             sending = channel.send(0, server.answer(message))
     sending += channel.send(0, None)
     for work, _ in sending:

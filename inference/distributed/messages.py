@@ -4,17 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.distributed.processor_json import decode_processors, encode_processors
 from draftsmith.inference.request.processors import PREFIX_FREE
 from draftsmith.inference.request.request import Request
 from draftsmith.inference.request.text_processors import read_processors
 from draftsmith.inference.request.texts import Texts
 from draftsmith.inference.targets.target import Target
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a server says first: its model."""
+
+    model: str
+    num_layers: int
+    vocab_size: int
+    dtype: str
+
+    @classmethod
+    def of_target(cls, target: Target) -> Greeting:
+        dtype = str(target.dtype).removeprefix("torch.")
+        return cls(type(target.model).__name__, target.num_layers, target.vocab_size, dtype)
 
 
 @dataclass(frozen=True)
@@ -24,27 +39,31 @@ class Prompt:
     Attributes:
         token_ids: the prompt; shown: the same as processors see it, padding on the left included.
         max_new: the most new tokens.
-        processors: transformers' logits processors.
         row_seed: of the noise; None = greedy.
+        processors: transformers' logits processors, as `encode_processors` writes them.
         feature_layers: hidden states that answers contain.
     """
 
     token_ids: list[int]
     shown: list[int]
     max_new: int
-    processors: list[Any]
     row_seed: int | None
+    processors: str = "[]"
     feature_layers: tuple[int, ...] = ()
 
     @classmethod
     def of_request(cls, request: Request, row_seed: int | None, feature_layers: Sequence[int]) -> Prompt:
-        """The prompt of a request of one row."""
+        """The prompt of a request of one row.
+
+        Raises:
+            ValueError: a processor may keep a state, or has attributes that cannot be sent.
+        """
         return cls(
             request.prompts[0],
             request.shown(0),
             max(1, request.budgets[0]),
-            list(request.processors),
             row_seed,
+            encode_processors(request.processors),
             tuple(feature_layers),
         )
 
@@ -54,25 +73,19 @@ class Prompt:
         return len(self.shown) - len(self.token_ids)
 
     def make_sampler(self, target: Target, capacity: int) -> Sampler:
-        """How the target picks its tokens; the texts that processors read have room for `capacity` tokens and the
-        padding.
+        """How the target picks its tokens, on rank 0 and on servers; the texts that processors read have room for
+        `capacity` tokens and the padding.
 
         Raises:
-            ValueError: a processor may keep a state.
+            ValueError: a processor is not known here, or biases tokens that the target does not have.
         """
-        texts, processors = None, self.processors
+        texts, processors = None, decode_processors(self.processors, target.device)
         if any(type(processor) not in PREFIX_FREE for processor in processors):
             shown = torch.tensor([self.shown], device=target.device)
             texts = Texts.of_prompts(shown, [self.max_new], self.num_hidden + capacity)
             processors = read_processors(processors, texts, target.vocab_size)
         seeds = None if self.row_seed is None else torch.tensor([self.row_seed], device=target.device)
-        sampler = Sampler(processors, do_sample=seeds is not None, row_seeds=seeds, texts=texts)
-        if sampler.is_lazy:
-            raise ValueError(
-                f"{', '.join(sampler.lazy_names)} may keep a state, and every server sees only a part of the text: use "
-                "draftsmith.generate, or transformers' own processors"
-            )
-        return sampler
+        return Sampler(processors, do_sample=seeds is not None, row_seeds=seeds, texts=texts)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ class TreePlanner(TreeChoice):
         self._by_kind: dict[bool, dict[int, StepCosts]] = {}  # by `do_sample` and batch size
         self._by_rows: dict[int, StepCosts] = {}  # of the present kind
         self._doubted: set[StepCosts] = set()
+        self._confirmed: set[StepCosts] = set()  # measured again, with the same result: steps differ for other reasons
         self._ratios: dict[tuple[bool, int | None], list[float]] = {}  # seconds that steps took, in those expected
         self._chosen: int | None = None  # the present choice: an index, or None for plain decoding
         self._best = 0  # the last choice of several steps
@@ -70,6 +71,7 @@ class TreePlanner(TreeChoice):
     def begin(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> None:
         # Finished rows leave; costs in between are interpolated.
         sizes = {batch_size, 1} if step.rows_may_leave else {batch_size}
+        self._is_probe = False
         self._by_kind[sampler.do_sample] = {size: self.find_costs(step, sampler, size) for size in sizes}
         self.change(do_sample=sampler.do_sample)
 
@@ -86,7 +88,9 @@ class TreePlanner(TreeChoice):
         if held is None or held.is_due(self._doubted):
             seeds = row_seeds(0, batch_size, step.target.device) if sampler.do_sample else None
             blank = Sampler(processors, do_sample=sampler.do_sample, row_seeds=seeds)
-            self._costs[key] = find_costs(step, batch_size, blank, self._doubted)
+            found = self._costs[key] = find_costs(step, batch_size, blank, self._doubted)
+            if held in self._doubted and _agree(held, found):
+                self._confirmed.add(found)
             self._doubted -= {held}
         return self._costs[key]
 
@@ -165,5 +169,10 @@ class TreePlanner(TreeChoice):
         ratios.append(seconds / self._expected)
         if len(ratios) == COMPARED_STEPS:
             if not 1 / MOST_APART < min(ratios) < MOST_APART:
-                self._doubted.update(self._by_rows.values())
+                self._doubted |= {*self._by_rows.values()} - self._confirmed
             ratios.clear()
+
+
+def _agree(costs: StepCosts, others: StepCosts) -> bool:
+    pairs = zip((*costs.plain, *costs.largest), (*others.plain, *others.largest), strict=True)
+    return all(1 / MOST_APART < one / other < MOST_APART for one, other in pairs)

@@ -16,18 +16,19 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from jinja2 import Environment, TemplateError, meta
+from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
+
+from draftsmith.inference.request.template_variables import find_variables
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
+_Marked = tuple[dict[str, Any], list[str]]
 
 # A template is a program: its own exceptions, and those of Python's operators, methods and filters.
 _FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 # A template's key for the thoughts of a message: the first one in nearly all, the second in gpt-oss.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# What a template reads beside the variables that a user may set.
-_NO_VARIABLES = {"messages", "tools", "raise_exception", "strftime_now"}
 _MAX_REASON = 300
 
 
@@ -79,11 +80,15 @@ class ChatRenderer:
 
     Args:
         messages: `role`, and `content`: text, null, or a list of parts. Further keys are the template's: `tool_calls`
-            (arguments: an object or JSON text), thoughts under any of their usual keys, and others. The role developer
-            is system where the template does not name it.
+            (arguments: an object or JSON text), thoughts under any of their usual keys, and others. `function_call` is
+            a tool call, and `refusal` the content of a turn without one. The role developer is system where the
+            template does not name it; function is tool.
         tools: JSON schemas of functions to call.
         template: of a processor; None = the tokenizer's.
         variables: values for variables that the template reads, such as `enable_thinking`.
+
+    Attributes:
+        left_out: the indices of system texts that the template writes in the prompt of the next question only.
 
     Raises:
         ConversationError: the template raises; it does not write a text, a called function's name or the tools; it does
@@ -105,6 +110,7 @@ class ChatRenderer:
         self._variables = {**tokenizer.special_tokens_map, **(variables or {})}
         if variables:
             self._check_variables(variables)
+        self.left_out: list[int] = []
         self._way = self._find_way(messages)
         if self.tools:
             self._check_tools(messages)
@@ -141,9 +147,13 @@ class ChatRenderer:
     def _normalize(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message without what says nothing, and with the names that the template knows."""
         fields = {name: value for name, value in message.items() if value is not None and name not in _THOUGHTS}
-        if fields["role"] == "developer" and "developer" not in self.template:
-            fields["role"] = "system"
-        content = fields.get("content", "")
+        knows_developers = re.search(r"['\"]developer['\"]", self.template)
+        names = {"function": "tool"} | ({} if knows_developers else {"developer": "system"})
+        fields["role"] = names.get(fields["role"], fields["role"])
+        content, refusal = fields.get("content", ""), fields.pop("refusal", "")
+        if content and refusal:
+            raise ConversationError("a turn has a content and a refusal, and templates read one text: leave one out")
+        content = content or refusal
         if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             content = "".join(part["text"] for part in content)
         thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
@@ -152,6 +162,8 @@ class ChatRenderer:
         calls = fields.pop("tool_calls", [])
         if not isinstance(calls, list):
             raise ConversationError(f"tool_calls is {type(calls).__name__}, and templates read a list")
+        if function := fields.pop("function_call", None):
+            calls = [*calls, {"type": "function", "function": function}]
         return {**fields, "content": content} | ({"tool_calls": calls} if calls else {})
 
     @staticmethod
@@ -167,7 +179,8 @@ class ChatRenderer:
         return handed
 
     def _find_way(self, messages: Messages) -> _Way:
-        marked = [_mark(self._normalize(message), index) for index, message in enumerate(messages)]
+        normalized = [self._normalize(message) for message in messages]
+        marked = [_mark(message, index) for index, message in enumerate(normalized)]
         given = frozenset(message["role"] for message, _ in marked if isinstance(message["content"], list))
         faults: list[ConversationError] = []
         losses: list[list[int]] = []
@@ -187,25 +200,39 @@ class ChatRenderer:
             # What the template says itself tells more than what Python says.
             raise min(faults, key=lambda error: type(error.__cause__) is not TemplateError)
         index = min(losses, key=len)[0]
-        calls = " and ".join(repr(_find_function(call)["name"]) for call in messages[index].get("tool_calls") or ())
+        calls = " and ".join(repr(_find_function(call)["name"]) for call in normalized[index].get("tool_calls", ()))
         role = f"the text of role {messages[index]['role']!r}"
         raise ConversationError(
             f"it does not write {f'the call of {calls}' if calls else role} (message {index + 1})",
             kind=f"it does not write {'tool calls' if calls else role}",
         )
 
-    def _find_lost(self, marked: Sequence[tuple[dict[str, Any], list[str]]], way: _Way) -> list[int]:
+    def _find_lost(self, marked: Sequence[_Marked], way: _Way) -> list[int]:
+        """Returns the indices of the messages that are not written, neither here nor in a prompt that this grew from.
+
+        Mistral's templates write the system's text before the last message only, if that is the user's.
+        """
+        roles = [message["role"] for message, _ in marked]
+        lost: list[int] = []
+        self.left_out = []
+        for index in self._find_unwritten(marked, way):
+            end = roles.index("user", index) + 1 if roles[index] == "system" and "user" in roles[index:] else 0
+            is_lost = index >= end or index in self._find_unwritten(marked[:end], way)
+            (lost if is_lost else self.left_out).append(index)
+        return lost
+
+    def _find_unwritten(self, marked: Sequence[_Marked], way: _Way) -> list[int]:
         """Returns the indices of the messages that are not written whole, or are written as Python prints objects."""
         messages = [message for message, _ in marked]
         text, _ = self._apply(messages, way, add_generation_prompt=_is_open(messages))
-        lost = []
+        unwritten = []
         for index, (message, marks) in enumerate(marked):
             handed = self._hand_over(message, way)
             arguments = [_find_function(call)["arguments"] for call in handed.get("tool_calls", ())]
             is_written = all(mark in text and f"'text': '{mark}'" not in text for mark in marks)
             if not is_written or any(_is_printed_by_python(each, text) for each in arguments):
-                lost.append(index)
-        return lost
+                unwritten.append(index)
+        return unwritten
 
     def _check_tools(self, messages: Messages) -> None:
         options = {"add_generation_prompt": _is_open(messages)}
@@ -217,10 +244,11 @@ class ChatRenderer:
             raise ConversationError("it writes nothing of the tools", field="tools")
 
     def _check_variables(self, variables: dict[str, Any]) -> None:
-        read = _find_variables(self.template)
+        read = find_variables(self.template)
         if unread := sorted(variables.keys() - read):
+            own = sorted(name for name in read if not name.endswith("_token"))  # special tokens
             raise ConversationError(
-                f"it does not read {unread[0]!r}; it reads {', '.join(sorted(read)) or 'no variables'}",
+                f"it does not read {unread[0]!r}; it reads {', '.join(own) or 'no variables'}",
                 field="chat_template_kwargs",
             )
 
@@ -238,7 +266,7 @@ def _list_ways(messages: Iterator[dict[str, Any]]) -> list[_Way]:
     return [_Way(has_text_arguments=is_text, has_null=is_null) for is_text, is_null in pairs]
 
 
-def _mark(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list[str]]:
+def _mark(message: dict[str, Any], index: int) -> _Marked:
     """A message with marks in place of its texts, and those marks that must be written.
 
     Of a message with calls these are the functions' names: several templates leave out a text beside calls.
@@ -307,12 +335,3 @@ def _find_thoughts_key(template: str) -> str:
     """The name under which a template reads the thoughts of a message."""
     reads = (name for name in _THOUGHTS if re.search(rf"\w\.{name}\b|['\"]{name}['\"]", template))
     return next(reads, _THOUGHTS[0])
-
-
-@cache
-def _find_variables(template: str) -> frozenset[str]:
-    """The variables of a template that its user may set."""
-    # Blocks of transformers' own, which Jinja cannot read, hold nothing back.
-    without = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
-    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without)
-    return frozenset(meta.find_undeclared_variables(parsed) - _NO_VARIABLES)

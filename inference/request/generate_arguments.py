@@ -19,8 +19,8 @@ from draftsmith.inference.cache.source import Source
 from draftsmith.inference.request.prompt_checks import are_tokens, check_prompt, check_source, pad_left
 from draftsmith.inference.request.request import Request
 from draftsmith.inference.targets.forward_names import CACHE_NAMES, read_cache
+from draftsmith.inference.targets.media_proof import prove_media
 from draftsmith.inference.targets.multimodal import media_names, prepare_media
-from draftsmith.inference.targets.probing.media_proof import prove_media
 from draftsmith.inference.targets.target import Target
 
 # Options that transformers accepts silently and this loop cannot honour: name -> (allowed values, cure).

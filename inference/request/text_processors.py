@@ -39,7 +39,7 @@ def read_processors(processors: Sequence[Any], texts: Texts, vocab_size: int) ->
     Raises:
         ValueError: a processor biases tokens that the target does not have.
     """
-    readers = [_READERS.get(type(processor)) for processor in processors]
+    readers = [READERS.get(type(processor)) for processor in processors]
     return [
         processor if read is None else read(processor, texts, vocab_size)
         for processor, read in zip(processors, readers, strict=True)
@@ -278,7 +278,7 @@ def _per_row(values: Tensor, texts: Texts) -> Tensor:
     return values.repeat_interleave(texts.rows.shape[0] // values.shape[0], dim=0)
 
 
-_READERS: dict[type, Callable[[Any, Texts, int], TextProcessor]] = {
+READERS: dict[type, Callable[[Any, Texts, int], TextProcessor]] = {
     stock.RepetitionPenaltyLogitsProcessor: RepetitionPenalty.read,
     stock.EncoderRepetitionPenaltyLogitsProcessor: EncoderRepetitionPenalty.read,
     OccurrencePenaltiesLogitsProcessor: OccurrencePenalties.read,

@@ -6,7 +6,7 @@ that ask for nothing, such as `"echo": false`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -37,12 +37,16 @@ class TextPart(Strict):
 
 
 class Message(BaseModel):
-    """One message. Its further fields are the chat template's business (`tool_calls`, `name`, ...)."""
+    """One message. Its further fields are the chat template's business (`tool_calls`, `name`, ...).
+
+    Only the assistant's content may be null or missing, as beside tool calls.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
     content: str | list[TextPart] | None = None
+    refusal: str | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -54,6 +58,12 @@ class Message(BaseModel):
                     f"a part is of type {kind!r}: this server reads text; draftsmith.generate reads images"
                 )
         return content
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role!r} has no content: give text, or a list of text parts")
+        return self
 
 
 class CompletionOptions(Strict):

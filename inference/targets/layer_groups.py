@@ -14,7 +14,7 @@ from draftsmith.inference.cache.tree_cache import TreeCache
 from draftsmith.inference.targets.forward_names import find_cache_name
 from draftsmith.inference.targets.model_config import refuse_training, unwrap_model
 from draftsmith.inference.targets.parts import find_final_norm, take_first_layers
-from draftsmith.inference.targets.probing.probe_tree import draw_ids, is_single
+from draftsmith.inference.targets.refusals import draw_ids, is_single
 from draftsmith.inference.targets.target import Target
 
 

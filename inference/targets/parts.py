@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from draftsmith.inference.kernels.packed_weights import PackedLinear
 from draftsmith.inference.targets.model_config import find_device
-from draftsmith.inference.targets.probing.probe_tree import draw_ids, is_single, refusing
+from draftsmith.inference.targets.refusals import draw_ids, is_single, refusing
 
 ScaleLogits = Callable[[Tensor], Tensor]
 _ROWS = 256  # rows of the identity matrix that go through the LM head at a time

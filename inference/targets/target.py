@@ -1,6 +1,6 @@
 """Target: a frozen transformers model as the decode loop and the training code see it.
 
-Only this room depends on how transformers models work inside.
+In decoding, only this package depends on how transformers models work inside.
 
 Legend: B batch, L prompt length, T tokens of one pass, N tree nodes, D hidden, F = len(feature_layers) * D, V target
 vocabulary, S cache slots in view, W of them that a layer sees (S without a window). `Backbone` says how hidden states

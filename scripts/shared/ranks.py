@@ -8,7 +8,8 @@ import torch
 
 from draftsmith.inference import Target, serve_target
 from draftsmith.inference.distributed.coordinator import Link
-from draftsmith.inference.distributed.gloo_link import GlooLink, Greeting
+from draftsmith.inference.distributed.gloo_link import GlooLink
+from draftsmith.inference.distributed.messages import Greeting
 from draftsmith.scripts.shared.model_loading import load_target
 
 

@@ -57,6 +57,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version  # slow to import
 
         return version("draftsmith")
+    if name in ("heads", "inference", "training", "scripts"):
+        return import_module(f"draftsmith.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'draftsmith' has no attribute {name!r}")
     heads = import_module("draftsmith.heads")

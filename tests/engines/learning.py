@@ -6,7 +6,7 @@ import torch
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Target
-from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.features.encoding import encode
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
 from draftsmith.training.run.optimizer import MuonWithAdamW

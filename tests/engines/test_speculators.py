@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Target, generate
-from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.features.encoding import encode
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.engines.environments.running import find_python, run_worker
 from tests.engines.learning import load_trained

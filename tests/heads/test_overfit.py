@@ -14,7 +14,7 @@ from torch import Tensor
 from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
 from draftsmith.inference import Target, chain, generate
 from draftsmith.inference.stats import GenerationStats
-from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.features.encoding import encode
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
 from tests.tiny_targets import random_prompt

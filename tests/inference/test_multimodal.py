@@ -24,10 +24,10 @@ from draftsmith.inference import (
     stream,
 )
 from draftsmith.inference.pipelined.decoder import PipelinedDecoder
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.inference.targets.layer_groups import tie_layers
 from draftsmith.inference.targets.model_config import find_auto_class
 from draftsmith.inference.targets.multimodal import read_media
+from draftsmith.training.features.encoding import encode
 from tests import recurrent_families
 from tests.inference.execution.test_captured import capture
 from tests.scripted_drafter import ScriptedDrafter
@@ -371,7 +371,7 @@ class TestProof:
         assert torch.equal(generate(target, None, **inputs, **OPTIONS).sequences, expected)
         assert target.findings.proven_media == {frozenset({"pixel_values"})}
         monkeypatch.setattr(
-            "draftsmith.inference.targets.probing.media_proof._continue_by_model",
+            "draftsmith.inference.targets.media_proof._continue_by_model",
             lambda *_: pytest.fail("it was proven before"),
         )
         assert torch.equal(generate(target, None, **inputs, **OPTIONS).sequences, expected)

@@ -174,16 +174,16 @@ def test_heads_for_another_target_than_the_only_one_are_an_error(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--repeats", "0"], "got --repeats 0: give at least 1"),
-        (["--temperature", "0", "-1"], "got --temperature -1.0: give 0 for greedy decoding"),
-        (["--temperature", "1", "1.0"], "got --temperature 1.0 1.0: give one or more, each once"),
-        (["--acceptance", "rejection"], "got --acceptance rejection for greedy decoding"),
-        (["--acceptance", "exakt", "--temperature", "1"], "acceptance is 'exakt'; allowed are exact, rejection"),
-        (["--target", "a", "a"], "got --target a a: give one or more, each once"),
-        (["--batch_size", "0", "2"], "got --batch_size 0 2: give sizes of at least 1"),
-        (["--repetition_penalty", "0"], "got --repetition_penalty 0.0: give a positive number; 1 = none"),
-        (["--batch_size", "2", "2"], "got --batch_size 2 2: give one or more, each once"),
-        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl does not exist"),
+        (["--repeats", "0"], "--repeats 0"),
+        (["--temperature", "0", "-1"], "--temperature -1.0"),
+        (["--temperature", "1", "1.0"], "--temperature 1.0 1.0"),
+        (["--acceptance", "rejection"], "--acceptance rejection"),
+        (["--acceptance", "exakt", "--temperature", "1"], "acceptance.*'exakt'.*exact, rejection"),
+        (["--target", "a", "a"], "--target a a"),
+        (["--batch_size", "0", "2"], "--batch_size 0 2"),
+        (["--repetition_penalty", "0"], "--repetition_penalty 0.0"),
+        (["--batch_size", "2", "2"], "--batch_size 2 2"),
+        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl"),
     ],
 )
 def test_wrong_options(words: list[str], message: str, prompts: Path) -> None:

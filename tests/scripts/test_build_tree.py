@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import Decoder, StaticTree
-from draftsmith.inference.trees.search import best_static_tree
 from draftsmith.scripts import build_tree
 from tests.conftest import CHAT_TARGET
 from tests.tiny_targets import tiny_target
@@ -63,7 +62,7 @@ def test_from_conversations_to_a_tree_that_decodes(
     assert accuracy.shape == (2, 3)
     text = options["output"].read_text()
     paths = yaml.safe_load(text)["paths"]
-    assert paths == best_static_tree(accuracy.tolist(), 5)
+    assert paths == build_tree.best_static_tree(accuracy.tolist(), 5)
     assert len(paths) == 5
     told = capsys.readouterr()
     assert told.out == text

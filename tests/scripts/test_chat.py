@@ -16,11 +16,11 @@ from transformers import GenerationConfig
 
 from draftsmith.inference import StepTokens
 from draftsmith.scripts import generate
-from draftsmith.scripts.terminal import commands
-from draftsmith.scripts.terminal.arguments import GenerateArguments
-from draftsmith.scripts.terminal.comparison import Reply, compare_with_plain
-from draftsmith.scripts.terminal.printer import ReplyPrinter
-from draftsmith.scripts.terminal.session import ChatSession
+from draftsmith.scripts.chat import commands
+from draftsmith.scripts.chat.arguments import GenerateArguments
+from draftsmith.scripts.chat.comparison import Reply, compare_with_plain
+from draftsmith.scripts.chat.printer import ReplyPrinter
+from draftsmith.scripts.chat.session import ChatSession
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 EAGLE3, MTP = (str(REPOSITORY / "examples" / "heads" / kind) for kind in ("eagle3", "mtp"))

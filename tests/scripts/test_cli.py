@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import re
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def test_the_help_lists_every_program(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_an_unknown_program_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bnech"]) == 2
-    assert "got 'bnech'; programs are chat, serve, bench, " in capsys.readouterr().err
+    assert "'bnech'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", cli.PROGRAMS)
@@ -60,19 +61,19 @@ PROMPTS = ["--prompts", str(REPOSITORY / "examples" / "prompts.jsonl")]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["chat", *TARGET, "--prompt", "Hi", "--device", "cuda:99"], "got --device cuda:99: torch finds"),
-        (["chat", *TARGET, "--prompt", "Hi", "--device", "banana"], "got --device banana: give cpu, cuda or cuda:N"),
-        (["chat", *TARGET, "--prompt", "Hi", "--ngrams", "--tree", "banana"], "tree is 'banana'"),
-        (["chat", "--target", "./nowhere", "--prompt", "Hi"], "got ./nowhere: there is no such folder"),
-        (["chat", *TARGET, "--heads", "examples/nowhere", "--prompt", "Hi"], "got examples/nowhere: there is no such"),
-        (["chat", *TARGET, "--max-new-tokens", "3"], "got '--max-new-tokens', which is no option; did you mean --max_"),
-        (["chat", *TARGET, "--max_new_tokens", "three"], "argument --max_new_tokens: invalid int value: 'three'"),
-        (["chat"], "the following arguments are required: --target"),
-        (["bench", *TARGET, "--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl does not exist"),
-        (["bench", *TARGET, *PROMPTS, "--tree", "banana"], "tree is 'banana'"),
-        (["data", *TARGET, "--prompts", "nowhere.jsonl", "--output", "OUT"], "nowhere.jsonl does not exist"),
-        (["train", *TARGET, "--dataset", "nowhere.jsonl", "--head_type", "medusa"], "nowhere.jsonl does not exist"),
-        (["inspect", *TARGET, "--dataset", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        (["chat", *TARGET, "--prompt", "Hi", "--device", "cuda:99"], "--device cuda:99"),
+        (["chat", *TARGET, "--prompt", "Hi", "--device", "banana"], "--device banana"),
+        (["chat", *TARGET, "--prompt", "Hi", "--ngrams", "--tree", "banana"], "tree.*'banana'"),
+        (["chat", "--target", "./nowhere", "--prompt", "Hi"], "./nowhere"),
+        (["chat", *TARGET, "--heads", "examples/nowhere", "--prompt", "Hi"], "examples/nowhere"),
+        (["chat", *TARGET, "--max-new-tokens", "3"], "'--max-new-tokens'.*--max_new_tokens"),
+        (["chat", *TARGET, "--max_new_tokens", "three"], "--max_new_tokens.*'three'"),
+        (["chat"], "--target"),
+        (["bench", *TARGET, "--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl"),
+        (["bench", *TARGET, *PROMPTS, "--tree", "banana"], "tree.*'banana'"),
+        (["data", *TARGET, "--prompts", "nowhere.jsonl", "--output", "OUT"], "nowhere.jsonl"),
+        (["train", *TARGET, "--dataset", "nowhere.jsonl", "--head_type", "medusa"], "nowhere.jsonl"),
+        (["inspect", *TARGET, "--dataset", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
 def test_wrong_input_ends_in_one_line(
@@ -83,7 +84,7 @@ def test_wrong_input_ends_in_one_line(
     with pytest.raises(SystemExit) as ended:
         cli.main([str(tmp_path / "out.jsonl") if word == "OUT" else word for word in words])
     line = str(ended.value.code)
-    assert message in line
+    assert re.search(message, line)
     assert "\n" not in line
 
 

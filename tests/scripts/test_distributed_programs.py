@@ -14,7 +14,7 @@ import pytest
 
 from draftsmith.scripts import benchmark, generate
 from draftsmith.scripts.benchmark import BenchmarkArguments
-from draftsmith.scripts.terminal.arguments import GenerateArguments
+from draftsmith.scripts.chat.arguments import GenerateArguments
 from tests.conftest import REPOSITORY
 
 

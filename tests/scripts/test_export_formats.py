@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.formats.llama_cpp.gguf_file import read_gguf, write_gguf
+from draftsmith.heads.formats.gguf_file import read_gguf, write_gguf
 from draftsmith.heads.kinds.mtp import MTPHeads
 from draftsmith.scripts import export_heads, import_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY

@@ -16,10 +16,10 @@ from draftsmith.inference import Decoder, StaticTree, StepTokens
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.scripts import generate
+from draftsmith.scripts.chat.arguments import GenerateArguments
+from draftsmith.scripts.chat.printer import DEPTH_STYLES, ReplyPrinter, style_of
+from draftsmith.scripts.chat.session import Conversation
 from draftsmith.scripts.shared.model_loading import encode_messages
-from draftsmith.scripts.terminal.arguments import GenerateArguments
-from draftsmith.scripts.terminal.printer import DEPTH_STYLES, ReplyPrinter, style_of
-from draftsmith.scripts.terminal.session import Conversation
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.params import slow_but
 

@@ -28,15 +28,15 @@ from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.inference import Target
 from draftsmith.scripts import export_heads, import_heads
-from draftsmith.scripts.doors import conventions
-from draftsmith.scripts.doors.conventions import (
+from draftsmith.scripts.conversion import conventions
+from draftsmith.scripts.conversion.conventions import (
     Convention,
     Finding,
     compare_conventions,
     measure_cross_entropy,
     question_prompts,
 )
-from draftsmith.scripts.doors.serving_card import fill_commands, fill_python
+from draftsmith.scripts.conversion.serving_card import fill_commands, fill_python
 from draftsmith.scripts.shared.model_loading import load_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.tiny_heads import tiny_heads

@@ -15,8 +15,8 @@ import xxhash
 from torch import Tensor
 from torch.nn import functional as F
 
+from draftsmith.heads.modules.host_tensors import OnHost, read_on_host
 from draftsmith.inference.noise import derive_seeds
-from draftsmith.inference.targets.host_tensors import OnHost, read_on_host
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ConversationCollator:
     function of the key, so they are the same in any batch.
 
     Packed rows (`draftsmith.training.data.packing`) also have document_ids, [B, T] int64: the number of the token's
-    document in its row, from 0 (padding: -1). `draftsmith.inference.targets.documents` counts positions within
+    document in its row, from 0 (padding: -1). `draftsmith.heads.modules.documents` counts positions within
     documents.
 
     Args:
@@ -78,7 +78,7 @@ def find_documents(batch: Mapping[str, Any], *, num_groups: int | None = None) -
     """Returns the `document_ids` of a batch for `encode` and `DraftHeads.forward`.
 
     Unpacked rows count as documents too: groups of similar lengths waste less on padding. With `num_groups` each group
-    has a cost (see `inference/targets/documents.py`), so unpacked rows give None.
+    has a cost (see `heads/modules/documents.py`), so unpacked rows give None.
     """
     if "document_ids" in batch:
         return OnHost(read_on_host(batch["document_ids"]))

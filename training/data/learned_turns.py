@@ -16,6 +16,7 @@ from draftsmith.training.data.thoughts import find_thought_end, split_visible
 EMPTY = "empty replies, which are context only"
 UNLEARNED = "replies that the data mark as not to be learned"
 UNWRITTEN = "texts beside tool calls, which the chat template does not write"
+LEFT_OUT = "conversations without their system text, which the chat template writes in prompts only"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class LearnedTurns:
     Attributes:
         text: all of it.
         spans: the replies to learn.
-        notes: EMPTY or UNLEARNED for each reply that is context only, UNWRITTEN for each text that is left out.
+        notes: EMPTY or UNLEARNED for each reply that is context only; LEFT_OUT; UNWRITTEN for each such text.
     """
 
     text: str
@@ -75,8 +76,9 @@ def find_learned_turns(
         spans = [found[place] for place, note in notes.items() if not note]
     else:
         spans = [span for span in spans if not any(span.begin <= one.end and one.begin <= span.end for one in context)]
-    num_unwritten = sum(one["content"] != other["content"] for one, other in zip(plain, written, strict=True))
-    return LearnedTurns(text, spans, [*filter(None, notes.values()), *[UNWRITTEN] * num_unwritten])
+    left_out = [LEFT_OUT] if finder.renderer.left_out else []
+    left_out += [UNWRITTEN for one, other in zip(plain, written, strict=True) if one["content"] != other["content"]]
+    return LearnedTurns(text, spans, [*filter(None, notes.values()), *left_out])
 
 
 def _is_wanted(message: dict[str, Any]) -> bool:

@@ -1,6 +1,6 @@
 """Packs several conversations into each row of up to `max_length` tokens.
 
-This file decides which conversations share a row; `draftsmith.inference.targets.documents` keeps them from seeing one
+This file decides which conversations share a row; `draftsmith.heads.modules.documents` keeps them from seeing one
 another.
 """
 

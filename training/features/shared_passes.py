@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from draftsmith.inference.targets.host_tensors import read_on_host, send
+from draftsmith.heads.modules.host_tensors import read_on_host, send
 from draftsmith.training.features.sources import OnlineFeatures, TargetStates
 
 

@@ -20,9 +20,9 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import TrainerCallback
 
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.data.collation import find_documents, hash_tokens
+from draftsmith.training.features.encoding import encode
 from draftsmith.training.features.store import (
     DiskFullError,
     FeatureStore,
@@ -63,7 +63,7 @@ class OnlineFeatures:
     """Runs the target on every batch and keeps nothing.
 
     Args:
-        num_groups: of documents in a packed batch (`draftsmith.inference.targets.documents.split_documents`).
+        num_groups: of documents in a packed batch (`draftsmith.heads.modules.documents.split_documents`).
         with_autograd: let gradients flow from the states into trained weights of the target (adapters).
     """
 

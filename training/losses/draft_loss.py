@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.heads import DraftHeads, DraftStep
-from draftsmith.inference.targets.host_tensors import OnHost, read_on_host, send
+from draftsmith.heads.modules.host_tensors import OnHost, read_on_host, send
 from draftsmith.inference.targets.model_config import find_compute_dtype
 from draftsmith.training.losses.depth_weights import D_PACE, fixed_weights, weigh_by_d_pace
 from draftsmith.training.losses.early_gradients import EarlyGradients, find_leaves
@@ -78,12 +78,12 @@ def draft_loss(
     A step's `confidence` adds the binary cross-entropy with the chance 1 - TV(p, q) that the drafted token is accepted
     (DSpark, eq. 8); without a distribution, with whether the best drafted token is the target's own.
     """
+    _check_steps(steps, counts)
     mixture = parse_loss(loss_type)
     is_d_pace = depth_weights == D_PACE
     weights = fixed_weights(len(steps), step_decay=step_decay, depth_weights=depth_weights)
     is_half = find_compute_dtype(steps[0].hidden.device, steps[0].hidden.dtype) == torch.float16
-    takes_early = torch.is_grad_enabled() and not (keeps_graph or is_d_pace or is_half)
-    early = EarlyGradients() if takes_early else None
+    early = EarlyGradients() if torch.is_grad_enabled() and not (keeps_graph or is_d_pace or is_half) else None
     mask = read_on_host(loss_mask)
     # All predicted positions, whose number the host knows; those with a loss are known on the device only.
     predicted = [step.find_predicted(mask) for step in steps]
@@ -108,6 +108,16 @@ def draft_loss(
     if early is not None and (loss := early.loss()) is not None:
         output.loss = output.loss + loss
     return output
+
+
+def _check_steps(steps: Sequence[DraftStep], counts: Tensor | None) -> None:
+    """Refuses steps that were not counted as they are: a kind from outside may say something else."""
+    shifts, counted = [step.shift for step in steps], [] if counts is None else [*range(2, 2 + len(counts))]
+    if counts is not None and shifts != counted:
+        raise ValueError(
+            f"the heads' unroll gave steps of shifts {shifts}, and {counted} were counted: step k has shift 2 + k, and "
+            "num_unrolled_steps is their number"
+        )
 
 
 def check_loss(loss_type: str, heads: DraftHeads) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads import DraftHeads
-from draftsmith.inference.targets.encoding import encode
-from draftsmith.inference.targets.host_tensors import read_on_host, send
+from draftsmith.heads.modules.host_tensors import read_on_host, send
+from draftsmith.training.features.encoding import encode
 from draftsmith.training.losses.teacher import compute_teacher, rows_per_chunk
 
 

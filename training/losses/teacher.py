@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.inference.targets.host_tensors import OnHost, read_on_host, send
+from draftsmith.heads.modules.host_tensors import OnHost, read_on_host, send
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.losses.terms import parse_loss
 

@@ -1,4 +1,4 @@
-"""Options of different rooms that contradict one another: found before anything is loaded."""
+"""Options of different packages that contradict one another: found before anything is loaded."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class RunArguments:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Every option of a run; one field is one room's options."""
+    """Every option of a run; one field is one package's options."""
 
     model: ModelArguments
     data: DataArguments

@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.adapter import WEIGHTS_FILE, load_adapter
-from draftsmith.inference.targets.encoding import recomputing_layers
-from draftsmith.inference.targets.host_tensors import read_on_host, send
+from draftsmith.heads.modules.host_tensors import read_on_host, send
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.data.collation import find_documents
+from draftsmith.training.features.encoding import recomputing_layers
 from draftsmith.training.features.sources import OnlineFeatures, TargetStates
 from draftsmith.training.losses.draft_loss import LossOutput
 from draftsmith.training.losses.teacher import rows_per_chunk

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from draftsmith.inference.targets.host_tensors import send
+from draftsmith.heads.modules.host_tensors import send
 from draftsmith.training.features.sources import MissingStatesError, TargetStates
 from draftsmith.training.losses.draft_loss import LossOutput
 from draftsmith.training.run.resume import find_newest

@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from draftsmith.heads.config import DecoderConfig, public_name
 from draftsmith.heads.formats.eagle.llama_keys import refuse_unwritable, target_rope
 from draftsmith.heads.formats.format import Exported, Format, Imported
-from draftsmith.heads.formats.llama_cpp.gguf_file import read_metadata
+from draftsmith.heads.formats.gguf_file import read_metadata
 from draftsmith.heads.formats.llama_cpp.metadata import FLAG, LAYERS, NUMBER, SIZE, Keys
 from draftsmith.heads.formats.published import OWN_KEY, Published
 from draftsmith.heads.formats.tensors import as_wide_as, count_rows, is_targets_table, rename

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.targets.model_config import find_attention
-from draftsmith.inference.targets.probing.probe_tree import TreeNodes, draw_ids
+from draftsmith.inference.targets.passes import TreeNodes
+from draftsmith.inference.targets.refusals import draw_ids
 
 LEAST_ROWS = 4  # in float32, products of up to 3 rows have another kernel
 SMALL_PRODUCT = 4096  # multiplications; in bfloat16, products of at most as many have another kernel (torch 2.13, CPU)

@@ -34,18 +34,14 @@ from draftsmith.inference.targets.model_config import (
 )
 from draftsmith.inference.targets.parts import ScaleLogits, find_logit_scaling
 from draftsmith.inference.targets.probing.probe_tree import (
-    MODEL_ERRORS,
     MakeMasks,
     ProbeTree,
     RecordingCache,
-    WrongNumbersError,
     check_branches,
     check_finite,
-    draw_ids,
-    is_single,
-    refusing,
 )
 from draftsmith.inference.targets.recurrent.mixers import PlacedMixers, Recurrence
+from draftsmith.inference.targets.refusals import MODEL_ERRORS, WrongNumbersError, draw_ids, is_single, refusing
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,7 @@ Legend: D hidden, or the vocabulary where logits are compared; Hkv key/value hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,47 +18,12 @@ from draftsmith.inference.cache.tree_cache import LayerSpec, PlaneSpec
 from draftsmith.inference.kernels.packed_masks import pack_tree
 from draftsmith.inference.targets.masks import join_masks
 from draftsmith.inference.targets.model_config import LayerAttention
+from draftsmith.inference.targets.refusals import CannotRollBackError, WrongNumbersError
 
 # Empty slots between the tree's first token and the others: more than any window that a model applies by itself.
 _GAP = 4200
-# The errors of models that are called in a way they do not support.
-MODEL_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, RuntimeError)
 
 MakeMasks = Callable[[Tensor, Tensor, Tensor], Any]
-
-
-class CannotRollBackError(ValueError):
-    """A model's forward asked the cache for a state that is not keys and values."""
-
-
-class WrongNumbersError(ValueError):
-    """The model runs, but computes other numbers than a target must."""
-
-
-@dataclass(frozen=True)
-class TreeNodes:
-    """Nodes of trees for `Target.verify`, which `draftsmith.inference.targets.passes.Nodes` describes.
-
-    Attributes:
-        token_ids, parents, depths: [B, N] long.
-        ancestors: [B, N, N] bool; a node counts as its own ancestor.
-    """
-
-    token_ids: Tensor
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-
-    @classmethod
-    def of(cls, token_ids: Tensor, parents: Sequence[int]) -> TreeNodes:
-        """The tree in which node i follows node parents[i] < i, or the text (-1). Each row has tokens of its own."""
-        ancestors, depths = torch.eye(len(parents), dtype=torch.bool), [0] * len(parents)
-        for node, parent in enumerate(parents):
-            if parent >= 0:
-                ancestors[node] |= ancestors[parent]
-                depths[node] = depths[parent] + 1
-        shared = (torch.tensor(parents), torch.tensor(depths), ancestors)
-        return cls(token_ids, *(x.to(token_ids.device).expand(len(token_ids), *x.shape) for x in shared))
 
 
 @dataclass(frozen=True)
@@ -106,17 +70,6 @@ class ProbeTree:
     def parents(self) -> Tensor:
         """[1, 4] long."""
         return self.positions - 1
-
-
-@contextmanager
-def refusing(complaint: str) -> Iterator[None]:
-    """Turns a model's errors, except out-of-memory errors, into a ValueError that begins with `complaint`."""
-    try:
-        yield
-    except (CannotRollBackError, torch.OutOfMemoryError):
-        raise
-    except MODEL_ERRORS as error:
-        raise ValueError(f"{complaint}: {error}") from error
 
 
 class RecordingCache(Cache):
@@ -181,13 +134,6 @@ def _insert_gap(rows: Tensor, dim: int) -> Tensor:
     return torch.cat([first, rows.new_zeros(shape), others], dim)
 
 
-def draw_ids(model: Any, first: int, device: torch.device) -> Tensor:
-    """[1, 4] token ids: a root, a child, another child, and the first child's twin."""
-    ids = torch.tensor([[first, first + 1, first + 2, first + 1]], device=device)
-    vocab_size: int = model.get_input_embeddings().weight.shape[0]
-    return ids % vocab_size
-
-
 def check_finite(model: Any, what: str, plain: Sequence[Tensor], tree: Tensor | None = None) -> None:
     """Refuses (ValueError) a model whose values are NaN or infinite, before the values are compared.
 
@@ -248,9 +194,3 @@ def check_branches(
                 f"{cache.name} does not compute a tree as separate continuations ({rows} differ by {difference:.2g} of "
                 f"{size:.2g}): it reads 4-D masks or counts positions in its own way"
             )
-
-
-def is_single(values: Tensor, model: Any) -> bool:
-    """Whether the model computes these values in float32. Some models in half precision (Mamba) only add up their
-    residuals, or give their logits, in float32."""
-    return all(dtype in (torch.float32, torch.float64) for dtype in (values.dtype, model.dtype))

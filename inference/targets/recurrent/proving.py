@@ -10,7 +10,8 @@ from torch import Tensor
 
 from draftsmith.inference.targets.forward_names import ForwardNames, read_cache
 from draftsmith.inference.targets.model_config import chooses_experts
-from draftsmith.inference.targets.probing.probe_tree import TreeNodes, WrongNumbersError, is_single
+from draftsmith.inference.targets.passes import TreeNodes
+from draftsmith.inference.targets.refusals import WrongNumbersError, is_single
 
 logger = logging.getLogger(__name__)
 

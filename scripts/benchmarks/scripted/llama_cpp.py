@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.heads.formats.gguf_file import write_gguf
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import to_pairs, write_rope
-from draftsmith.heads.formats.llama_cpp.gguf_file import write_gguf
 from draftsmith.inference import Target
 
 # A layer's tensors: transformers' name -> llama.cpp's.

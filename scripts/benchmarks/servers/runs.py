@@ -18,8 +18,7 @@ from torch import Tensor
 
 from draftsmith.inference import Decoder, DistributedDecoder, Drafter, DraftLogits, Target
 from draftsmith.inference.distributed.coordinator import Link
-from draftsmith.inference.distributed.gloo_link import Greeting
-from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.distributed.messages import Answer, Greeting, Prompt, Task
 from draftsmith.inference.distributed.timeline import Timeline
 from draftsmith.scripts.benchmarks.scripted.counting import ScriptedChances
 from draftsmith.scripts.benchmarks.servers.simulation import (

@@ -142,7 +142,7 @@ def decode(link: Link, setting: Setting, draft: Draft, num_tokens: int) -> tuple
     """Decodes one text with the servers of a link."""
     coordinator = Coordinator(link, lookahead=setting.lookahead, max_ahead=setting.max_ahead, timeout=60.0)
     prompt = [RIGHT]
-    coordinator.begin(Prompt(prompt, prompt, num_tokens, [], None))
+    coordinator.begin(Prompt(prompt, prompt, num_tokens, None))
     chain, began = DraftChain(prompt), link.now()
     for _ in coordinator.run(chain, draft, 1 + num_tokens):
         if len(chain.text) > num_tokens:

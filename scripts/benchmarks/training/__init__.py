@@ -1,1 +1,1 @@
-"""Programs that measure how heads learn, and what training costs."""
+"""Programs that measure how heads learn, and the speed of training steps."""

@@ -14,7 +14,7 @@ from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
 from draftsmith.heads.formats.published import Published, open_published
 from draftsmith.inference import Target
-from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.features.encoding import encode
 from tests.heads.formats.round_trip import (
     assert_damage_is_named,
     assert_lost_keys_are_refused,

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.formats.llama_cpp.gguf_file import read_gguf
+from draftsmith.heads.formats.gguf_file import read_gguf
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
 from tests.conftest import CHAT_TARGET, REPOSITORY

@@ -28,7 +28,7 @@ from draftsmith.heads import DraftHeads
 from draftsmith.heads.kinds.mtp import MTPHeads
 from draftsmith.heads.modules.stock_layer import StockLayer
 from draftsmith.inference import Target, generate
-from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.features.encoding import encode
 from tests.heads.test_contract import Prefix, assert_scores, assert_tree_matches
 from tests.tiny_targets import RECURRENT_FAMILIES, random_prompt, tiny_target
 

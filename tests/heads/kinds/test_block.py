@@ -21,8 +21,8 @@ from draftsmith.inference import Target, chain, generate
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.inference.trees.token_tree import TokenTree
+from draftsmith.training.features.encoding import encode
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
 from tests.heads.kinds import slow_layer

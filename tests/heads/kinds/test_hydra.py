@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from draftsmith.heads import create_heads
 from draftsmith.heads.kinds.hydra import HydraHeads
 from draftsmith.inference import Target
-from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.features.encoding import encode
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads

@@ -21,8 +21,8 @@ from draftsmith.heads.kinds.kangaroo import KangarooHeads, default_exit_layer
 from draftsmith.inference import DynamicTree, Target, chain, generate
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.execution.step import DecodeStep
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.inference.trees.token_tree import TokenTree
+from draftsmith.training.features.encoding import encode
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import Target
-from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.features.encoding import encode
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 

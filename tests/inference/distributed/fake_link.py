@@ -1,4 +1,5 @@
-"""A link to servers in the same process, which delivers answers late and in a random order."""
+"""A link to servers in the same process, which delivers answers late and in a random order. Each message goes through
+its frame of bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import replace
 
 from draftsmith.inference.distributed.gloo_link import Server
 from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.distributed.wire import decode, encode
 
 
 class FakeLink:
@@ -47,13 +49,16 @@ class FakeLink:
         return set(self.waiting)
 
     def send(self, rank: int, message: Prompt | Task | None) -> None:
+        message = decode(encode(message))
         if isinstance(message, Prompt):
             self.servers[rank].begin(message)
         elif isinstance(message, Task):
             assert rank not in self.waiting, "a busy server was asked"
             self.newest = message
             due = self.clock + self.random.randint(0, self.most_delay)
-            self.waiting[rank] = due, self.servers[rank].answer(message)
+            answer = decode(encode(self.servers[rank].answer(message)))
+            assert isinstance(answer, Answer)
+            self.waiting[rank] = due, answer
 
     def receive(self, seconds: float) -> tuple[int, Answer] | None:
         self.clock += 1

@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.inference import Decoder, DistributedDecoder, NgramDrafter, SmallModelDrafter, Target, serve_target
-from draftsmith.inference.distributed.gloo_link import Channel, Greeting, serve
-from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.distributed.gloo_link import Channel, serve
+from draftsmith.inference.distributed.messages import Answer, Greeting, Prompt, Task
 from draftsmith.inference.distributed.server import TargetServer
 from tests.heads.tiny_heads import tiny_heads
 from tests.scripted_drafter import ScriptedDrafter

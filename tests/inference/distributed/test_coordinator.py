@@ -59,7 +59,7 @@ def make_drafter(number: int, acceptance: float, *, stalls: float = 0.1) -> Call
 
 def decode(coordinator: Coordinator, prompt: list[int], draft: Callable[[DraftChain], int | None]) -> DraftChain:
     """Decodes NUM_NEW tokens."""
-    coordinator.begin(Prompt(prompt, prompt, NUM_NEW, [], None))
+    coordinator.begin(Prompt(prompt, prompt, NUM_NEW, None))
     chain = DraftChain(list(prompt))
     for _ in coordinator.run(chain, draft, len(prompt) + NUM_NEW + 10):
         if len(chain.text) >= len(prompt) + NUM_NEW:

@@ -22,7 +22,7 @@ from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
-from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.features.encoding import encode
 from tests.heads.formats.test_native_mtp import CASES, load
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.memory_tracker import find_tensors

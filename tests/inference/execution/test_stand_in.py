@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama import modeling_llama
 
-from draftsmith.heads import HEAD_TYPES, DraftHeads
+from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, DynamicTree, Target
 from draftsmith.inference.acceptance.rules import RULES
 from draftsmith.inference.acceptance.sampler import Sampler
@@ -147,10 +143,6 @@ DRAFTERS: dict[str, Callable[[Target], Drafter | None]] = {
 }
 
 
-def test_every_kind_of_heads_is_here() -> None:
-    assert {name.split("-")[0] for name in DRAFTERS if "-" in name} == set(HEAD_TYPES)
-
-
 # By default heads that draft level by level and all at once, and n-grams. The test of rules has Medusa, the test with
 # windows Kangaroo.
 QUICK = {"eagle3-0", "block-0", "ngrams"}
@@ -179,7 +171,7 @@ def test_trees_of_chosen_sizes_on_the_stand_in_device() -> None:
     StandIn(heads_of("eagle3")).run("exact", tree, SAMPLED, 4)
 
 
-# Planted faults.
+# Planted faults that only our lints see.
 
 
 class Faulty(NgramDrafter):
@@ -192,34 +184,20 @@ class Faulty(NgramDrafter):
         return super().expand(state, token_ids, parents, depth)
 
 
-FAULTS: dict[str, tuple[type[Exception], Callable[[Tensor], Any]]] = {
-    "another device": (RuntimeError, lambda ids: ids + torch.ones(ids.shape)),
-    "item": (DataDependentOutputException, lambda ids: int(ids[0, 0].item())),
-    "bool": (DataDependentOutputException, lambda ids: bool(ids.any())),
-    "tolist": (DataDependentOutputException, lambda ids: ids.tolist()),
-    "nonzero": (DynamicOutputShapeException, lambda ids: ids.nonzero()),
-    "mask": (DynamicOutputShapeException, lambda ids: ids[ids > 0]),
-    "index on the CPU": (AssertionError, lambda ids: ids[torch.arange(1)]),
-    "list as index": (AssertionError, lambda ids: ids[[0]]),
-    "tensor of numbers": (AssertionError, lambda ids: torch.tensor([1], device=ids.device)),
-    "copy from the CPU": (AssertionError, lambda ids: torch.zeros(1).to(ids.device)),
-    "write from the CPU": (AssertionError, lambda ids: ids.clone().copy_(torch.zeros(ids.shape))),
-    "copy to the CPU": (AssertionError, lambda ids: ids.to("cpu", copy=True)),
+FAULTS: dict[str, Callable[[Tensor], Any]] = {
+    "index on the CPU": lambda ids: ids[torch.arange(1)],
+    "list as index": lambda ids: ids[[0]],
+    "tensor of numbers": lambda ids: torch.tensor([1], device=ids.device),
+    "copy from the CPU": lambda ids: torch.zeros(1).to(ids.device),
+    "write from the CPU": lambda ids: ids.clone().copy_(torch.zeros(ids.shape)),
+    "copy to the CPU": lambda ids: ids.to("cpu", copy=True),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str) -> None:
-    error, fault = FAULTS[name]
-    with pytest.raises(error):
-        StandIn(lambda _: Faulty(fault)).run("exact", "chain:2", GREEDY, 1)
-
-
-def test_the_drafter_that_reads_on_the_host_is_found() -> None:
-    """`StagedDrafter` says so itself."""
-    small = SmallModelDrafter(Target(tiny_target("llama", num_hidden_layers=2)))
-    with pytest.raises(DataDependentOutputException):
-        StandIn(lambda _: StagedDrafter(small)).run("exact", "chain:2", GREEDY, 1)
+    with pytest.raises(AssertionError):
+        StandIn(lambda _: Faulty(FAULTS[name])).run("exact", "chain:2", GREEDY, 1)
 
 
 # The whole loop over real values.
@@ -269,11 +247,3 @@ def test_the_loop_builds_no_tensor_on_the_host(make: Callable[[Target], Drafter]
             **prompts, max_new_tokens=12, eos_token_id=[7, 9], seed=1, **settings
         )
         assert found.sequences.tolist() == expected.sequences.tolist()
-
-
-@pytest.mark.usefixtures("linted")
-def test_the_lint_sees_the_loop() -> None:
-    target = tiny_target("llama")
-    drafter = Faulty(lambda ids: torch.tensor([1]))
-    with pytest.raises(AssertionError, match="inside the loop"):
-        Decoder(target, drafter, tree="chain:2").generate(random_prompt(9), max_new_tokens=9, do_sample=False)

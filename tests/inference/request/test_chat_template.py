@@ -15,6 +15,10 @@ HELLO = [{"role": "user", "content": "Hello"}]
 SIMPLE = SHAPES["SmolLM2"].jinja
 # The first Phi-3 mini: roles that it does not know vanish.
 TWO_ROLES = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+MISTRAL = SHAPES["Mistral: tools and system in the last question, long ids"].jinja
+QWEN_3, GLM = (SHAPES[name].jinja for name in SHAPES if name.startswith(("Qwen 3", "GLM, for training")))
+FORMER = {"role": "assistant", "content": None, "function_call": CALL["function"]}
+SYSTEM = [{"role": "system", "content": "Be brief."}]
 # As Qwen3's, with a variable.
 THINKING = SIMPLE + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
 
@@ -42,7 +46,7 @@ def with_role(role: str) -> list[dict[str, Any]]:
         (SIMPLE, CALLING, {}, "'look' (message 2)", "messages"),
         (SIMPLE, HELLO, {"tools": TOOLS}, "tools", "tools"),
         (SIMPLE, HELLO, {"variables": {"enable_thinking": False}}, "'enable_thinking'", "chat_template_kwargs"),
-        (THINKING, HELLO, {"variables": {"padding": True}}, "'padding'; it reads add_gen", "chat_template_kwargs"),
+        (THINKING, HELLO, {"variables": {"padding": True}}, "'padding'", "chat_template_kwargs"),
         (THINKING, HELLO, {"variables": {"messages": []}}, "'messages'", "chat_template_kwargs"),
         (SHAPES["Gemma: no system"].jinja, with_role("system"), {}, "System role not supported", "messages"),
         ("{{ messages[0].content + 1 }}", HELLO, {}, "TypeError: ", "messages"),
@@ -51,6 +55,11 @@ def with_role(role: str) -> list[dict[str, Any]]:
         ("{{ 1 // 0 }}", HELLO, {}, "ZeroDivisionError: ", "messages"),
         (SIMPLE, [*HELLO, {"role": "assistant", "tool_calls": 5}], {}, "tool_calls is int", "messages"),
         (SIMPLE, [*HELLO, {"role": "assistant", "tool_calls": ["x"]}], {}, "names no function: 'x'", "messages"),
+        (SIMPLE, [*HELLO, {"role": "assistant", "function_call": "auto"}], {}, "names no function: ", "messages"),
+        (SIMPLE, [*HELLO, FORMER], {}, "'look' (message 2)", "messages"),
+        (SIMPLE, [{"role": "assistant", "content": "Yo", "refusal": "No."}], {}, "refusal", "messages"),
+        (MISTRAL, SYSTEM, {}, "role 'system' (message 1)", "messages"),
+        (MISTRAL, [*SYSTEM, *CALLING[1:]], {}, "role 'system' (message 1)", "messages"),
         (SIMPLE, [{"role": "user", "content": "\ud800"}], {}, "surrogates not allowed", "messages"),
     ],
 )
@@ -77,7 +86,9 @@ def test_what_the_template_itself_says_comes_first(tokenizer: Any) -> None:
 
 
 def test_developers_are_the_system_where_a_template_has_none(tokenizer: Any) -> None:
-    assert render(tokenizer, SIMPLE, with_role("developer")) == render(tokenizer, SIMPLE, with_role("system"))
+    """Also where its prose speaks of developers."""
+    for jinja in (SIMPLE, SHAPES["Cohere: a preamble of its own, which speaks of developers"].jinja):
+        assert render(tokenizer, jinja, with_role("developer")) == render(tokenizer, jinja, with_role("system"))
     knowing = SIMPLE.replace("{{ m.role }}", "{{ 'D' if m.role == 'developer' else m.role }}")
     assert render(tokenizer, knowing, with_role("developer")).startswith("<|im_start|>D\nBe brief.")
 
@@ -90,6 +101,58 @@ def test_variables_that_the_template_reads_reach_it(tokenizer: Any) -> None:
     assert without == "<|im_start|>user\nHello<|im_end|>\n"
     marked = "{% for m in messages %}{% generation %}{{ m.content }}{{ mood }}{%- endgeneration -%}{% endfor %}"
     assert render(tokenizer, marked, HELLO, variables={"mood": "!"}) == "Hello!"
+
+
+def test_a_system_text_may_stand_in_prompts_only(tokenizer: Any) -> None:
+    """Mistral's template writes it before the last message: a conversation that ends otherwise has none."""
+    for rest in (CALLING[:3], CALLING):
+        assert render(tokenizer, MISTRAL, [*SYSTEM, *rest]) == render(tokenizer, MISTRAL, rest)
+        assert ChatRenderer(tokenizer, [*SYSTEM, *rest]).left_out == [0]
+    assert "[INST]Be brief.\n\nWhere?[/INST]" in render(tokenizer, MISTRAL, [*SYSTEM, *CALLING[:1]])
+    assert ChatRenderer(tokenizer, [*SYSTEM, *CALLING[:1]]).left_out == []
+
+
+@pytest.mark.parametrize(
+    ("jinja", "variables"),
+    [
+        (QWEN_3, {"add_generation_prompt", "enable_thinking"}),
+        (MISTRAL, {"instruction"}),  # `is defined` is asked of it
+        (GLM, {"add_generation_prompt"}),
+        (
+            "{% macro f(z) %}{{ z is defined }}{% endmacro %}{% set z = 1 %}{% if x is not defined %}{% set x = 1 %}"
+            "{% endif %}{{ x }}{% set y = y | default(2) %}{{ f(3) }}",
+            {"x", "y"},
+        ),
+        ("{% for m in messages %}{% set role = m.role %}{% endfor %}{{ role }}", {"no variables"}),
+        ("{{ bos_token }}", {"no variables"}),
+    ],
+)
+def test_what_a_template_sets_itself_is_no_variable(jinja: str, variables: set[str], tokenizer: Any) -> None:
+    for unread in ("content", "reasoning_content", "role", "tool_call", "turns", "loop", "ns"):
+        with pytest.raises(ConversationError) as caught:
+            render(tokenizer, jinja, HELLO, variables={unread: "x"})
+        assert f"{unread!r}" in caught.value.reason
+        assert {*caught.value.reason.partition("it reads ")[2].split(", ")} == variables
+
+
+def test_the_former_key_of_calls(tokenizer: Any) -> None:
+    """`function_call` is a tool call, `function` the role of its result."""
+    for name in ("Qwen 3: thoughts of the last turn", "Hermes: whole functions"):
+        former = [CALLING[0], FORMER, {"role": "function", "name": "look", "content": "There"}]
+        assert render(tokenizer, SHAPES[name].jinja, former) == render(tokenizer, SHAPES[name].jinja, CALLING[:3])
+    nothing: list[Any] = [None, "", {}]
+    answer = {"role": "assistant", "content": "Yo"}
+    for empty in nothing:
+        messages = [*HELLO, answer | {"function_call": empty}]
+        assert render(tokenizer, SIMPLE, messages) == render(tokenizer, SIMPLE, [*HELLO, answer])
+
+
+def test_a_refusal_is_what_a_turn_says(tokenizer: Any) -> None:
+    for content in (None, ""):
+        messages = [*HELLO, {"role": "assistant", "content": content, "refusal": "No."}]
+        assert "<|im_start|>assistant\nNo.<|im_end|>" in render(tokenizer, SIMPLE, messages)
+    messages = [*HELLO, {"role": "assistant", "content": "Yo", "refusal": None}]
+    assert "<|im_start|>assistant\nYo<|im_end|>" in render(tokenizer, SIMPLE, messages)
 
 
 def test_odd_calls_end_in_a_text_or_a_refusal(tokenizer: Any) -> None:

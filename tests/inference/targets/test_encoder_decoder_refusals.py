@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5EncoderModel
 from draftsmith.heads import create_heads
 from draftsmith.inference import Target, generate
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
-from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.features.encoding import encode
 from tests.inference.tiny_encoder_decoders import (
     LEFT_OUT,
     START,

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.token_tree import TokenTree
+from draftsmith.training.features.encoding import encode
 from tests.inference.plain_passes import (
     ATOL,
     assert_states_close,

@@ -11,8 +11,8 @@ from transformers import FalconConfig, FalconForCausalLM
 
 from draftsmith.inference import DynamicTree, generate
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.inference.targets.target import Target
+from draftsmith.training.features.encoding import encode
 from tests.conftest import REPOSITORY
 from tests.inference.plain_passes import ATOL, calm_target, run_plainly
 from tests.lossless.near_tie import assert_same_text

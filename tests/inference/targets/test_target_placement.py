@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from draftsmith.inference import DynamicTree, generate, stream
 from draftsmith.inference.cache.tree_cache import LayerSpec, TreeCache
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.inference.targets.probing.probe import Findings
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.token_tree import TokenTree
+from draftsmith.training.features.encoding import encode
 from tests.conftest import REPOSITORY
 from tests.inference.targets.test_target_refusals import ignore_argument
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder

@@ -29,9 +29,9 @@ from transformers import (
 )
 
 from draftsmith.inference import Decoder
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.inference.targets.forward_names import read_cache
 from draftsmith.inference.targets.target import Target
+from draftsmith.training.features.encoding import encode
 from tests.inference.plain_passes import calm_target
 from tests.tiny_targets import random_prompt, tiny_target
 

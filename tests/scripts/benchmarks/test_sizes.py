@@ -139,7 +139,7 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_written_llama_has_every_tensor(tmp_path: Path) -> None:
-    read_gguf = pytest.importorskip("draftsmith.heads.formats.llama_cpp.gguf_file").read_gguf
+    read_gguf = pytest.importorskip("draftsmith.heads.formats.gguf_file").read_gguf
     target = make_counting_target("tiny", torch.bfloat16, CPU)
     write_llama(tmp_path / "target.gguf", target)
     metadata, tensors = read_gguf(tmp_path / "target.gguf")

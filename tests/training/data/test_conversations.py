@@ -154,10 +154,7 @@ def test_what_is_read_and_tokenized_is_cached(tmp_path: Path, tokenizer: Any, mo
     fail = pytest.fail  # neither reads nor tokenizes a second time
     monkeypatch.setattr("draftsmith.training.data.conversations.read_records", lambda path: fail("read again"))
     again = AutoTokenizer.from_pretrained(CHAT_TARGET)
-    monkeypatch.setattr(
-        "draftsmith.training.data.chat_tokens.tokenize_conversation",
-        lambda messages, tokenizer: fail("tokenized again"),
-    )
+    monkeypatch.setattr("draftsmith.training.data.chat_tokens._tokenize", lambda *_, **__: fail("tokenized again"))
     assert tokenize_conversations(load_conversations([file]), again, max_length=64).to_dict() == rows.to_dict()
 
 

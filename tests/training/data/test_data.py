@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.inference.targets.host_tensors import read_on_host
+from draftsmith.heads.modules.host_tensors import read_on_host
 from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversation, tokenize_conversations
 from draftsmith.training.data.collation import ConversationCollator, count_tokens
 from tests.training.conversation_cases import STRICT_TEMPLATE, THINKING_TEMPLATE, TWO_TURNS, to_dataset

@@ -11,7 +11,8 @@ import pytest
 
 from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations, tokenize_row
 from draftsmith.training.data.layouts import parse_record
-from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED, UNWRITTEN
+from draftsmith.training.data.learned_turns import EMPTY, LEFT_OUT, UNLEARNED, UNWRITTEN
+from tests.chat_template_shapes import SHAPES
 from tests.training.chat_templates import CHATML, FORGETTING, THINKING
 from tests.training.conversation_cases import (
     HARMONY_TEMPLATE,
@@ -51,6 +52,17 @@ def test_calls_that_the_template_does_not_write_end_the_conversation(
     assert row["problem"] == "the chat template rejects it (it does not write tool calls)"
     assert len(drop_unusable(tokenize_conversations(to_dataset(messages, TWO_TURNS), tokenizer, max_length=64))) == 1
     assert "dropped 1 of 2 conversations: the chat template rejects it (it does not write tool calls)" in caplog.text
+
+
+def test_a_system_text_that_prompts_only_have_is_counted(tokenizer: Any) -> None:
+    """Under Mistral's template: the conversation is learned as the template writes it."""
+    tokenizer.chat_template = SHAPES["Mistral: tools and system in the last question, long ids"].jinja
+    system = {"role": "system", "content": "Be brief."}
+    row = tokenize({"messages": [system, USER, GOOD]}, tokenizer)
+    assert row == tokenize({"messages": [USER, GOOD]}, tokenizer) | {"notes": [LEFT_OUT]}
+    assert tokenizer.decode(row["input_ids"]).endswith("[INST]Where?[/INST]There.<|im_end|>")
+    assert row["loss_mask"].count(1) == len(tokenizer("There.<|im_end|>")["input_ids"])
+    assert tokenize({"messages": [system, USER, {**GOOD, "weight": 0}]}, tokenizer)["notes"] == [UNLEARNED, LEFT_OUT]
 
 
 def test_every_call_must_be_written(tokenizer: Any) -> None:

@@ -10,8 +10,8 @@ import pytest
 from draftsmith.inference import Target
 from draftsmith.inference.serving.protocol import ChatRequest
 from draftsmith.inference.serving.row_maker import RowMaker
+from draftsmith.scripts.chat.session import Conversation as Chat
 from draftsmith.scripts.shared.model_loading import encode_messages
-from draftsmith.scripts.terminal.session import Conversation as Chat
 from draftsmith.training.data.chat_tokens import tokenize_row
 from draftsmith.training.data.layouts import parse_record
 from draftsmith.training.synthesis.prompts import read_prompts

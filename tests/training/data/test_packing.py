@@ -13,8 +13,8 @@ import datasets
 import pytest
 import torch
 
-from draftsmith.inference.targets.documents import split_documents
-from draftsmith.inference.targets.host_tensors import read_on_host
+from draftsmith.heads.modules.documents import split_documents
+from draftsmith.heads.modules.host_tensors import read_on_host
 from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.data.packing import fit_best, pack_rows
 from tests.training.distributed.test_distributed import OPTIONS, launch

@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import generate
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.scripts import inspect_data
 from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.data.training_sets import load_datasets
+from draftsmith.training.features.encoding import encode
 from draftsmith.training.features.extraction import extract_features
 from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
 from draftsmith.training.images.processor import ImageCollator, ImageError, open_image, read_images

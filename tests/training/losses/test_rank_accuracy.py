@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference import Target
-from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.features.encoding import encode
 from draftsmith.training.losses.rank_accuracy import measure_rank_accuracy
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.params import slow_but

@@ -70,36 +70,27 @@ def test_bfloat16_on_cpus_needs_no_further_option() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            [*REQUIRED, "--learning_rat", "1"],
-            "unknown key 'learning_rat' on the command line; did you mean 'learning_rate'",
-        ),
-        ([*REQUIRED, "--no_bf1"], "did you mean 'bf16'"),
-        ([*REQUIRED, "stray"], "got 'stray', which is no option"),
-        ([*REQUIRED, "--max_length", "many"], "max_length.*invalid int value: 'many'"),
-        ([*REQUIRED, "--max_length", "none"], "max_length.*invalid int value: 'none'"),
-        ([*REQUIRED, "--max_length", "0"], "got max_length 0: it must be at least 1"),
-        ([*REQUIRED, "--shuffle_buffer", "5"], "got shuffle_buffer without streaming"),
-        ([*REQUIRED, "--eval_split", "test"], "got eval_split without eval_dataset"),
-        ([*REQUIRED, "--validation_fraction", "1.5"], r"got validation_fraction 1.5: it must be from 0 to below 1"),
-        ([*REQUIRED, "--step_decay", "0"], "got step_decay 0.0: it must be above 0"),
+        ([*REQUIRED, "--learning_rat", "1"], "'learning_rat'.*'learning_rate'"),
+        ([*REQUIRED, "--no_bf1"], "'bf1'.*'bf16'"),
+        ([*REQUIRED, "stray"], "'stray'"),
+        ([*REQUIRED, "--max_length", "many"], "max_length.*'many'"),
+        ([*REQUIRED, "--max_length", "none"], "max_length.*'none'"),
+        ([*REQUIRED, "--max_length", "0"], "max_length 0"),
+        ([*REQUIRED, "--shuffle_buffer", "5"], "shuffle_buffer.*streaming"),
+        ([*REQUIRED, "--eval_split", "test"], "eval_split.*eval_dataset"),
+        ([*REQUIRED, "--validation_fraction", "1.5"], "validation_fraction 1.5"),
+        ([*REQUIRED, "--step_decay", "0"], "step_decay 0.0"),
         ([*REQUIRED, "--loss_type", "hinge"], "loss_type is 'hinge'.*cross_entropy"),
         ([*REQUIRED, "--depth_weights", "d_pac"], "depth_weights.*d_pac"),
-        (
-            [*REQUIRED, "--depth_weights", "d_pace", "--step_decay", "0.8"],
-            "depth_weights 'd_pace' and step_decay 0.8",
-        ),
-        ([*REQUIRED, "--early_stopping_patience", "2"], "without evaluations: give eval_strategy"),
-        ([*REQUIRED, "--remove_unused_columns"], "got remove_unused_columns true"),
-        ([*REQUIRED, "--init_heads", "h"], "give head_type to create heads, or init_heads"),
-        (
-            ["--target", "t", "--dataset", "d", "--init_heads", "h", "--head_overrides", "a=1"],
-            "leave head_overrides out",
-        ),
-        ([*REQUIRED, "--head_overrides", "num_heads"], "got --head_overrides 'num_heads': write key=value"),
-        (["--target", "t"], "give --dataset: conversations .*draftsmith data --target t --mode self"),
-        (["--target", "t", "--choose", "false", "--dataset", "d"], "give head_type to create heads, or init_heads"),
-        (["--config", "absent.yaml"], "got --config absent.yaml: cannot read it .No such file.*configs/train"),
+        ([*REQUIRED, "--depth_weights", "d_pace", "--step_decay", "0.8"], "depth_weights 'd_pace'.*step_decay 0.8"),
+        ([*REQUIRED, "--early_stopping_patience", "2"], "early_stopping_patience.*eval_strategy"),
+        ([*REQUIRED, "--remove_unused_columns"], "remove_unused_columns true"),
+        ([*REQUIRED, "--init_heads", "h"], "head_type.*init_heads"),
+        (["--target", "t", "--dataset", "d", "--init_heads", "h", "--head_overrides", "a=1"], "head_overrides"),
+        ([*REQUIRED, "--head_overrides", "num_heads"], "--head_overrides 'num_heads'"),
+        (["--target", "t"], "--dataset.*draftsmith data --target t"),
+        (["--target", "t", "--choose", "false", "--dataset", "d"], "head_type.*init_heads"),
+        (["--config", "absent.yaml"], "--config absent.yaml.*configs/train"),
     ],
 )
 def test_bad_command_lines_say_what_to_do(arguments: list[str], message: str) -> None:
@@ -110,13 +101,13 @@ def test_bad_command_lines_say_what_to_do(arguments: list[str], message: str) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("targt: x", r"unknown key 'targt' in .*config.yaml; did you mean 'target'"),
-        ("- target", "holds list: write one `key: value` per line"),
-        ("target: [", "is not valid YAML"),
-        ("", "holds NoneType"),
-        ("max_length: null", "got max_length: null, but it always has a value"),
-        ("head_overrides: [num_heads=4]", "in YAML it is a mapping"),
-        ("max_length: [1, 2]", "got '2', which is no option"),
+        ("targt: x", "'targt'.*config.yaml.*'target'"),
+        ("- target", "config.yaml.*list"),
+        ("target: [", "config.yaml.*YAML"),
+        ("", "config.yaml.*NoneType"),
+        ("max_length: null", "max_length: null"),
+        ("head_overrides: [num_heads=4]", "head_overrides.*mapping"),
+        ("max_length: [1, 2]", "'2'"),
     ],
 )
 def test_bad_files_say_what_to_do(tmp_path: Path, text: str, message: str) -> None:
@@ -199,11 +190,11 @@ def test_every_option_is_documented_once() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset_weights": [1.0]}, "got 1 dataset_weights for 2 of dataset: give one for each"),
-        ({"stopping_strategy": "all_exhausted"}, "without dataset_weights"),
-        ({"dataset_split": ["a", "b", "c"]}, "got 3 of dataset_split for 2 of dataset"),
-        ({"columns": ["prompt"]}, "got columns 'prompt': write ROLE=COLUMN"),
-        ({"columns": ["prompt=a"]}, "name messages=COLUMN, or prompt=COLUMN and response=COLUMN"),
+        ({"dataset_weights": [1.0]}, "1 dataset_weights.*2 of dataset"),
+        ({"stopping_strategy": "all_exhausted"}, "stopping_strategy.*dataset_weights"),
+        ({"dataset_split": ["a", "b", "c"]}, "3 of dataset_split.*2 of dataset"),
+        ({"columns": ["prompt"]}, "columns 'prompt'"),
+        ({"columns": ["prompt=a"]}, "columns.*messages=.*prompt=.*response="),
     ],
 )
 def test_sources_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

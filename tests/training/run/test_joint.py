@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 import draftsmith.training.run.joint_model as joint_module
 from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
+from draftsmith.heads.modules.host_tensors import read_on_host
 from draftsmith.inference import Target, generate
-from draftsmith.inference.targets.host_tensors import read_on_host
 from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.features.sources import TargetStates
 from draftsmith.training.losses.draft_loss import LossOutput, draft_loss

@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 
 from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.inference import Target
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.training.data.collation import ConversationCollator
+from draftsmith.training.features.encoding import encode
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
 from draftsmith.training.options.training_options import HeadsTrainingArguments

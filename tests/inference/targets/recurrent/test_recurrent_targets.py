@@ -11,9 +11,9 @@ import torch
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, SmallModelDrafter, Target
 from draftsmith.inference.cache.recurrent_states import RecurrentStates
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.inference.targets.recurrent import finding
 from draftsmith.inference.targets.recurrent.proving import check_rollback
+from draftsmith.training.features.encoding import encode
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.targets.recurrent import families_table

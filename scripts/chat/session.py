@@ -18,11 +18,11 @@ from torch import Tensor
 from draftsmith.inference import Decoder, DistributedDecoder, Drafter, GenerationStats
 from draftsmith.inference.distributed.coordinator import Link
 from draftsmith.inference.request.model_settings import describe_model_settings, find_model_settings
+from draftsmith.scripts.chat.arguments import GenerateArguments
+from draftsmith.scripts.chat.comparison import Reply, compare_with_plain
+from draftsmith.scripts.chat.printer import ReplyPrinter, describe, speed_of, without_escapes
 from draftsmith.scripts.shared.model_loading import encode_messages, load_drafter, load_target
 from draftsmith.scripts.shared.ranks import choose_device
-from draftsmith.scripts.terminal.arguments import GenerateArguments
-from draftsmith.scripts.terminal.comparison import Reply, compare_with_plain
-from draftsmith.scripts.terminal.printer import ReplyPrinter, describe, speed_of, without_escapes
 
 
 class Conversation:

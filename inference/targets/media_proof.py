@@ -17,7 +17,7 @@ from torch import Tensor
 from draftsmith.inference.targets.forward_names import CACHE_NAMES
 from draftsmith.inference.targets.model_config import chooses_experts, is_quantised
 from draftsmith.inference.targets.multimodal import Media, read_media
-from draftsmith.inference.targets.probing.probe_tree import is_single, refusing
+from draftsmith.inference.targets.refusals import is_single, refusing
 from draftsmith.inference.targets.target import Target
 
 _NUM_TOKENS = 3

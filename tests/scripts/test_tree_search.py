@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftsmith.inference import StaticTree
-from draftsmith.inference.trees.search import best_static_tree
+from draftsmith.scripts.build_tree import best_static_tree
 
 
 def gain(path: tuple[int, ...], accuracy: list[list[float]]) -> float:

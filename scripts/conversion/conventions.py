@@ -19,8 +19,8 @@ from torch import Tensor
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Format, Imported
 from draftsmith.inference import GenerationStats, Target, generate
-from draftsmith.inference.targets.encoding import encode
 from draftsmith.scripts.shared.model_loading import encode_messages
+from draftsmith.training.features.encoding import encode
 
 QUESTIONS = (
     "What are the benefits of exercise?",

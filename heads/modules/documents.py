@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.inference.targets.host_tensors import OnHost, read_on_host, send
+from draftsmith.heads.modules.host_tensors import OnHost, read_on_host, send
 
 # Cost of one more group, in tokens of padding: a pass has a fixed cost, however few tokens it reads.
 TOKENS_PER_GROUP = 128

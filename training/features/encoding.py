@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from draftsmith.heads.modules.documents import gather_documents, split_documents
+from draftsmith.heads.modules.host_tensors import OnHost
 from draftsmith.inference.shared_swaps import SharedSwap
-from draftsmith.inference.targets.documents import gather_documents, split_documents
-from draftsmith.inference.targets.host_tensors import OnHost
 from draftsmith.inference.targets.multimodal import take_media
 from draftsmith.inference.targets.target import Target
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from rich.console import Console
 
 from draftsmith.inference.execution.cache_folder import cache_folder
-from draftsmith.scripts.terminal.session import ChatSession
+from draftsmith.scripts.chat.session import ChatSession
 
 try:
     import readline

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftsmith.inference import Decoder, GenerationStats
 from draftsmith.inference.streaming.token_texts import TokenTexts
-from draftsmith.scripts.terminal.printer import speed_of
+from draftsmith.scripts.chat.printer import speed_of
 
 NEAR_TIE = 0.05  # between two log-probabilities that rounding in low precision may swap
 

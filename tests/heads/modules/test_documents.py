@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from draftsmith.heads.modules.documents import TOKENS_PER_GROUP, cut_lengths, gather_documents, split_documents
 from draftsmith.inference import Target
-from draftsmith.inference.targets.documents import TOKENS_PER_GROUP, cut_lengths, gather_documents, split_documents
-from draftsmith.inference.targets.encoding import encode
+from draftsmith.training.features.encoding import encode
 from tests.tiny_targets import random_prompt, tiny_target
 
 ROWS = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 2, -1, -1]])
