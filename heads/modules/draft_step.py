@@ -134,6 +134,17 @@ def count_predicted(
     return torch.stack(counts).sum(0)
 
 
+def check_counted(steps: list[DraftStep], counts: Tensor | None) -> list[DraftStep]:
+    """The steps. Refuses those that `count_predicted` counted as others: a kind from outside may say something else."""
+    shifts, counted = [step.shift for step in steps], [] if counts is None else [*range(2, 2 + len(counts))]
+    if counts is not None and shifts != counted:
+        raise ValueError(
+            f"the heads' unroll gave steps of shifts {shifts}, and {counted} were counted: step k has shift 2 + k, and "
+            "num_unrolled_steps is their number"
+        )
+    return steps
+
+
 def _find_slots(group: DocumentGroup, step: DraftStep) -> Tensor:
     """The slot in the batch of each column of a group's step, -1 for padding: [R * M]."""
     if step.slots is None:

@@ -88,5 +88,5 @@ def test_a_cache_with_tokens_is_refused() -> None:
 
 def test_encoder_decoder_models_are_refused() -> None:
     model = tiny_encoder_decoder("t5")
-    with pytest.raises(ValueError, match=r"does not give the sources.*call inference\.generate"):
+    with pytest.raises(ValueError, match=r"does not give the sources.*call draftsmith\.generate"):
         model.generate(PROMPT % 96, custom_generate=CustomGenerate(None), **GREEDY)

@@ -78,7 +78,6 @@ def draft_loss(
     A step's `confidence` adds the binary cross-entropy with the chance 1 - TV(p, q) that the drafted token is accepted
     (DSpark, eq. 8); without a distribution, with whether the best drafted token is the target's own.
     """
-    _check_steps(steps, counts)
     mixture = parse_loss(loss_type)
     is_d_pace = depth_weights == D_PACE
     weights = fixed_weights(len(steps), step_decay=step_decay, depth_weights=depth_weights)
@@ -108,16 +107,6 @@ def draft_loss(
     if early is not None and (loss := early.loss()) is not None:
         output.loss = output.loss + loss
     return output
-
-
-def _check_steps(steps: Sequence[DraftStep], counts: Tensor | None) -> None:
-    """Refuses steps that were not counted as they are: a kind from outside may say something else."""
-    shifts, counted = [step.shift for step in steps], [] if counts is None else [*range(2, 2 + len(counts))]
-    if counts is not None and shifts != counted:
-        raise ValueError(
-            f"the heads' unroll gave steps of shifts {shifts}, and {counted} were counted: step k has shift 2 + k, and "
-            "num_unrolled_steps is their number"
-        )
 
 
 def check_loss(loss_type: str, heads: DraftHeads) -> None:

@@ -17,7 +17,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.modules.draft_step import count_predicted
+from draftsmith.heads.modules.draft_step import check_counted, count_predicted
 from draftsmith.heads.modules.host_tensors import OnHost, read_on_host, send
 from draftsmith.inference.noise import derive_seeds
 from draftsmith.inference.targets.target import Target
@@ -272,7 +272,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                 **forward(
                     states.features,
                     inputs["input_ids"],
-                    loss_fn=lambda steps: vars(loss_fn(steps)),
+                    loss_fn=lambda steps: vars(loss_fn(check_counted(steps, counts))),
                     loss_mask=loss_mask,
                     document_ids=find_documents(inputs, num_groups=self.num_groups),
                     num_groups=self.num_groups,
