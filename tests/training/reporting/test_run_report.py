@@ -67,7 +67,7 @@ class TestReport:
         assert "8 optimizer steps" in body
         code = body.split("```python\n")[1].split("```")[0].replace("print(", "found = (")
         scope: dict[str, Any] = {}
-        exec(code.replace('"Hello"', '"word1 word2"').replace("128", "4"), scope)
+        exec(code.replace('"Hello"', '"word1 word2"').replace("max_new_tokens=128", "max_new_tokens=4"), scope)
         assert isinstance(scope["heads"], DraftHeads)
         assert scope["output"].sequences.shape[1] == scope["prompt"]["input_ids"].shape[1] + 4
 

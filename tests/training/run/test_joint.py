@@ -226,7 +226,13 @@ class TestRuns:
         card = (train.output_dir / "README.md").read_text()
         assert "the LoRA adapter in `adapter/`" in card
         scope: dict[str, Any] = {}
-        exec(card.split("```python\n")[1].split("```")[0].replace("128", "4").replace("Hello", "word1"), scope)
+        exec(
+            card.split("```python\n")[1]
+            .split("```")[0]
+            .replace("max_new_tokens=128", "max_new_tokens=4")
+            .replace("Hello", "word1"),
+            scope,
+        )
         assert torch.equal(scope["target"].model(prompt).logits, adapted(prompt).logits)
 
     def test_warm_up_trains_the_heads_as_if_alone_and_nothing_else(self, train: Runner) -> None:
