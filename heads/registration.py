@@ -5,7 +5,10 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
+from transformers import PreTrainedModel
+
 from draftsmith.heads.config import DraftHeadsConfig
+from draftsmith.inference.drafters.base import Drafter
 
 HEAD_TYPES: dict[str, type[Any]] = {}  # head_type -> its subclass of DraftHeads
 GROUP = "draftsmith.heads"  # of entry points: examples/own_kind.py shows one
@@ -23,9 +26,8 @@ def register(kind: Kind) -> Kind:
         ValueError: no subclass of DraftHeads, a class without a config of its own, or one whose `head_type` is that of
             another class.
     """
-    from draftsmith.heads.base import DraftHeads  # which looks kinds up here
-
-    if not (isinstance(kind, type) and issubclass(kind, DraftHeads)):
+    # Only DraftHeads is both; it looks kinds up here.
+    if not (isinstance(kind, type) and issubclass(kind, Drafter) and issubclass(kind, PreTrainedModel)):
         raise ValueError(f"register got {kind!r}: give a subclass of draftsmith.DraftHeads")
     config_class = getattr(kind, "config_class", None)
     if not (isinstance(config_class, type) and issubclass(config_class, DraftHeadsConfig) and config_class.head_type):

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from draftsmith.heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig, create_heads, register
 from draftsmith.heads.registration import find_kind, known_kinds
-from draftsmith.inference import Target, generate
+from draftsmith.inference import Drafter, Target, generate
 from tests.conftest import REPOSITORY
 from tests.heads.test_overfit import learn
 from tests.tiny_targets import random_prompt, tiny_target
@@ -97,7 +98,13 @@ def test_what_cannot_be_registered_is_named(own_kind: Any) -> None:
     class NoHeads:
         config_class = own_kind.BigramConfig
 
-    for wrong in (NoHeads, DraftHeadsConfig, own_kind.BigramHeads.__init__, 3):
+    class OnlyDrafter(Drafter):
+        config_class = own_kind.BigramConfig
+
+    class OnlyModel(PreTrainedModel):
+        config_class = own_kind.BigramConfig
+
+    for wrong in (NoHeads, OnlyDrafter, OnlyModel, DraftHeadsConfig, own_kind.BigramHeads.__init__, 3):
         with pytest.raises(ValueError, match=f"register got {re.escape(repr(wrong))}.*DraftHeads"):
             register(wrong)
     with pytest.raises(ValueError, match=r"'bigram' of Other.* BigramHeads"):
