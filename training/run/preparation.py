@@ -165,6 +165,8 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
     if is_foreign:
         stored = load_published_heads(args, target)
     if stored is not None:
+        for tensor in (*stored.parameters(), *stored.buffers()):
+            tensor.data = tensor.data.clone()  # products round differently where a file has its tensors
         stored.bind(target)
         if checkpoint is None:
             _name_target(stored, target)
