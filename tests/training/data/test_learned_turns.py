@@ -95,6 +95,9 @@ def test_marked_replies_are_paired_in_order(tokenizer: Any) -> None:
     messages = [USER, {**call, "learn": False}, RESULT, GOOD]
     assert learned_text(messages, tokenizer) == ["<think></think>There.<|im_end|>"]
     assert learned_text([USER, call, RESULT, GOOD], tokenizer)[0] == "look()<|im_end|>"
+    tokenizer.chat_template = MARKED_LAST  # the only marked reply is not the first one
+    wrong = {"role": "assistant", "content": "Nowhere.", "learn": False}
+    assert learned_text([USER, wrong, USER, GOOD], tokenizer) == ["There.<|im_end|>"]
 
 
 # Llama 3 writes no text beside a call; gpt-oss writes thoughts and text beside a call only where no answer follows, and
