@@ -171,9 +171,11 @@ def test_replies_without_text_are_context(name: str, tokenizer: Any) -> None:
 
 
 def test_thoughts_alone_are_context_where_thoughts_are_not_learned(tokenizer: Any) -> None:
+    for template, thought in ((THINKING, THOUGHT), (CHATML, {"role": "assistant", "content": "<think>Hm</think>"})):
+        tokenizer.chat_template = template.jinja
+        row = tokenize({"messages": [USER, thought]}, tokenizer, train_on_thinking=False)
+        assert row["problem"] == f"nothing to learn: {EMPTY}"
     tokenizer.chat_template = THINKING.jinja
-    row = tokenize({"messages": [USER, THOUGHT]}, tokenizer, train_on_thinking=False)
-    assert row["problem"] == f"nothing to learn: {EMPTY}"
     assert learned_text([USER, THOUGHT], tokenizer) == ["<think>\nHm\n</think>\n\n<|im_end|>"]
 
 
