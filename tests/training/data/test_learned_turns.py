@@ -208,6 +208,11 @@ def test_turns_that_the_data_exclude_are_context(template: str, mark: dict[str, 
     assert (row["problem"], row["notes"]) == (f"nothing to learn: {UNLEARNED}", [UNLEARNED])
 
 
+def test_an_opening_by_the_assistant_answers_no_prompt(tokenizer: Any) -> None:
+    tokenizer.chat_template = CHATML.jinja
+    assert learned_text([{**GOOD, "content": "Hello."}, USER, GOOD], tokenizer) == ["There.<|im_end|>"]
+
+
 def test_what_is_left_out_is_counted(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     empty = {"role": "assistant", "content": ""}
     excluded = {**GOOD, "learn": False}
