@@ -80,6 +80,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     estimates_states: ClassVar[bool] = False
     runs_target_layers: ClassVar[bool] = False
     can_copy_rows = True
+    has_static_state = True
     row_tensors: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: DraftHeadsConfig) -> None:

@@ -324,7 +324,7 @@ class ParallelHeads(Eagle3Heads):
         hidden = self.run_layers(*rows, torch.cat([lengths + steps[:width], mask_positions], dim=1), attend)
         last = (here - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
         drafted = torch.cat([hidden.gather(1, last), hidden[:, width:]], dim=1)
-        state.hidden = torch.where((here > 0)[:, None, None], drafted, state.hidden)
+        state.hidden.copy_(torch.where((here > 0)[:, None, None], drafted, state.hidden))
 
     def expand(  # type: ignore[override]
         self, state: ParallelState, token_ids: Tensor, parents: Tensor, depth: int

@@ -154,7 +154,7 @@ class DraftCache:
         columns = (self.num_scratch + slots_BW).clamp(max=self.keys.shape[2] - 1)
         slot_of_column = self.columns[: self.num_scratch + max_slots] - self.num_scratch
         mask_BWS = (slot_of_column >= 0) & (slot_of_column <= slots_BW[..., None])
-        self.lengths = self.lengths + counts
+        self.lengths += counts  # in place: it is what a captured draft keeps from step to step
         self.max_slots = max_slots
         self.used_scratch = torch.zeros_like(self.used_scratch)
         self._num_used = 0

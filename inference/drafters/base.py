@@ -69,6 +69,10 @@ class Drafter(metaclass=ABCMeta):
     """Whether `copy_rows`, `keep_rows` and `add_rows` work. Without them finished rows stay in the batch, a shared
     beginning of several prompts is read once for each of them, and `reuse_cache` and serving are refused."""
 
+    has_static_state: bool = False
+    """Whether what a state holds from one `extend` to the next stays at its addresses, so that drafting can be captured
+    as a CUDA graph."""
+
     def for_target(self, target: Target) -> Drafter:
         """The drafter that a decoder of this target uses. The default is the drafter itself; trained heads return a
         view of themselves that is bound to the target.

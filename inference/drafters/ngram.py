@@ -63,6 +63,7 @@ class NgramDrafter(Drafter):
     """
 
     can_copy_rows = True
+    has_static_state = True
 
     def __init__(self, *, max_ngram: int = 3, num_candidates: int = 4) -> None:
         """
@@ -91,7 +92,7 @@ class NgramDrafter(Drafter):
         dump = state.history.shape[1] - 1
         slots = torch.where(steps < counts[:, None], state.lengths[:, None] + steps, dump)
         state.history.scatter_(1, slots, next_token_ids)
-        state.lengths = state.lengths + counts
+        state.lengths += counts
         state.view = max_slots
         state.paths = next_token_ids.new_zeros((batch, 1, 0))
         return self._look_up(state)

@@ -64,6 +64,7 @@ class SmallModelDrafter(Drafter, nn.Module):
     """
 
     can_copy_rows = True
+    has_static_state = True
     reads_first_token = True
 
     def __init__(self, model: Target | nn.Module, *, tokenizer: Any = None, target_tokenizer: Any = None) -> None:

@@ -22,10 +22,11 @@ import transformers
 
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.cache.source import SOURCE_MULTIPLE, Source
-from draftsmith.inference.cache.tree_cache import TreeCache
-from draftsmith.inference.drafters.slots import NewSlots
-from draftsmith.inference.execution.cache_folder import cache_folder
-from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.cache_folder import cache_folder
+from draftsmith.inference.request.row import Row
+from draftsmith.inference.state import DecodeState
+from draftsmith.inference.stats import GenerationStats, PhaseClock
+from draftsmith.inference.step import Step
 from draftsmith.inference.targets.model_config import find_attention
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.policy import TreePolicy
@@ -78,7 +79,7 @@ class StepCosts:
         return self.trees[index] + few + part * max(0.0, many - few)
 
 
-def find_costs(step: DecodeStep, batch_size: int, sampler: Sampler, doubted: Collection[StepCosts] = ()) -> StepCosts:
+def find_costs(step: Step, batch_size: int, sampler: Sampler, doubted: Collection[StepCosts] = ()) -> StepCosts:
     """The stored costs for this machine, target, drafter, trees, dtype, batch and executor, or freshly measured ones.
 
     Args:
@@ -91,66 +92,58 @@ def find_costs(step: DecodeStep, batch_size: int, sampler: Sampler, doubted: Col
     if stored is None or stored.is_due(doubted):
         stored = measure_costs(step, batch_size, sampler, num_rounds=WARM_UP_ROUNDS + MEASURED_ROUNDS)
         store_costs(file, stored)
-    elif step.executor.keeps_graphs:  # one round makes the graphs, which would otherwise be made within a text
+    elif step.keeps_graphs:  # one round makes the graphs, which would otherwise be made within a text
         measure_costs(step, batch_size, sampler, num_rounds=1)
     return stored
 
 
 @torch.no_grad()
-def measure_costs(step: DecodeStep, batch_size: int, sampler: Sampler, *, num_rounds: int) -> StepCosts:
+def measure_costs(step: Step, batch_size: int, sampler: Sampler, *, num_rounds: int) -> StepCosts:
     """Times steps over token 0 after a context of zeros, in which no token becomes certain."""
     assert step.policy is not None
     target, limit = step.target, step.target.max_length
     short, long = (context if limit is None else min(context, limit) for context in CONTEXTS)
-    cache = step.new_cache(batch_size, long + step.num_slots_after)
-    state = step.start_drafter(cache)
+    state = step.new_state(batch_size, long + step.num_slots_after, long + step.path_width)
+    rows = [Row(index, [0] * (short + 1), 0, long) for index in range(batch_size)]
+    state.open(rows)
+    state.cache.reset(batch_size)
+    state.draft = state.start_drafter()
     if target.is_encoder_decoder:
-        step.read_source(state, cache, _blank_source(target, batch_size))
+        source = _blank_source(target, batch_size)
+        target.read_source(state.cache, source)
+        if step.drafter is not None:
+            step.drafter.read_source(state.draft, source.token_ids, source.mask)
+    if step.feature_layers:
+        size = len(step.feature_layers) * target.hidden_size
+        state.hold_features(torch.zeros(1, 1, size, dtype=target.dtype, device=target.device))
     trees = step.policy.candidates
     largest = max(trees, key=lambda tree: tree.num_nodes)
     plans = [(None, short), (None, long), (largest, short), (largest, long), *((tree, short) for tree in trees)]
-    make_step = partial(_make_step, step, state, cache, sampler)
-    calls = [partial(make_step, _blank_slots(step, batch_size, tree), tree, context) for tree, context in plans]
+    clock = PhaseClock(GenerationStats(), target.device)
+    calls = [partial(_make_step, step, state, sampler, clock, tree, context) for tree, context in plans]
     seconds = _time_calls(calls, target.device, num_rounds=num_rounds)
     num_nodes = tuple(tree.num_nodes for tree in trees)
-    step.executor.forget()  # with it, graphs hold this cache
+    step.forget()  # with it, graphs hold this state
     return StepCosts((short, long), (seconds[0], seconds[1]), (seconds[2], seconds[3]), tuple(seconds[4:]), num_nodes)
 
 
 def _make_step(
-    step: DecodeStep,
-    state: Any,
-    cache: TreeCache,
+    step: Step,
+    state: DecodeState,
     sampler: Sampler,
-    slots: NewSlots,
+    clock: PhaseClock,
     policy: TreePolicy | None,
     context: int,
 ) -> None:
-    """One step of the decode loop that keeps nothing."""
-    cache.lengths.fill_(context)
-    cache.length_bound = cache.length_floor = context
-    if policy is None:
-        tree, noise = step.draft_nothing(cache, sampler, slots)
-    else:
-        tree, noise = step.draft(state, cache, sampler, slots, policy)
-    output = step.verify(cache, tree)
-    accepted = step.accept(sampler, tree, output.logits, cache.lengths, noise=noise)
-    step.commit(
-        cache, tree, accepted, torch.zeros_like(accepted.counts), output.features, is_counting=policy is not None
-    )
-    accepted.next_tokens.tolist()
-
-
-def _blank_slots(step: DecodeStep, batch_size: int, policy: TreePolicy | None) -> NewSlots:
-    """As many as a step with the policy hands on. None of them is real."""
-    depth = 0 if policy is None else min(policy.max_depth, policy.num_nodes - 1)
-    target, width = step.target, max(1 + depth, step.least_slots)
-    zeros = torch.zeros(batch_size, dtype=torch.long, device=target.device)
-    features = None
-    if step.feature_layers:
-        size = len(step.feature_layers) * target.hidden_size
-        features = torch.zeros(batch_size, width, size, dtype=target.dtype, device=target.device)
-    return NewSlots(features, zeros[:, None].repeat(1, width), zeros)
+    """One step that keeps nothing: the rows do not grow."""
+    for row in state.rows:
+        row.padded = [0] * (context + 1)
+    state.cache.lengths.fill_(context)
+    state.num_tokens.fill_(context + 1)
+    state.active.zero_()
+    state.num_pending.zero_()
+    state.pending_bound = 0 if policy is None else 1 + min(policy.max_depth, policy.num_nodes - 1)
+    step(state, policy, sampler, clock, is_counting=policy is not None).emitted.tolist()
 
 
 def _blank_source(target: Target, batch_size: int) -> Source:
@@ -183,7 +176,7 @@ def _read_clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _describe(step: DecodeStep, batch_size: int, sampler: Sampler) -> list[Any]:
+def _describe(step: Step, batch_size: int, sampler: Sampler) -> list[Any]:
     """Everything that costs depend on."""
     target, policy = step.target, step.policy
     assert policy is not None
@@ -198,7 +191,7 @@ def _describe(step: DecodeStep, batch_size: int, sampler: Sampler) -> list[Any]:
         find_attention(target.backbone.causal_lm),
         *_describe_drafter(step.drafter),
         [(tree.max_depth, tree.num_scratch, tree.num_nodes) for tree in policy.candidates],
-        type(step.executor).__name__,
+        step.runner,
         batch_size,
         step.is_coupled,
         sampler.do_sample,

@@ -12,12 +12,12 @@ import time
 from collections.abc import Sequence
 
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.execution.drafting import TreeChoice
-from draftsmith.inference.execution.step import DecodeStep
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.planning.accepted_lengths import AcceptedLengths
+from draftsmith.inference.planning.choice import TreeChoice
 from draftsmith.inference.planning.costs import StepCosts, find_costs
 from draftsmith.inference.request.processors import PREFIX_FREE
+from draftsmith.inference.step import Step
 from draftsmith.inference.trees.policy import TreePolicy
 
 # Steps that a choice holds.
@@ -68,7 +68,7 @@ class TreePlanner(TreeChoice):
         self._trial_seconds = 0.0  # that trials may cost now
         self._started, self._expected = 0.0, 0.0  # of the present step: when, and for how many seconds
 
-    def begin(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> None:
+    def begin(self, step: Step, sampler: Sampler, batch_size: int) -> None:
         # Finished rows leave; costs in between are interpolated.
         sizes = {batch_size, 1} if step.rows_may_leave else {batch_size}
         self._is_probe = False
@@ -80,7 +80,7 @@ class TreePlanner(TreeChoice):
         self._lengths, self._by_rows = self._learned[do_sample], self._by_kind[do_sample]
         self._num_rows = 0  # they may have other costs
 
-    def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> StepCosts:
+    def find_costs(self, step: Step, sampler: Sampler, batch_size: int) -> StepCosts:
         """Costs for texts drawn like the sampler's, measured or read when first asked for, and when they are due."""
         processors = [processor for processor in sampler.processors if type(processor) in PREFIX_FREE]
         key = (batch_size, sampler.do_sample, *map(type, processors))

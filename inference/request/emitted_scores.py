@@ -5,12 +5,15 @@ Legend: B rows in the batch, P path length, V target vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from draftsmith.inference.request.request import Request
+
+if TYPE_CHECKING:
+    from draftsmith.inference.engine import Emission
 
 
 class EmittedScores:
@@ -21,19 +24,17 @@ class EmittedScores:
         self._logits: list[list[Tensor]] = [[] for _ in range(request.batch_size)]  # per row, pieces [n, V]
         self._scores: list[list[Tensor]] = [[] for _ in range(request.batch_size)]
 
-    def gather(self, logits: Tensor, path: Tensor) -> Tensor | None:
-        """The logits [B, P, V] float32 of a path [B, P] among logits [B, N, V]; None if not asked for."""
-        if not self.request.keeps_logits:
-            return None
-        return logits.gather(1, path[..., None].expand(-1, -1, logits.shape[-1])).float()
-
-    def add(self, rows: Sequence[int], counts: Sequence[int], logits: Tensor | None, scores: Tensor | None) -> None:
-        """Adds the first counts[b] entries of each row of the batch; `rows` are the rows' numbers in the call."""
-        for kept, values in ((self._logits, logits), (self._scores, scores)):
+    def add(self, emission: Emission) -> None:
+        """Adds those of a step."""
+        output, request = emission.output, self.request
+        logits = None
+        if request.keeps_logits:
+            path = output.accepted.path[..., None].expand(-1, -1, output.target.logits.shape[-1])
+            logits = output.target.logits.gather(1, path).float()
+        for kept, values in ((self._logits, logits), (self._scores, output.accepted.scores)):
             if values is not None:
-                for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
-                    if count:
-                        kept[row].append(values[place, :count].clone())  # a view would keep all of `values`
+                for place, row, new in zip(emission.places, emission.rows, emission.kept, strict=True):
+                    kept[row.index].append(values[place, : len(new)].clone())  # a view would keep all of `values`
 
     def logits(self) -> tuple[Tensor, ...] | None:
         """[B, V] for every emitted token, zero where a row has ended; None if not asked for."""

@@ -27,8 +27,8 @@ from starlette.requests import ClientDisconnect
 from draftsmith.inference.serving.errors import RequestError, error_body
 from draftsmith.inference.serving.protocol import ChatRequest, CompletionOptions, CompletionRequest
 from draftsmith.inference.serving.replies import ReplyWriter
-from draftsmith.inference.serving.row import Piece, Row
-from draftsmith.inference.serving.row_maker import RowMaker
+from draftsmith.inference.serving.reply import Piece, Reply
+from draftsmith.inference.serving.reply_maker import ReplyMaker
 from draftsmith.inference.serving.scheduler import QueueFullError, Scheduler, StoppingError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Server:
     """What the routes share."""
 
     scheduler: Scheduler
-    maker: RowMaker
+    maker: ReplyMaker
     model: str
     api_key: str | None
 
@@ -60,7 +60,7 @@ def create_app(scheduler: Scheduler, tokenizer: Any, *, model: str, api_key: str
         model: the name under which clients know the target.
         api_key: that requests must carry as `Authorization: Bearer KEY`; None = no key.
     """
-    maker = RowMaker(scheduler.target, tokenizer, scheduler.drafters, max_length=scheduler.limits.max_length)
+    maker = ReplyMaker(scheduler.target, tokenizer, scheduler.drafters, max_length=scheduler.limits.max_length)
     server = Server(scheduler, maker, model, api_key)
 
     @asynccontextmanager
@@ -198,18 +198,18 @@ async def _reply(
         if not loop.is_closed():
             loop.call_soon_threadsafe(events.put_nowait, (index, piece))
 
-    def make_rows() -> list[Row]:
-        rows: list[Row] = []
+    def make_replies() -> list[Reply]:
+        rows: list[Reply] = []
         for prompt in encode():
             first = len(rows)
-            rows += server.maker.make_rows(prompt, body, lambda number, piece, first=first: send(first + number, piece))  # type: ignore[misc]
+            rows += server.maker.make_replies(prompt, body, lambda number, piece, first=first: send(first + number, piece))  # type: ignore[misc]
         return rows
 
     most = server.scheduler.limits.max_waiting
     if body.num_prompts * body.n > most:
         raise RequestError(f"the request asks for more than {most} replies: send several", param="n")
     lane = server.maker.choose_lane(body)
-    rows = await run_in_threadpool(make_rows)
+    rows = await run_in_threadpool(make_replies)
     try:
         server.scheduler.submit(rows, lane)
     except QueueFullError as error:
@@ -224,7 +224,7 @@ async def _reply(
 
 
 async def _stream(
-    writer: ReplyWriter, rows: Sequence[Row], events: asyncio.Queue[tuple[int, Piece]]
+    writer: ReplyWriter, rows: Sequence[Reply], events: asyncio.Queue[tuple[int, Piece]]
 ) -> AsyncIterator[str]:
     left = len(rows)
     try:
@@ -245,7 +245,7 @@ async def _stream(
 
 
 async def _collect(
-    request: Request, writer: ReplyWriter, rows: Sequence[Row], events: asyncio.Queue[tuple[int, Piece]]
+    request: Request, writer: ReplyWriter, rows: Sequence[Reply], events: asyncio.Queue[tuple[int, Piece]]
 ) -> Response:
     pieces: list[list[Piece]] = [[] for _ in rows]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.inference.serving.protocol import ChatRequest, CompletionOptions
-from draftsmith.inference.serving.row import Piece, Row, RowToken
+from draftsmith.inference.serving.reply import Piece, Reply, ReplyToken
 from draftsmith.inference.streaming.token_texts import TokenTexts
 
 
@@ -19,7 +19,7 @@ class ReplyWriter:
         rows: of all choices, in their order.
     """
 
-    def __init__(self, body: CompletionOptions, rows: Sequence[Row], model: str, token_texts: TokenTexts) -> None:
+    def __init__(self, body: CompletionOptions, rows: Sequence[Reply], model: str, token_texts: TokenTexts) -> None:
         self.body, self.rows, self.model, self.token_texts = body, rows, model, token_texts
         self.is_chat = isinstance(body, ChatRequest)
         self._head = {
@@ -34,7 +34,7 @@ class ReplyWriter:
     def usage(self) -> dict[str, int]:
         # The n rows of a prompt share it.
         prompt = sum(len(row.prompt) for row in self.rows[:: self.body.n])
-        new = sum(row.request.num_new_tokens for row in self.rows)
+        new = sum(len(row.row.new) for row in self.rows)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
@@ -85,11 +85,11 @@ class ReplyWriter:
             response["drafting"] = summarise(*self.rows)
         return response
 
-    def _logprobs(self, index: int, tokens: Sequence[RowToken]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, tokens: Sequence[ReplyToken]) -> dict[str, Any] | None:
         """Of all tokens but the one that ends the text, which is not shown."""
         if self.rows[index].num_top is None:
             return None
-        ends = self.rows[index].request.eos_token_ids
+        ends = self.rows[index].row.end_ids
         entries, by_text, offsets = [], [], []
         for token in tokens:
             if token.id in ends:
@@ -123,11 +123,11 @@ def _key_by_text(token_ids: Sequence[int], top: Sequence[dict[str, Any]]) -> dic
     return found
 
 
-def _report_token(token: RowToken) -> dict[str, Any]:
+def _report_token(token: ReplyToken) -> dict[str, Any]:
     return {"id": token.id, "text": token.text, "depth": token.depth, "probability": token.probability}
 
 
-def summarise(*rows: Row) -> dict[str, Any]:
+def summarise(*rows: Reply) -> dict[str, Any]:
     """What drafting did for some rows, together."""
     stats = sum((row.stats for row in rows[1:]), rows[0].stats)
     starts = [row.started for row in rows if row.started is not None]

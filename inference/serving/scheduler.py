@@ -19,10 +19,10 @@ from functools import partial
 
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.prompts import PREFILL_CHUNK
+from draftsmith.inference.prefix_cache import PREFILL_CHUNK
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.metrics import Metrics
-from draftsmith.inference.serving.row import Row
+from draftsmith.inference.serving.reply import Reply
 from draftsmith.inference.targets.target import Target
 
 logger = logging.getLogger(__name__)
@@ -95,9 +95,9 @@ class Scheduler:
         self.limits, self.metrics = limits or Limits(), metrics or Metrics()
         self.default_name = next(iter(self.drafters))
         self._lanes: dict[LaneName, Lane] = {}
-        self._waiting: deque[tuple[Row, LaneName]] = deque()
-        self._rows: list[Row] = []  # submitted and not yet counted as ended
-        self._reading: tuple[Row, LaneName, Generator[int]] | None = None
+        self._waiting: deque[tuple[Reply, LaneName]] = deque()
+        self._rows: list[Reply] = []  # submitted and not yet counted as ended
+        self._reading: tuple[Reply, LaneName, Generator[int]] | None = None
         self._changed = threading.Condition()
         self._deadline: float | None = None  # set while stopping
         self._mean_seconds = 1.0  # of replies
@@ -124,7 +124,7 @@ class Scheduler:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, rows: Sequence[Row], lane: LaneName) -> None:
+    def submit(self, rows: Sequence[Reply], lane: LaneName) -> None:
         """Queues the rows of one request. For any thread.
 
         Raises:
@@ -210,7 +210,7 @@ class Scheduler:
             self._reading[2].close()
             self._reading = None
 
-    def _start_next(self) -> tuple[Row, LaneName, Generator[int]] | None:
+    def _start_next(self) -> tuple[Reply, LaneName, Generator[int]] | None:
         """The first waiting row whose lane has room."""
         with self._changed:
             waiting = list(self._waiting)

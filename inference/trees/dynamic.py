@@ -15,75 +15,11 @@ from torch import Tensor
 
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.trees.policy import Run, TreePolicy, mask_absent, run_eagerly
+from draftsmith.inference.trees.policy import TreePolicy, mask_absent
 from draftsmith.inference.trees.token_tree import TokenTree
 
 # The root has up to this many times as many children as a beam is wide: their scores are known anyway.
 ROOT_FACTOR = 2
-
-
-class DynamicTree(TreePolicy):
-    """EAGLE-2 (arXiv 2406.16858, section 4): per level the `top_k` most likely nodes are expanded into `top_k` children
-    each; all drafted nodes are then re-ranked and the best are verified.
-
-    Args:
-        depth: levels of the tree.
-        top_k: beam width and children per node.
-        num_nodes: nodes verified, root included.
-        root_factor: the root has up to root_factor x top_k children, whose scores are known anyway.
-
-    More children of the root than the paper's top_k cost nothing and help heads that are often wrong at once.
-
-    The paper verifies 60 nodes on 7-8B models with depth 6 and top_k 10; the defaults here are smaller because a node
-    costs more beside a plain step on a CPU.
-    """
-
-    def __init__(self, depth: int = 6, top_k: int = 8, num_nodes: int = 32, *, root_factor: int = ROOT_FACTOR) -> None:
-        if depth < 1 or top_k < 1 or num_nodes < 2 or root_factor < 1:
-            raise ValueError(
-                f"got depth={depth}, top_k={top_k}, num_nodes={num_nodes}, root_factor={root_factor}; allowed are at "
-                "least 1, 1, 2 and 1"
-            )
-        self.max_depth = depth
-        self.top_k = top_k
-        self.root_factor = root_factor
-        self.num_nodes = min(num_nodes, 1 + root_factor * top_k + (depth - 1) * top_k**2)  # no more than are drafted
-        self.num_scratch = (depth - 1) * top_k
-
-    @property
-    def is_chain(self) -> bool:
-        return self.root_factor * self.top_k == 1
-
-    def contains(self, other: TreePolicy) -> bool:
-        if not isinstance(other, DynamicTree) or other.root_factor != self.root_factor:
-            return False
-        sizes = [(tree.max_depth, tree.top_k, tree.num_nodes) for tree in (other, self)]
-        return all(theirs <= mine for theirs, mine in zip(*sizes, strict=True))
-
-    def limit_depth(self, max_depth: int | None) -> DynamicTree:
-        if max_depth is None or self.max_depth <= max_depth:
-            return self
-        return DynamicTree(max_depth, self.top_k, self.num_nodes, root_factor=self.root_factor)
-
-    def grow(
-        self,
-        drafter: Drafter,
-        state: Any,
-        root_ids: Tensor,
-        draft: DraftLogits,
-        sampling: DraftSampling,
-        *,
-        run: Run = run_eagerly,
-    ) -> TokenTree:
-        root = Level.of_root(root_ids)
-        levels = [root, run(_add_root_children, root, draft, sampling.at_depth(0), self.top_k, self.root_factor)]
-        for depth in range(1, self.max_depth):
-            # One graph serves all levels: weights are packed per graph, and a copy for each level would drive the
-            # others out of the processor's caches.
-            levels.append(run(expand_level, drafter, state, levels[-1], depth, self.top_k, sampling.at_depth(depth)))
-        tree: TokenTree = run(_choose_nodes, levels, self.num_nodes)
-        tree.max_depth = self.max_depth
-        return tree
 
 
 @dataclass(frozen=True)
@@ -112,7 +48,7 @@ class Level:
         return cls(root_ids[:, None], zeros.float(), zeros - 1, zeros, 1)
 
 
-def _add_root_children(root: Level, draft: DraftLogits, sampling: DraftSampling, top_k: int, root_factor: int) -> Level:
+def add_root_children(root: Level, draft: DraftLogits, sampling: DraftSampling, top_k: int, root_factor: int) -> Level:
     top, ids = sampling.take_best(draft, root_factor * top_k)
     ranks = torch.arange(top.shape[-1], device=top.device)
     return add_children(root, root.widths, root.scores, top, ids, ranks // root_factor + 1)
@@ -153,7 +89,7 @@ def add_children(
     )
 
 
-def _choose_nodes(levels: Sequence[Level], num_nodes: int) -> TokenTree:
+def choose_nodes(levels: Sequence[Level], num_nodes: int) -> TokenTree:
     return keep_best(join_levels(levels), num_nodes)
 
 
@@ -189,3 +125,70 @@ def keep_best(tree: TokenTree, num_nodes: int) -> TokenTree:
             widths=tree.widths.gather(1, kept),
         )
     )
+
+
+class DynamicTree(TreePolicy):
+    """EAGLE-2 (arXiv 2406.16858, section 4): per level the `top_k` most likely nodes are expanded into `top_k` children
+    each; all drafted nodes are then re-ranked and the best are verified.
+
+    Args:
+        depth: levels of the tree.
+        top_k: beam width and children per node.
+        num_nodes: nodes verified, root included.
+        root_factor: the root has up to root_factor x top_k children, whose scores are known anyway.
+
+    More children of the root than the paper's top_k cost nothing and help heads that are often wrong at once.
+
+    The paper verifies 60 nodes on 7-8B models with depth 6 and top_k 10; the defaults here are smaller because a node
+    costs more beside a plain step on a CPU.
+    """
+
+    def __init__(self, depth: int = 6, top_k: int = 8, num_nodes: int = 32, *, root_factor: int = ROOT_FACTOR) -> None:
+        if depth < 1 or top_k < 1 or num_nodes < 2 or root_factor < 1:
+            raise ValueError(
+                f"got depth={depth}, top_k={top_k}, num_nodes={num_nodes}, root_factor={root_factor}; allowed are at "
+                "least 1, 1, 2 and 1"
+            )
+        self.max_depth = depth
+        self.top_k = top_k
+        self.root_factor = root_factor
+        self.num_nodes = min(num_nodes, 1 + root_factor * top_k + (depth - 1) * top_k**2)  # no more than are drafted
+        self.num_scratch = (depth - 1) * top_k
+
+    level_functions = ("add_root_children", "expand_level", "choose_nodes")
+    add_root_children = staticmethod(add_root_children)
+    # One function for all levels: compiled, its graph packs the weights, and a copy for each level would drive the
+    # others out of the processor's caches.
+    expand_level = staticmethod(expand_level)
+    choose_nodes = staticmethod(choose_nodes)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.root_factor * self.top_k == 1
+
+    def contains(self, other: TreePolicy) -> bool:
+        if not isinstance(other, DynamicTree) or other.root_factor != self.root_factor:
+            return False
+        sizes = [(tree.max_depth, tree.top_k, tree.num_nodes) for tree in (other, self)]
+        return all(theirs <= mine for theirs, mine in zip(*sizes, strict=True))
+
+    def limit_depth(self, max_depth: int | None) -> DynamicTree:
+        if max_depth is None or self.max_depth <= max_depth:
+            return self
+        return DynamicTree(max_depth, self.top_k, self.num_nodes, root_factor=self.root_factor)
+
+    def grow(
+        self,
+        drafter: Drafter,
+        state: Any,
+        root_ids: Tensor,
+        draft: DraftLogits,
+        sampling: DraftSampling,
+    ) -> TokenTree:
+        root = Level.of_root(root_ids)
+        levels = [root, self.add_root_children(root, draft, sampling.at_depth(0), self.top_k, self.root_factor)]
+        for depth in range(1, self.max_depth):
+            levels.append(self.expand_level(drafter, state, levels[-1], depth, self.top_k, sampling.at_depth(depth)))
+        tree = self.choose_nodes(levels, self.num_nodes)
+        tree.max_depth = self.max_depth
+        return tree

@@ -30,7 +30,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from draftsmith.heads import HEAD_TYPES
 from draftsmith.inference import Target
-from draftsmith.inference.execution.compiled import count_graphs
+from draftsmith.inference.runners.compiled import count_graphs
 from draftsmith.inference.trees.options import resolve_policy
 from draftsmith.scripts.benchmarks.scripted.counting import (
     SHAPES,

@@ -22,7 +22,7 @@ from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.generation import Decoder
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.request.text_processors import read_processors
-from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.request.token_history import TokenHistory
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.options import resolve_policy
 from draftsmith.inference.trees.static import chain
@@ -94,7 +94,7 @@ def make_sampler(prompts: torch.Tensor, vocab_size: int, *, do_sample: bool) -> 
         stock.ExponentialDecayLengthPenalty((1, 1.1), 2, prompts.shape[1]),
     ]
     seeds = row_seeds(0, len(prompts), "cpu") if do_sample else None
-    texts = Texts.of_prompts(prompts, [20] * len(prompts), 64)
+    texts = TokenHistory.of_prompts(prompts, [20] * len(prompts), 64)
     processors = read_processors([*reading, *warpers], texts, vocab_size)
     return Sampler(processors, do_sample=do_sample, row_seeds=seeds, texts=texts)
 

@@ -15,7 +15,7 @@ from transformers.generation import logits_process as stock
 
 from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
 from draftsmith.inference.request.text_processors import TextProcessor, read_processors
-from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.request.token_history import TokenHistory
 from draftsmith.inference.trees.token_tree import TokenTree, compute_ancestors
 from tests.inference.plain_passes import compute_depths
 from tests.inference.ragged_texts import texts_of
@@ -162,6 +162,6 @@ def test_tokens_that_the_target_does_not_have_are_refused() -> None:
 
 
 def test_a_penalty_beyond_all_numbers() -> None:
-    texts: Texts = texts_of([[0, 0, 0]])
+    texts: TokenHistory = texts_of([[0, 0, 0]])
     (own,) = read_processors([stock.ExponentialDecayLengthPenalty((0, 1e300), 1, 1)], texts, VOCAB)
     assert own(texts, torch.ones(1, VOCAB))[0].tolist() == [1.0, float("inf"), *[1.0] * (VOCAB - 2)]

@@ -1,4 +1,4 @@
-"""Texts that arrive in pieces, and the samplers of several rows as one."""
+"""TokenHistory that arrive in pieces, and the samplers of several rows as one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from draftsmith.inference.batch import close_ranks
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
 from draftsmith.inference.request.text_processors import read_processors
-from draftsmith.inference.request.texts import Texts
-from draftsmith.inference.serving.row import StopStrings
+from draftsmith.inference.request.token_history import TokenHistory
+from draftsmith.inference.serving.reply import StopStrings
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
@@ -45,7 +45,7 @@ def test_the_last_rows_close_the_ranks() -> None:
     assert close_ranks([True, True]) == [0, 1]
 
 
-def make_samplers() -> tuple[list[Sampler], list[Texts]]:
+def make_samplers() -> tuple[list[Sampler], list[TokenHistory]]:
     """Greedy, sampled alike twice, sampled otherwise, with processors that read the text, and with a lazy one."""
     warpers = [stock.TemperatureLogitsWarper(0.6), stock.TopPLogitsWarper(0.8)]
     settings = [
@@ -59,7 +59,7 @@ def make_samplers() -> tuple[list[Sampler], list[Texts]]:
     ]
     samplers, texts = [], []
     for number, (processors, do_sample) in enumerate(settings):
-        text = Texts.of_prompts(torch.tensor([[5, 6, 7 + number, 5]]), [20], 64)
+        text = TokenHistory.of_prompts(torch.tensor([[5, 6, 7 + number, 5]]), [20], 64)
         samplers.append(
             Sampler(
                 read_processors(processors, text, 30),

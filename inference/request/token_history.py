@@ -1,4 +1,4 @@
-"""Texts: the tokens of a batch's rows on the device, for logits processors that read the text.
+"""TokenHistory: the texts of a batch on the device, for logits processors that read them.
 
 Legend: R texts (rows of the batch, or nodes of their trees), N tree nodes, P path length, C capacity, S places in view.
 """
@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache.tree_cache import pick_rows
-
 VIEW_MULTIPLE = 256  # the view grows in steps of this many places
 
 
 @dataclass
-class Texts:
+class TokenHistory:
     """Texts as transformers shows them to a processor: padding on the left, prompt, new tokens.
 
     Attributes:
@@ -37,7 +35,7 @@ class Texts:
     every_place: Tensor
 
     @classmethod
-    def of_prompts(cls, prompts: Tensor, num_new: Sequence[int], capacity: int) -> Texts:
+    def of_prompts(cls, prompts: Tensor, num_new: Sequence[int], capacity: int) -> TokenHistory:
         """The texts of prompts [R, L] that may grow by so many tokens each; all `capacity` places are in view."""
         num_rows, length = prompts.shape
         token_ids = torch.zeros(num_rows, capacity, dtype=torch.long, device=prompts.device)
@@ -65,18 +63,12 @@ class Texts:
         places = self.lengths[:, None] + torch.arange(-count, 0, device=self.lengths.device)
         return self.token_ids.gather(1, places.clamp(min=0))
 
-    def extended(self, tokens: Tensor) -> Texts:
-        """The texts with one more token [R] each. They share this object's buffer, which `commit` writes again."""
+    def extended(self, tokens: Tensor) -> TokenHistory:
+        """The texts with one more token [R] each. They share this object's buffer, in which a commit writes again."""
         self.token_ids.scatter_(1, self.lengths[:, None], tokens.clamp(min=0)[:, None])
         return replace(self, lengths=self.lengths + 1)
 
-    def commit(self, tokens: Tensor, counts: Tensor) -> None:
-        """Adds the first counts[r] of tokens [R, P] to every text."""
-        places = self.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        self.token_ids.scatter_(1, places, tokens.clamp(min=0))
-        self.lengths += counts
-
-    def at_nodes(self, token_ids: Tensor, depths: Tensor, ancestors: Tensor) -> Texts:
+    def at_nodes(self, token_ids: Tensor, depths: Tensor, ancestors: Tensor) -> TokenHistory:
         """The text up to every node of the rows' trees, R = B N; arguments as in `TokenTree`, [B, N] and [B, N, N].
 
         Worked example, the tree of TokenTree's docstring after the text "see the": "see the", "see the cat", "see the
@@ -90,15 +82,4 @@ class Texts:
         texts.scatter_(2, places, token_ids[:, None].expand_as(places))
         limits, rows = (values.repeat_interleave(num_nodes) for values in (self.limits, self.rows))
         lengths = (self.lengths[:, None] + depths).flatten()
-        return Texts(texts[..., :-1].flatten(0, 1), lengths, limits, rows, self.places, self.every_place)
-
-    def add(self, others: Texts) -> Texts:
-        """These texts, and then others of the same capacity; the view is open to all places."""
-        names = ("token_ids", "lengths", "limits", "rows")
-        own = {name: torch.cat([getattr(self, name), getattr(others, name)]) for name in names}
-        return replace(self, **own, places=self.every_place)
-
-    def select(self, rows: Sequence[int]) -> Texts:
-        """Some of the texts."""
-        own = {name: pick_rows(getattr(self, name), rows) for name in ("token_ids", "lengths", "limits", "rows")}
-        return replace(self, **own)
+        return TokenHistory(texts[..., :-1].flatten(0, 1), lengths, limits, rows, self.places, self.every_place)

@@ -1,14 +1,14 @@
-"""Row: one reply that is being decoded, from its tokens to pieces of text.
+"""Reply: one row of a served batch, from its tokens to pieces of text.
 
-A request with n > 1 has n rows. The engine's thread owns a row from the moment it is submitted; only `cancel` is for
-other threads.
+A request with n > 1 has n replies. The engine's thread owns a reply from the moment it is submitted; only `cancel` is
+for other threads.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 
 
 @dataclass(frozen=True)
-class RowToken:
+class ReplyToken:
     """One emitted token.
 
     Attributes:
@@ -48,7 +48,7 @@ class Piece:
     """
 
     text: str = ""
-    tokens: tuple[RowToken, ...] = ()
+    tokens: tuple[ReplyToken, ...] = ()
     finish_reason: str | None = None
     error: str | None = None
 
@@ -97,7 +97,7 @@ def _count_begun(text: str, string: str) -> int:
 
 
 @dataclass(eq=False)
-class Row:
+class Reply:
     """One reply.
 
     Args:
@@ -107,11 +107,12 @@ class Row:
         num_top: how many of the likeliest tokens are reported; None = no log-probabilities.
 
     Attributes:
+        row: the request's, which tells the reply its tokens and asks it for the end.
         end_reason: "stop", "length", "abort" (cancelled) or "error"; "" before.
         stats: counts its verify steps, and the nodes drafted for them.
         num_drafts: steps with a draft.
-        arrived, started, first_token, ended: `time.perf_counter()` of these moments; None before. A row starts when its
-            prompt is about to be read.
+        arrived, started, first_token, ended: `time.perf_counter()` of these moments; None before. A reply starts when
+            its prompt is about to be read.
     """
 
     request: Request
@@ -129,9 +130,15 @@ class Row:
     end_reason: str = ""
     is_cancelled: bool = False
 
+    def __post_init__(self) -> None:
+        (self.row,) = self.request.rows
+        self.row.on_token, self.row.is_end = self._read, lambda _: self.stops.is_found
+        self._added: list[str] = []  # what each token of the present step added to the text
+        self._shown: list[str] = []  # the part of it that is certain not to belong to a stop string
+
     @property
     def prompt(self) -> list[int]:
-        return self.request.prompts[0]
+        return self.row.prompt
 
     @property
     def is_over(self) -> bool:
@@ -147,39 +154,37 @@ class Row:
         """Nobody waits for the reply: it ends before the engine's next step. For any thread."""
         self.is_cancelled = True
 
-    def take(self, tokens: Sequence[RowToken]) -> None:
-        """Tokens that a step emitted, or the prompt. Those after the reply's end are dropped."""
+    def _read(self, token: int) -> None:
+        """Turns a token that the row keeps into text."""
+        added = "" if token in self.row.end_ids else self.detokenizer.add(token)
+        self._added.append(added)
+        self._shown.append(self.stops.add(added))
+
+    def publish(self, tokens: Sequence[ReplyToken]) -> None:
+        """Hands on the tokens that the row has kept of a step, or of its prompt; each gets its text here."""
         self.first_token = self.first_token or time.perf_counter()
-        kept: list[RowToken] = []
-        texts: list[str] = []
+        if self.row.error is not None:
+            self.fail(self.row.error)
+            return
+        kept = tuple(replace(token, text=added) for token, added in zip(tokens, self._added, strict=True))
+        texts, self._added, self._shown = self._shown, [], []
         reason = None
-        for token in tokens:
-            try:
-                self.request.emit([0], [[token.id]])
-            except ValueError as error:  # no token can follow
-                self.fail(str(error))
-                return
-            is_end = token.id in self.request.eos_token_ids
-            added = "" if is_end else self.detokenizer.add(token.id)
-            kept.append(RowToken(token.id, added, token.depth, token.probability, token.logprob, token.top))
-            texts.append(self.stops.add(added))
-            if is_end or self.stops.is_found or self.request.is_finished:
-                reason = "stop" if is_end or self.stops.is_found else "length"
-                break
-        if reason is not None and not self.stops.is_found:
-            texts.append(self.stops.add(self.detokenizer.flush()))
+        if self.row.is_finished:
+            if not self.stops.is_found:
+                texts.append(self.stops.add(self.detokenizer.flush()))
             if not self.stops.is_found:
                 texts.append(self.stops.flush())
-        if reason is not None:
+            reason = "stop" if self.stops.is_found or self.row.new[-1] in self.row.end_ids else "length"
             self._end(reason)
-        self.on_piece(Piece("".join(texts), tuple(kept), reason))
+        self.on_piece(Piece("".join(texts), kept, reason))
 
     def fail(self, error: str) -> None:
         """Ends the reply unfinished."""
         if not self.is_over:
+            self.row.is_finished = True
             self._end("abort" if self.is_cancelled else "error")
             self.on_piece(Piece(error=error))
 
     def _end(self, reason: str) -> None:
         self.end_reason, self.ended = reason, time.perf_counter()
-        self.stats.num_new_tokens = self.request.num_new_tokens
+        self.stats.num_new_tokens = len(self.row.new)

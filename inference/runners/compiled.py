@@ -1,4 +1,4 @@
-"""CompiledExecutor: a decode step's functions as graphs of torch.compile.
+"""Compiled steps: torch.compile around the functions of a `Step`, from outside.
 
 On a CPU the weights of small models are frozen into the graphs: inductor then packs them once for its own matrix
 kernels or oneDNN's, which for passes of a few tokens are several times faster than calls that pack them every time.
@@ -6,6 +6,7 @@ kernels or oneDNN's, which for passes of a few tokens are several times faster t
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
@@ -14,6 +15,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache, partial, wraps
 from typing import Any
 
@@ -21,10 +23,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.inference.execution.cache_folder import keep_compiled_kernels
-from draftsmith.inference.execution.executor import Executor
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache_folder import keep_compiled_kernels
 from draftsmith.inference.kernels.attention import grouped_attention
+from draftsmith.inference.state import DecodeState
+from draftsmith.inference.step import COMPILED_CHUNK, Step, begin_draft, draft, plant_root
 from draftsmith.inference.targets.model_config import has_attention_interface
+from draftsmith.inference.targets.passes import TargetOutput
+from draftsmith.inference.trees.policy import TreePolicy
+from draftsmith.inference.trees.token_tree import TokenTree
 
 # Each graph holds a packed copy of the weights it reads. Larger models would fill the memory.
 FREEZE_LIMIT_BYTES = 1 << 30
@@ -40,21 +48,23 @@ _FUSES_LESS = ContextVar("fuses_less", default=False)
 logger = logging.getLogger(__name__)
 
 
-class CompiledExecutor(Executor):
-    """Compiles each function at its first call.
+class Compiler:
+    """Compiles functions at their first calls.
 
     A graph holds the weights as they were when it was made, and the attributes of modules, such as the active
     adapters. A compiled decoder does not see later changes.
 
     Args:
         modules: the functions read their weights.
-    """
 
-    has_graphs = True
-    keeps_graphs = True
+    Attributes:
+        seconds: spent on making graphs so far.
+        reads_prompts: whether a graph serves any number of tokens at full speed, and so prompts.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         keep_compiled_kernels()
+        self.seconds, self.reads_prompts = 0.0, False
         self._functions: dict[tuple[Callable[..., Any], bool | None], _CompiledFunction] = {}
         self._configs = _find_attention_configs(modules)
         weights = {id(p): p for module in modules for p in (*module.parameters(), *module.buffers())}.values()
@@ -82,31 +92,115 @@ class CompiledExecutor(Executor):
                 stack.enter_context(grouped_attention(config))
             yield
 
-    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._find(function, dynamic=None)(*args, **kwargs)
+    def compile(self, function: Callable[..., Any], *, is_fixed: bool = False) -> Callable[..., Any]:
+        """The function, compiled; one and the same for one function.
 
-    def run_fixed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._find(function, dynamic=False)(*args, **kwargs)
-
-    def mark_open(self, values: Tensor, dim: int = 0) -> Tensor:
-        torch._dynamo.maybe_mark_dynamic(values, dim)
-        return values
-
-    def _find(self, function: Callable[..., Any], *, dynamic: bool | None) -> _CompiledFunction:
-        key = (function, dynamic)
+        A number or size that has changed once is left open in the next graph, so that few graphs serve all sizes. With
+        `is_fixed`, every new size makes a graph of its own, except sizes that are marked as open: for functions that
+        read many weights, which run fastest at a known size.
+        """
+        key = (function, False if is_fixed else None)
         if key not in self._functions:
-            self._functions[key] = _CompiledFunction(function, self, dynamic=dynamic)
+            self._functions[key] = _CompiledFunction(function, self, dynamic=key[1])
         return self._functions[key]
 
 
+def compile_step(step: Step, modules: Sequence[nn.Module]) -> Compiler:
+    """Lets a step run compiled functions. Pending tokens after plain steps, lazy processors, and most prompts go on
+    running eagerly.
+
+    Args:
+        modules: the step reads their weights.
+    """
+    compiler = Compiler(modules)
+    step.runner, step.has_fixed_rows, step.keeps_graphs = "compiled", True, True
+    step.reads_prompts, step.active = compiler.reads_prompts, compiler.active
+    step.seconds_of_graphs = lambda: compiler.seconds
+    step.draft = _drafting(compiler)
+    step.plant_root = compiler.compile(plant_root)
+    step.verify_nodes = _verifying(step, compiler)
+    step.accept = _accepting(compiler.compile(step.accept))
+    step.commit = compiler.compile(step.commit)
+    if step.count_accepted is not None:
+        step.count_accepted = compiler.compile(step.count_accepted)
+    return compiler
+
+
+def _open(values: Tensor, dim: int = 0) -> None:
+    """Says that this size changes from call to call."""
+    torch._dynamo.maybe_mark_dynamic(values, dim)
+
+
+def _drafting(compiler: Compiler) -> Callable[..., tuple[TokenTree, Tensor | None]]:
+    begin_compiled, policies = compiler.compile(begin_draft, is_fixed=True), _CompiledPolicies(compiler)
+
+    def draft_compiled(
+        step: Step, state: DecodeState, policy: TreePolicy, sampler: Sampler, width: int, in_view: Tensor
+    ) -> tuple[TokenTree, Tensor | None]:
+        _open(in_view)
+        # After plain steps the width is another every time: not worth a graph.
+        begin = begin_compiled if width == step.path_width else begin_draft
+        return draft(step, state, policies.find(policy), sampler, width, in_view, begin=begin)
+
+    return draft_compiled
+
+
+def _accepting(accept: Callable[..., Any]) -> Callable[..., Any]:
+    def accept_with_open_texts(state: DecodeState, *args: Any) -> Any:
+        _open(state.history.places)
+        return accept(state, *args)
+
+    return accept_with_open_texts
+
+
+def _verifying(step: Step, compiler: Compiler) -> Callable[..., TargetOutput]:
+    """One graph for trees of all sizes to choose from, and prompts: each would have its own packed copy of the
+    weights."""
+    run = compiler.compile(step.verify_nodes, is_fixed=True)
+    has_choice = step.policy is not None and step.policy.is_chosen
+
+    def verify(cache: TreeCache, tree: TokenTree, *args: Any) -> TargetOutput:
+        for slots in (cache.slots_in_view, *cache.window_sizes.values()):
+            _open(slots)
+        if step.compiles_prompts:
+            # A bound that one graph can have for all: prompts are chains of a chunk.
+            tree = replace(tree, max_depth=max(COMPILED_CHUNK, step.path_width) - 1)
+        if (has_choice or step.compiles_prompts) and tree.num_nodes > 1:
+            for nodes in (tree.token_ids, tree.parents, tree.depths, cache.slots):
+                _open(nodes, dim=1)
+        output: TargetOutput = run(cache, tree, *args)
+        return output
+
+    return verify
+
+
+class _CompiledPolicies:
+    """Copies of tree policies whose functions are compiled. All policies share their graphs."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._found: dict[int, tuple[TreePolicy, TreePolicy]] = {}  # with the policy, which keeps its id
+
+    def find(self, policy: TreePolicy) -> TreePolicy:
+        if id(policy) not in self._found:
+            compiled = copy.copy(policy)
+            for name, part in vars(policy).items():  # policies that are made of others
+                if isinstance(part, TreePolicy):
+                    setattr(compiled, name, self.find(part))
+            for name in policy.level_functions:
+                setattr(compiled, name, self._compiler.compile(getattr(policy, name)))
+            self._found[id(policy)] = policy, compiled
+        return self._found[id(policy)][1]
+
+
 class _CompiledFunction:
-    def __init__(self, function: Callable[..., Any], executor: CompiledExecutor, *, dynamic: bool | None) -> None:
+    def __init__(self, function: Callable[..., Any], compiler: Compiler, *, dynamic: bool | None) -> None:
         self.function = _copy_function(function)
         self.dynamic = dynamic
-        self.executor = executor
+        self.compiler = compiler
         # In one piece: after a break of the graph, the guards that are dropped would be missed (`_keep_guards`).
         # A copy of the options, since `torch.compile` takes the guard filter out of the dictionary that it gets.
-        self.compiled = torch.compile(self.function, dynamic=dynamic, fullgraph=True, options={**executor.options})
+        self.compiled = torch.compile(self.function, dynamic=dynamic, fullgraph=True, options={**compiler.options})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphs, start = count_graphs(), time.perf_counter()
@@ -123,13 +217,13 @@ class _CompiledFunction:
         except _COMPILER_ERRORS as error:
             result = self._compile_otherwise(error, args, kwargs)
         if count_graphs() > graphs:
-            self.executor.compile_seconds += time.perf_counter() - start
+            self.compiler.seconds += time.perf_counter() - start
         return result
 
     def _compile_otherwise(self, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Tries again, more simply each time; the last way is to run eagerly, of several pieces those that cannot be
         compiled. What inductor failed to make has not run, so nothing of the step is done twice."""
-        options = self.executor.options
+        options = self.compiler.options
         if isinstance(error, torch._dynamo.exc.Unsupported):
             ways: dict[str, Callable[[], Any]] = {
                 "in pieces": lambda: _run_failures(torch.compile(self.function, dynamic=self.dynamic))

@@ -27,7 +27,7 @@ from draftsmith.inference.serving.protocol import (
     CompletionOptions,
     CompletionRequest,
 )
-from draftsmith.inference.serving.row import Piece, Row, StopStrings
+from draftsmith.inference.serving.reply import Piece, Reply, StopStrings
 from draftsmith.inference.serving.scheduler import PLAIN, LaneName
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.inference.streaming.token_texts import TokenTexts
@@ -40,7 +40,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 TREE_NAMES = re.compile(r"auto|gamma|(dynamic|chain)(:\d{1,4}(,\d{1,4})*)?")
 
 
-class RowMaker:
+class ReplyMaker:
     """Makes the rows of requests. For any thread.
 
     Args:
@@ -118,9 +118,9 @@ class RowMaker:
             raise RequestError(f"tree is {tree!r}, and these heads draft chains only: use chain", param="tree")
         return name, tree
 
-    def make_rows(
+    def make_replies(
         self, prompt: list[int], body: CompletionOptions, on_piece: Callable[[int, Piece], None]
-    ) -> list[Row]:
+    ) -> list[Reply]:
         """The `n` rows of one prompt. `on_piece` gets the number of the row, from 0, and is called in the engine's
         thread.
 
@@ -138,7 +138,7 @@ class RowMaker:
         # A chat's reply begins a text; a completion goes on with the prompt's.
         context = self.token_texts.context_after(prompt) if isinstance(body, CompletionRequest) else []
         return [
-            Row(
+            Reply(
                 self._make_request(prompt, arguments, body),
                 seeds[number : number + 1],
                 IncrementalDetokenizer(self.tokenizer, context),
@@ -158,7 +158,7 @@ class RowMaker:
         except ValueError as error:
             raise RequestError(str(error).partition("\n")[0]) from error
         # Here and not as an argument of generate, which wants at least one token.
-        request.eos_token_ids = {*(() if body.ignore_eos else request.eos_token_ids), *(body.stop_token_ids or ())}
+        request.end_at([*(() if body.ignore_eos else request.eos_token_ids), *(body.stop_token_ids or ())])
         return request
 
     def _count_new_tokens(self, prompt_length: int, body: CompletionOptions) -> int:

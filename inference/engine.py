@@ -1,0 +1,203 @@
+"""Engine: the rows that decode together, and the loop over them.
+
+Legend: B rows in the batch (of an output: all), L prompt length, P path length, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers.utils.generic import ModelOutput
+
+from draftsmith.inference.acceptance.joined_sampler import JoinedSampler
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.planning.choice import TreeChoice
+from draftsmith.inference.prefill import Prefilled
+from draftsmith.inference.request.row import Row
+from draftsmith.inference.state import DecodeState
+from draftsmith.inference.stats import GenerationStats, PhaseClock
+from draftsmith.inference.step import Step, StepOutput
+
+
+@dataclass
+class GenerationOutput(ModelOutput):
+    """The result of a call.
+
+    Attributes:
+        sequences: [B, L + new] int64, as transformers' generate returns them: the prompts as given (of an
+            encoder-decoder target: the first tokens of its decoder), then the new tokens, padded on the right.
+        stats: counts and times.
+        scores, logits: with `return_dict_in_generate` and `output_scores` or `output_logits`, one [B, V] float32 per
+            new token, as processors left them and as the target gave them (zeros for rows that had ended); else None.
+    """
+
+    sequences: Tensor
+    stats: GenerationStats = None  # type: ignore[assignment]  # ModelOutput allows one field without a default
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+
+
+class StepTokens(list[int]):
+    """What one step gave a row: a list of token ids, which also tells which of them were drafted.
+
+    Worked example, the verify step of `Acceptance`: the ids of "cat", "ran" and "away", depths 1, 2 and 0.
+    """
+
+    def __init__(self, token_ids: Sequence[int], probabilities: Sequence[float] = ()) -> None:
+        """
+        Args:
+            probabilities: of the accepted drafts, which come first.
+        """
+        super().__init__(token_ids)
+        self._drafted = list(probabilities)
+
+    @property
+    def num_drafted(self) -> int:
+        """How many tokens, the first ones, were drafted."""
+        return len(self._drafted)
+
+    @property
+    def depths(self) -> list[int]:
+        """Of each token. d >= 1: an accepted draft of the tree's level d; 0: the target's own token."""
+        return [*range(1, self.num_drafted + 1), *[0] * (len(self) - self.num_drafted)]
+
+    @property
+    def probabilities(self) -> list[float | None]:
+        """Of each token, what the drafter gave an accepted draft among its candidates; None: the target's own token.
+
+        They are the scores that rank the candidates (`DraftSampling.score`): for a greedy target they are taken at
+        `GREEDY_TEMPERATURE`, and coupled drafts are scored with the noise of the target's draw.
+        """
+        return [*self._drafted, *[None] * (len(self) - self.num_drafted)]
+
+    def cut(self, length: int) -> StepTokens:
+        """The first `length` tokens."""
+        return StepTokens(self[:length], self._drafted[:length])
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What a step, or the prompts, gave the rows that took part.
+
+    Attributes:
+        rows: they; places: of each, its place in the step's tensors.
+        tokens: what the step gave each of them: nothing for rows that had ended.
+        kept: the part of it that belongs to the text.
+        output: the step's.
+    """
+
+    rows: list[Row]
+    places: list[int]
+    tokens: list[StepTokens]
+    kept: list[StepTokens]
+    output: StepOutput
+
+
+class Engine:
+    """The rows that decode together. `generate` runs it to the end; a server advances it while rows come and go.
+
+    Run it under `Target.without_autograd` and the step's `active`.
+
+    Args:
+        state: the rows', empty or of an earlier call.
+        choice: which tree each step drafts.
+        clock: its stats count the steps.
+        records_probabilities: tell how probable the drafter found each accepted draft (`StepTokens`).
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        choice: TreeChoice,
+        state: DecodeState,
+        clock: PhaseClock,
+        *,
+        records_probabilities: bool = False,
+    ) -> None:
+        self.step, self.choice, self.state, self.clock = step, choice, state, clock
+        self.records_probabilities = records_probabilities
+        self.sampler: Sampler
+        self._compiled_before = step.seconds_of_graphs()
+
+    @property
+    def stats(self) -> GenerationStats:
+        return self.clock.stats
+
+    def start(self, read: Prefilled, sampler: Sampler) -> Emission:
+        """Draws each row's first token after the prompts, which `prefill` has read into the state."""
+        self.sampler = sampler
+        self.choice.begin(self.step, sampler, len(self.state.rows))
+        self.clock.stop("profile")
+        return self.emit(self.step.first(self.state, read.logits, read.feature, sampler))
+
+    def advance(self) -> Emission:
+        """One step of all rows."""
+        state, choice = self.state, self.choice
+        policy = choice.choose(len(state.rows), max(row.num_committed for row in state.rows if not row.is_finished))
+        output = self.step(
+            state,
+            policy,
+            self.sampler,
+            self.clock,
+            is_counting=choice.is_counting,
+            records_probabilities=self.records_probabilities,
+        )
+        is_lazy, width = self.sampler.is_lazy, output.accepted.path.shape[1]
+        emission, stats = self.emit(output), self.stats
+        stats.num_target_forwards += 1
+        stats.num_verify_passes += 1
+        stats.num_drafted += (output.tree.num_nodes - 1) * len(emission.rows)
+        # The read of the emission; with lazy processors also which rows walk on, at each depth.
+        stats.num_host_syncs += 1 + width if is_lazy else 1
+        for new in emission.tokens:
+            stats.count_step(len(new) - 1)
+        return emission
+
+    def emit(self, output: StepOutput) -> Emission:
+        """Hands tokens to their texts, which decide whether they have ended."""
+        state, width = self.state, output.accepted.path.shape[1]
+        emitted = output.emitted.tolist()  # the step's one synchronisation
+        places = [place for place, row in enumerate(state.rows) if not row.is_finished]
+        rows, end = [state.rows[place] for place in places], 1 + width * (2 if output.has_probabilities else 1)
+        tokens = [_read_row(emitted[place][:end], width) for place in places]
+        left = [row.budget for row in rows]
+        kept = [new.cut(row.emit(new)) for row, new in zip(rows, tokens, strict=True)]
+        if not output.is_first:
+            self.choice.learn([emitted[place][end:] for place in places], left)
+        state.is_whole = True
+        self.drop_finished()
+        self.clock.stop("accept")
+        self.stats.seconds["compile"] = self.step.seconds_of_graphs() - self._compiled_before
+        return Emission(rows, places, tokens, kept, output)
+
+    def drop_finished(self) -> None:
+        """Finished rows leave, or stay idle where shapes are fixed or the drafter cannot drop them."""
+        ended = [place for place, row in enumerate(self.state.rows) if row.is_finished]
+        if not ended or len(ended) == len(self.state.rows):  # all: the cache stays as it is, for the next call
+            return
+        if not self.step.rows_may_leave:
+            self.state.retire(ended)
+            return
+        num_rows = len(self.state.rows)
+        places = self.state.compact(ended)
+        self.sampler = self.sampler.select(places, num_rows, self.state.history)
+
+    def add(self, state: DecodeState, sampler: Sampler) -> None:
+        """A text of another state joins. Only for rows that are calls of their own."""
+        samplers = self.sampler.samplers if self.state.rows and isinstance(self.sampler, JoinedSampler) else ()
+        self.state.add(state)
+        self.sampler = JoinedSampler([*samplers, sampler], self.state.history)
+
+
+def _read_row(values: list[int], width: int) -> StepTokens:
+    """A row's tokens, from what the host read of it (`StepOutput.emitted`)."""
+    tokens, bits = values[: values[width]], values[width + 1 :]
+    if not bits:
+        return StepTokens(tokens, [math.nan] * (len(tokens) - 1))
+    path = struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))[: len(tokens)]
+    return StepTokens(tokens, [min(1.0, math.exp(below - above)) for above, below in itertools.pairwise(path)])
