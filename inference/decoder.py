@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from draftsmith.inference.acceptance.rules import AcceptanceRule, resolve_rule
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.engine import Emission, Engine, GenerationOutput, StepTokens
+from draftsmith.inference.emitted_scores import EmittedScores
+from draftsmith.inference.engine import Engine, GenerationOutput, StepTokens
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.planning.choice import TreeChoice
 from draftsmith.inference.planning.costs import StepCosts
 from draftsmith.inference.planning.planner import TreePlanner
 from draftsmith.inference.prefill import finish, prefill
 from draftsmith.inference.prefix_cache import PrefixHit, match
-from draftsmith.inference.request.emitted_scores import EmittedScores
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.request.request import Request
 from draftsmith.inference.runners.compiled import compile_step
@@ -219,9 +219,9 @@ class Decoder:
         if request.streamer is not None:
             request.streamer.put(request.given_ids.cpu())
         with self.target.without_autograd(), self._step.active():
-            for emission in self._steps(request, seeds, clock, scores, reuse_cache=reuse_cache):
-                if on_step is not None and emission.kept and emission.kept[0]:
-                    on_step(emission.kept[0], emission.kept[0].num_drafted)
+            for kept in self._steps(request, seeds, clock, scores, reuse_cache=reuse_cache):
+                if on_step is not None:
+                    on_step(kept[0], kept[0].num_drafted)
         clock.pause()
         return gather_output(request, scores, clock.stats)
 
@@ -234,25 +234,30 @@ class Decoder:
         *,
         reuse_cache: bool,
         records_probabilities: bool = False,
-    ) -> Iterator[Emission]:
-        """The call, step by step."""
+    ) -> Iterator[list[StepTokens]]:
+        """The call, step by step: what each row that has not ended keeps."""
         clock.start()
         state, hit = self._get_state(request, reuse_cache=reuse_cache)
         engine = Engine(self._step, self._choice, state, clock, records_probabilities=records_probabilities)
-        arguments = {"source": request.source, "media": request.media, "hit": hit}
+        reading = prefill(
+            state, self._step, request.rows, clock.stats, source=request.source, media=request.media, hit=hit
+        )
         del hit  # with an earlier call's cache
-        read = finish(prefill(state, self._step, request.rows, clock.stats, **arguments))
+        read = finish(reading)
+        del reading
         clock.stop("prefill")
         sampler = Sampler.of_request(request, seeds, state.history, vocab_size=self.target.vocab_size)
         emission = engine.start(read, sampler)
+        del read
         while True:
             for row in request.rows:
                 row.check()
             scores.add(emission)
-            yield emission
+            kept = emission.kept
+            del emission  # or its tensors would be alive beside those of the next step
+            yield kept
             if request.is_finished:
                 return
-            del emission  # or its tensors would be alive beside those of the next step
             emission = engine.advance()
 
     def stream(
@@ -292,18 +297,18 @@ class Decoder:
         return TokenStream(self._stream_steps(steps, clock, release), gather, release)
 
     def _stream_steps(
-        self, steps: Iterator[Emission], clock: PhaseClock, release: Callable[[], None]
+        self, steps: Iterator[list[StepTokens]], clock: PhaseClock, release: Callable[[], None]
     ) -> Iterator[StepTokens]:
         try:
             while True:
                 clock.start()
                 # Inference mode belongs to a thread, so it is entered anew for every step.
                 with self.target.without_autograd(), self._step.active():
-                    emission = next(steps, None)
+                    kept = next(steps, None)
                 clock.pause()
-                if emission is None:
+                if kept is None:
                     return
-                yield emission.kept[0]
+                yield kept[0]
         finally:
             release()
 

@@ -169,7 +169,7 @@ class Engine:
         kept = [new.cut(row.emit(new)) for row, new in zip(rows, tokens, strict=True)]
         if not output.is_first:
             self.choice.learn([emitted[place][end:] for place in places], left)
-        state.is_whole = True
+        state.is_whole = all(row.error is None for row in rows)
         self.drop_finished()
         self.clock.stop("accept")
         self.stats.seconds["compile"] = self.step.seconds_of_graphs() - self._compiled_before

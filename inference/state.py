@@ -81,9 +81,7 @@ class DecodeState:
         width = CATCH_UP + 2 * self._path_width
         sizes = {"tokens": (num_rows, self.capacity), "pending_ids": (num_rows, width)}
         with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
-            self._buffers = {
-                name: self._every_place.new_zeros(sizes.get(name, (num_rows,))) for name in self._FIELDS
-            }
+            self._buffers = {name: self._every_place.new_zeros(sizes.get(name, (num_rows,))) for name in self._FIELDS}
         self._show(num_rows)
 
     @property
@@ -214,11 +212,13 @@ class DecodeState:
         else:
             lengths = other.cache.lengths - other.num_pending
             self.draft = self.start_drafter()
-            self.drafter.copy_rows(self.draft, other.draft, self._every_place[: len(lengths)], lengths, max_slots=longest)
+            self.drafter.copy_rows(
+                self.draft, other.draft, self._every_place[: len(lengths)], lengths, max_slots=longest
+            )
 
     def copy_rows(self, cache: TreeCache, draft: Any, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Now the first lengths[b] tokens of row rows[b] of a cache, this one or another, stand in place b of the cache,
-        and of the drafter's state if there is one.
+        """Now the first lengths[b] tokens of row rows[b] of a cache, this one or another, stand in place b of the
+        cache, and of the drafter's state if there is one.
 
         Args:
             draft: the drafter's state for `cache`.

@@ -61,15 +61,19 @@ class StepOutput:
 def catch_up(state: DecodeState, drafter: Drafter, width: int, max_slots: int) -> DraftLogits:
     """The drafter reads the pending tokens, `width` columns of them, and scores the children of the roots."""
     features = None if state.pending_features is None else state.pending_features[:, :width]
-    scores = drafter.extend(
-        state.draft, features, state.pending_ids[:, :width], state.num_pending, max_slots=max_slots
-    )
+    scores = drafter.extend(state.draft, features, state.pending_ids[:, :width], state.num_pending, max_slots=max_slots)
     state.num_pending.zero_()
     return scores
 
 
 def begin_draft(
-    state: DecodeState, drafter: Drafter, sampler: Sampler, width: int, in_view: Tensor, num_depths: int, vocab_size: int
+    state: DecodeState,
+    drafter: Drafter,
+    sampler: Sampler,
+    width: int,
+    in_view: Tensor,
+    num_depths: int,
+    vocab_size: int,
 ) -> tuple[Tensor, DraftLogits, Tensor | None]:
     """`catch_up`, with what else a draft begins with.
 
@@ -196,8 +200,10 @@ class Step:
         self.is_coupled = is_coupled and rule.may_couple
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
         self.draft: Callable[..., tuple[TokenTree, Tensor | None]] = draft
-        self.plant_root = plant_root
-        self.verify_nodes, self.accept, self.commit = verify, accept, commit
+        self.plant_root: Callable[..., tuple[TokenTree, Tensor | None]] = plant_root
+        self.verify_nodes: Callable[..., TargetOutput] = verify
+        self.accept: Callable[..., Acceptance] = accept
+        self.commit: Callable[..., Tensor] = commit
         self.count_accepted: Callable[..., Tensor | None] | None = policy.count_accepted if policy is not None else None
         self.has_fixed_rows = self.reads_prompts = self.keeps_graphs = False
         self.runner, self.view_multiple = "eager", VIEW_MULTIPLE
@@ -258,9 +264,7 @@ class Step:
         cache.open_slots(max(tree.num_nodes, self.target.least_rows))
         return self.verify_nodes(cache, tree, self.target, self.feature_layers)
 
-    def first(
-        self, state: DecodeState, logits: Tensor, feature: Tensor | None, sampler: Sampler
-    ) -> StepOutput:
+    def first(self, state: DecodeState, logits: Tensor, feature: Tensor | None, sampler: Sampler) -> StepOutput:
         """The tokens after the prompts, from the logits [B, 1, V] and features [B, 1, F] of their last tokens."""
         if feature is not None:
             state.hold_features(feature)

@@ -110,8 +110,9 @@ def test_imports_point_one_way() -> None:
 # The packages of a folder and the files beside them: a file imports from its own package and from earlier ones.
 ORDERS = {
     "inference": (
-        *("noise", "stats", "shared_swaps", "cache", "kernels", "targets", "drafters", "request", "trees"),
-        *("acceptance", "execution", "planning", "prompts", "batch", "loop", "streaming", "decoder"),
+        *("noise", "stats", "shared_swaps", "cache_folder", "cache", "kernels", "targets", "drafters", "request"),
+        *("state", "trees", "acceptance", "step", "planning", "prefix_cache", "prefill", "engine", "emitted_scores"),
+        *("runners", "streaming", "decoder"),
         *("custom_generate", "generation", "pipeline", "pipelined", "serving", "distributed"),
     ),
     "inference/targets": (

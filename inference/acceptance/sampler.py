@@ -78,9 +78,7 @@ class Sampler:
         )
 
     @classmethod
-    def of_request(
-        cls, request: Request, row_seeds: Tensor | None, texts: TokenHistory, *, vocab_size: int
-    ) -> Sampler:
+    def of_request(cls, request: Request, row_seeds: Tensor | None, texts: TokenHistory, *, vocab_size: int) -> Sampler:
         """The sampler of a call.
 
         Args:

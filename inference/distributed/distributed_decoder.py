@@ -8,7 +8,6 @@ from contextlib import closing
 from functools import partial
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.acceptance.exact import accept_exact

@@ -59,7 +59,9 @@ class Request:
                 f"row {counts.index(min(counts))} of the prompt is all padding: give each row at least 1 token"
             )
         padded: list[list[int]] = pad_left(self.input_ids, mask)[0].tolist()
-        check_token_ids([row[len(row) - count :] for row, count in zip(padded, counts, strict=True)], target.num_embeddings)
+        check_token_ids(
+            [row[len(row) - count :] for row, count in zip(padded, counts, strict=True)], target.num_embeddings
+        )
         self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
         self.processors = processors

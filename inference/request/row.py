@@ -60,6 +60,8 @@ class Row:
                 self.on_token(token)
             ends = token in self.end_ids or self.budget <= 0
             self.is_finished = ends or (self.is_end is not None and self.is_end(token))
+            if self.is_finished:
+                self.is_end = self.on_token = None  # a state holds the row, which is not to hold what they belong to
         return len(tokens)
 
     def check(self) -> None:

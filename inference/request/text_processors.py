@@ -1,6 +1,6 @@
 """transformers' logits processors that read the text, as functions of tensors: for all texts at once, on the device.
 
-transformers' classes take texts of one length and some of them read values on the host. These take ragged `TokenHistory`,
+transformers' classes take texts of one length and some of them read values on the host. These take a `TokenHistory`,
 read nothing, and give the same scores bit for bit in float32. A number that depends on the prompt is a tensor, so that
 compiled steps need no graph for each of its values.
 

@@ -195,7 +195,9 @@ def replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(replace_tensors(part, tensors) for part in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {field.name: replace_tensors(getattr(value, field.name), tensors) for field in dataclasses.fields(value)}
+        parts = {
+            field.name: replace_tensors(getattr(value, field.name), tensors) for field in dataclasses.fields(value)
+        }
         return dataclasses.replace(value, **parts)
     return value
 
@@ -260,13 +262,20 @@ class CapturedStep:
     """
 
     def __init__(self, step: Step, new_graph: Callable[[], Graph]) -> None:
-        self.graphs = {name: Graphs(name, new_graph) for name in ("draft", "root", "verify", "accept", "commit", "count")}
+        self.graphs = {
+            name: Graphs(name, new_graph) for name in ("draft", "root", "verify", "accept", "commit", "count")
+        }
         self._state: DecodeState | None = None
         self._home: Any = None  # the drafter's state that graphs know
         self._count = step.count_accepted
         step.runner, step.has_fixed_rows, step.view_multiple = "captured", True, GRAPH_VIEW
         step.seconds_of_graphs, step.forget = self._seconds, self.forget
-        step.draft, step.plant_root, step.accept, step.commit = self._draft, self._plant_root, self._accept, self._commit
+        step.draft, step.plant_root, step.accept, step.commit = (
+            self._draft,
+            self._plant_root,
+            self._accept,
+            self._commit,
+        )
         if not step.target.is_encoder_decoder:  # each text's source has another size
             step.verify_nodes = self._verify
         if self._count is not None:
@@ -340,8 +349,8 @@ class CapturedStep:
         parts = SamplerParts.of(sampler)
 
         def run(values: tuple[TokenTree, Tensor, Tensor | None, list[Tensor]]) -> Acceptance:
-            *given, tensors = values
-            return accept(state, *given, parts.join(tensors, state.history), rule)
+            own_tree, own_logits, own_noise, tensors = values
+            return accept(state, own_tree, own_logits, own_noise, parts.join(tensors, state.history), rule)
 
         accepted: Acceptance = self.graphs["accept"].run(
             (rule.name, len(state.history.places), tree.max_depth, parts.key), run, (tree, logits, noise, parts.tensors)
@@ -349,10 +358,20 @@ class CapturedStep:
         return accepted
 
     def _commit(
-        self, state: DecodeState, tree: TokenTree, accepted: Acceptance, features: Tensor | None, **flags: bool
+        self,
+        state: DecodeState,
+        tree: TokenTree,
+        accepted: Acceptance,
+        features: Tensor | None,
+        *,
+        is_chain: bool,
+        records_probabilities: bool,
     ) -> Tensor:
+        flags = is_chain, records_probabilities
         emitted: Tensor = self.graphs["commit"].run(
-            tuple(flags.items()), lambda values: commit(state, *values, **flags), (tree, accepted, features)
+            flags,
+            lambda own: commit(state, *own, is_chain=is_chain, records_probabilities=records_probabilities),
+            (tree, accepted, features),
         )
         return emitted
 

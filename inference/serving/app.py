@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -194,15 +195,14 @@ async def _reply(
     events: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
-    def send(index: int, piece: Piece) -> None:
+    def send(first: int, number: int, piece: Piece) -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(events.put_nowait, (index, piece))
+            loop.call_soon_threadsafe(events.put_nowait, (first + number, piece))
 
     def make_replies() -> list[Reply]:
         rows: list[Reply] = []
         for prompt in encode():
-            first = len(rows)
-            rows += server.maker.make_replies(prompt, body, lambda number, piece, first=first: send(first + number, piece))  # type: ignore[misc]
+            rows += server.maker.make_replies(prompt, body, partial(send, len(rows)))
         return rows
 
     most = server.scheduler.limits.max_waiting

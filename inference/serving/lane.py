@@ -19,7 +19,6 @@ from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.prefill import MIN_SHARED, prefill
 from draftsmith.inference.prefix_cache import PrefixHit, match
 from draftsmith.inference.serving.reply import Reply, ReplyToken
-from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import StepOutput
 
@@ -113,9 +112,7 @@ class Lane:
         replies = {reply.row: reply for reply in self.rows}
         emission = self._engine.advance()
         num_nodes = emission.output.tree.num_nodes
-        for row, place, new, kept in zip(
-            emission.rows, emission.places, emission.tokens, emission.kept, strict=True
-        ):
+        for row, place, new, kept in zip(emission.rows, emission.places, emission.tokens, emission.kept, strict=True):
             reply = replies[row]
             reply.stats.count_step(len(new) - 1)
             reply.stats.num_drafted += num_nodes - 1

@@ -15,6 +15,7 @@ from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.trees.token_tree import TokenTree
 
+
 class TreePolicy(ABC):
     """Grows one tree a step.
 

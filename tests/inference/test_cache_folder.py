@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.runtime.runtime_utils import default_cache_dir
 
-from draftsmith.inference.execution.cache_folder import keep_compiled_kernels
+from draftsmith.inference.cache_folder import keep_compiled_kernels
 
 NAME = "TORCHINDUCTOR_CACHE_DIR"
 

@@ -170,7 +170,9 @@ def test_a_step_reads_nothing_on_the_host(
                 accepted = accept_exact(sampler, drafted, output.logits, cache.lengths, noise=noise)
                 cache.keep(accepted.path, accepted.counts)
                 cache.raise_bound(accepted.path.shape[1])
-                sampler.texts.commit(accepted.next_tokens, accepted.counts)
+                for depth in range(accepted.path.shape[1]):  # as a state does
+                    sampler.texts.extended(accepted.next_tokens[:, depth])
+                    sampler.texts.lengths += (depth < accepted.counts).long()
                 next_ids, counts = accepted.next_tokens, accepted.counts
                 if output.features is None:
                     continue

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from draftsmith.heads import HEAD_TYPES
-from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference import step as step_module
 from draftsmith.inference.acceptance.walk import Acceptance
-from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.state import DecodeState
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.lossless.matrix import __main__ as program
 from tests.lossless.matrix import cases, render
@@ -156,16 +156,16 @@ def test_gaps_are_found() -> None:
 @pytest.mark.parametrize("policy", slow_but({"dynamic"}, BRANCHED))
 def test_a_walk_that_never_takes_a_sibling_is_a_gap(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It stops before one, with the same token as its bonus token: all texts are right."""
-    plain = DecodeStep.accept
+    plain = step_module.accept
 
-    def accept_best_only(step: DecodeStep, sampler: Sampler, tree: TokenTree, *args: Any, **kwargs: Any) -> Acceptance:
-        accepted = plain(step, sampler, tree, *args, **kwargs)
+    def accept_best_only(state: DecodeState, tree: TokenTree, *args: Any) -> Acceptance:
+        accepted = plain(state, tree, *args)
         is_sibling = tree.parents[:, :, None] == tree.parents[:, None]
         is_best = ~(is_sibling & (tree.log_probs[:, None] > tree.log_probs[:, :, None])).any(-1)
         num_best = is_best.gather(1, accepted.path)[:, 1:].long().cumprod(1).sum(1)
         return replace(accepted, counts=accepted.counts.clamp(max=1 + num_best))
 
-    monkeypatch.setattr(DecodeStep, "accept", accept_best_only)
+    monkeypatch.setattr(step_module, "accept", accept_best_only)
     results = [run_cell(cell) for cell in greedy_cells_of(WIDE) if cell.case.policy == policy]
     assert {result.status for result in results} == {SAME}
     gaps = "\n".join(find_gaps(results))

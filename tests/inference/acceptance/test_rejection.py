@@ -31,10 +31,10 @@ from draftsmith.inference.acceptance.walk import Acceptance
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.execution.step import DecodeStep
 from draftsmith.inference.noise import derive_seeds, row_seeds
 from draftsmith.inference.request.text_processors import read_processors
 from draftsmith.inference.request.token_history import TokenHistory
+from draftsmith.inference.step import Step
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.dynamic import DynamicTree
 from draftsmith.inference.trees.static import StaticTree, chain
@@ -291,5 +291,5 @@ def test_typical_says_that_it_is_lossy(caplog: pytest.LogCaptureFixture) -> None
 def test_only_exact_acceptance_lets_drafts_read_the_targets_noise() -> None:
     target = Target(tiny_target("llama", num_hidden_layers=1))
     for name, rule in RULES.items():
-        step = DecodeStep(target, NgramDrafter(), chain(2), is_coupled=True, rule=rule)
+        step = Step(target, NgramDrafter(), chain(2), is_coupled=True, rule=rule)
         assert step.is_coupled == (name == "exact")

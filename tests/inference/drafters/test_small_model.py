@@ -19,7 +19,7 @@ from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter, compare_tokenizers
 from draftsmith.inference.drafters.staged import StagedDrafter
-from draftsmith.inference.execution.drafting import TreeChoice
+from draftsmith.inference.planning.choice import TreeChoice
 from draftsmith.inference.trees.auto import gamma_chain
 from tests.inference.plain_passes import calm_target, run_plainly
 from tests.lossless.restless import make_restless
@@ -244,7 +244,7 @@ def test_weights_are_part_of_the_module(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("tree", [chain(3), DynamicTree(3, 3, 10)], ids=["chain", "dynamic"])
 def test_compiled_it_drafts_what_it_drafts_eagerly(tree: TreePolicy, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "draftsmith.inference.execution.compiled")
+    caplog.set_level(logging.INFO, "draftsmith.inference.runners.compiled")
     model = tiny_target("llama", num_hidden_layers=2, initializer_range=0.3)
     drafter = SmallModelDrafter(rough_copy(model))
     compiled, eager = (Decoder(model, drafter, tree=tree, compile=flag) for flag in (True, False))

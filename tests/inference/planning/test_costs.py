@@ -14,9 +14,6 @@ from draftsmith.inference import Decoder, Target
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.execution.compiled import CompiledExecutor
-from draftsmith.inference.execution.executor import Executor
-from draftsmith.inference.execution.step import DecodeStep
 from draftsmith.inference.planning import costs as costs_module
 from draftsmith.inference.planning.costs import (
     LEAST_AGE,
@@ -31,8 +28,11 @@ from draftsmith.inference.planning.costs import (
     load_costs,
     store_costs,
 )
+from draftsmith.inference.runners.compiled import compile_step
+from draftsmith.inference.runners.cuda_graphs import graph_step
+from draftsmith.inference.step import Step
 from draftsmith.inference.trees.auto import gamma_chain
-from tests.inference.execution.recorder import recording_executor
+from tests.inference.runners.recorder import Recorder
 from tests.lossless.restless import auto_tree
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -117,7 +117,7 @@ def test_stored_costs_are_measured_again(
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
     stored, measured = replace(COSTS, measured_at=time.time() - age), replace(COSTS, plain=(7.0, 8.0))
     monkeypatch.setattr(costs_module, "measure_costs", lambda *args, num_rounds: measured)
-    step = step_of(Executor())
+    step = step_of()
     file = cache_file(_describe(step, 1, Sampler()))
     store_costs(file, stored)
     expected = measured if again else stored
@@ -143,19 +143,26 @@ def test_costs_tell_merged_drafters_apart() -> None:
     assert one == same != other
 
 
-def step_of(executor: Executor) -> DecodeStep:
-    return DecodeStep(Target.of(tiny_target("llama")), NgramDrafter(), gamma_chain(2), executor=executor)
+def step_of(runner: str = "eager") -> Step:
+    step = Step(Target.of(tiny_target("llama")), NgramDrafter(), gamma_chain(2))
+    if runner == "compiled":
+        compile_step(step, [])
+    elif runner == "captured":
+        graph_step(step, Recorder)
+    return step
 
 
-def test_costs_tell_executors_apart() -> None:
-    kinds = (Executor(), CompiledExecutor([]), recording_executor())
-    assert len({repr(_describe(step_of(executor), 1, Sampler())) for executor in kinds}) == 3
+RUNNERS = ("eager", "captured", "compiled")
+
+
+def test_costs_tell_runners_apart() -> None:
+    assert len({repr(_describe(step_of(runner), 1, Sampler())) for runner in RUNNERS}) == 3
 
 
 def test_only_graphs_that_outlive_a_cache_are_made_before_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds: list[int] = []
     monkeypatch.setattr(costs_module, "load_costs", lambda file: COSTS)
     monkeypatch.setattr(costs_module, "measure_costs", lambda *args, num_rounds: rounds.append(num_rounds))
-    for executor in (Executor(), recording_executor(), CompiledExecutor([])):
-        assert find_costs(step_of(executor), 1, Sampler()) == COSTS
+    for runner in RUNNERS:
+        assert find_costs(step_of(runner), 1, Sampler()) == COSTS
     assert rounds == [1]

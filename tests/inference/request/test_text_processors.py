@@ -129,20 +129,12 @@ def test_the_docstrings_examples() -> None:
     assert no_trigram(texts, torch.zeros(1, VOCAB)).isinf()[0].nonzero().tolist() == [[2]]
 
 
-def test_texts_grow_by_what_is_committed() -> None:
+def test_texts_with_more_tokens() -> None:
     texts = texts_of([[1, 2, 3], [4]])
     one = texts.extended(torch.tensor([5, -1]))
     two = one.extended(torch.tensor([6, 6]))
     assert (two.lengths.tolist(), texts.lengths.tolist()) == ([5, 3], [3, 1])
     assert two.last(2).tolist() == [[5, 6], [0, 6]]
-    texts.commit(torch.tensor([[5, 0, 0], [6, 7, 0]]), torch.tensor([1, 2]))
-    assert [row[:n] for row, n in zip(texts.token_ids.tolist(), texts.lengths.tolist(), strict=True)] == [
-        [1, 2, 3, 5],
-        [4, 6, 7],
-    ]
-    texts.open_view(5)
-    second = texts.select([1])
-    assert (second.rows.tolist(), second.last(3).tolist(), second.limits.tolist()) == ([1], [[4, 6, 7]], [17])
 
 
 @pytest.mark.parametrize("copies", [1, 3])

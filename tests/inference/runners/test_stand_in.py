@@ -1,10 +1,10 @@
 """A decode step keeps a GPU's discipline: one device, no read on the host, no shape that depends on values, no tensor
-made of Python numbers. The whole step of the loop runs on a stand-in device, without its one host read."""
+made of Python numbers. The whole step runs on a stand-in device, without the engine's one host read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -22,17 +22,18 @@ from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
-from draftsmith.inference.execution.drafting import TreeChoice
-from draftsmith.inference.execution.step import DecodeStep
-from draftsmith.inference.loop import DecodeLoop
+from draftsmith.inference.engine import Engine
 from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.prompts import PromptReader
+from draftsmith.inference.planning.choice import TreeChoice
+from draftsmith.inference.prefill import finish, prefill
 from draftsmith.inference.request.generate_arguments import make_request
+from draftsmith.inference.request.row import Row
 from draftsmith.inference.stats import GenerationStats, PhaseClock
+from draftsmith.inference.step import Step
 from draftsmith.inference.trees.auto import AutoTree
 from draftsmith.inference.trees.options import resolve_policy
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
-from tests.inference.execution.stand_in import DEVICE, RefuseHostTensors, move, stand_in_target, strict
+from tests.inference.runners.stand_in import DEVICE, RefuseHostTensors, move, stand_in_target, strict
 from tests.params import slow_but
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
@@ -90,36 +91,30 @@ class StandIn:
         """Reads prompts, then runs steps under the lints. The host hands over what it would have read: tokens. In a
         batch, a row ends after the first step."""
         request = self._requests[batch_size, settings["do_sample"]]
-        request.unfinished, request._new = set(range(batch_size)), [[] for _ in range(batch_size)]
-        request.budgets = [50] * batch_size
+        rows = [Row(row.index, row.padded, row.num_padding, budget=50) for row in request.rows]
         with self.mode, torch.no_grad():
-            loop = self.make_loop(request, rule, tree)
-            cache = loop.step.new_cache(batch_size, 128)
-            loop.read_prompts(PromptReader(loop.step, cache, request.prompts, None, GenerationStats()))
-            request.emit(loop.batch.rows, [[5]] * batch_size)
+            drafter = self.drafter and self.drafter.for_target(self.target)
+            policy = resolve_policy(tree, drafter.max_depth) if drafter else None
+            step = Step(self.target, drafter, policy, rule=RULES[rule])
+            state, clock = step.new_state(batch_size, 128, 128), PhaseClock(GenerationStats(), DEVICE)
+            engine = Engine(step, TreeChoice(policy), state, clock)
+            read = finish(prefill(state, step, rows, clock.stats))
+            seeds = row_seeds(0, batch_size, DEVICE) if request.do_sample else None
+            engine.sampler = Sampler.of_request(request, seeds, state.history, vocab_size=self.target.vocab_size)
+            step.first(state, read.logits, read.feature, engine.sampler)
+            for row in rows:
+                row.emit([5])
             for number in range(num_steps):
-                first = contextmanager(_nothing) if number == 0 else strict  # the first step may make tables
-                with first():
-                    draft, noise = loop.draft()
-                    output = loop.verify(draft)
-                    emission = loop.commit(draft, output, loop.accept(draft, output, noise))
-                assert emission.tokens.device == emission.counts.device == DEVICE
-                if number == 0 and batch_size > 1:
-                    request.budgets[1] = 1
-                request.emit(loop.batch.rows, [[5, 6]] * len(loop.batch.rows))
-
-    def make_loop(self, request: Any, rule: str, tree: Any) -> DecodeLoop:
-        drafter = self.drafter and self.drafter.for_target(self.target)
-        policy = resolve_policy(tree, drafter.max_depth) if drafter else None
-        step = DecodeStep(self.target, drafter, policy, rule=RULES[rule])
-        seeds = row_seeds(0, request.batch_size, DEVICE) if request.do_sample else None
-        sampler = Sampler(request.processors, do_sample=request.do_sample, row_seeds=seeds)
-        clock = PhaseClock(GenerationStats(), DEVICE)
-        return DecodeLoop(step, request, sampler, TreeChoice(policy), clock)
-
-
-def _nothing() -> Iterator[None]:
-    yield
+                with strict() if number else nullcontext():  # the first step may make tables
+                    output = step(state, policy, engine.sampler, clock)
+                assert output.emitted.device == DEVICE
+                if batch_size > 1 and number == 0:
+                    rows[1].budget = 1
+                for row in rows:
+                    row.emit([5, 6])
+                with strict():
+                    engine.drop_finished()
+            assert len(state.rows) == (batch_size if batch_size == 1 or not step.rows_may_leave else batch_size - 1)
 
 
 def _parts(drafter: Any) -> list[Any]:
@@ -200,24 +195,25 @@ def test_a_planted_fault_is_found(name: str) -> None:
         StandIn(lambda _: Faulty(FAULTS[name])).run("exact", "chain:2", GREEDY, 1)
 
 
-# The whole loop over real values.
-
-BETWEEN_READS = ("draft", "verify", "accept", "commit")
+# All steps of a text over real values.
 
 
 @pytest.fixture
 def linted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second step on, no part of the loop but the read builds a tensor of Python numbers."""
+    """From each text's second step on, nothing but the read of the tokens builds a tensor of Python numbers."""
 
-    def lint(run: Callable[..., Any]) -> Callable[..., Any]:
-        def call(loop: DecodeLoop, *args: Any) -> Any:
-            with RefuseHostTensors() if loop.stats.num_verify_passes else nullcontext():
-                return run(loop, *args)
+    def lint(owner: type[Any], name: str) -> None:
+        run = getattr(owner, name)
 
-        return call
+        def call(one: Any, *args: Any, **kwargs: Any) -> Any:
+            stats = one.stats if isinstance(one, Engine) else args[-1].stats
+            with RefuseHostTensors() if stats.num_verify_passes else nullcontext():
+                return run(one, *args, **kwargs)
 
-    for name in BETWEEN_READS:
-        monkeypatch.setattr(DecodeLoop, name, lint(getattr(DecodeLoop, name)))
+        monkeypatch.setattr(owner, name, call)
+
+    lint(Step, "__call__")
+    lint(Engine, "drop_finished")
 
 
 @pytest.mark.usefixtures("linted")
@@ -236,7 +232,7 @@ def linted(monkeypatch: pytest.MonkeyPatch) -> None:
         },
     ),
 )
-def test_the_loop_builds_no_tensor_on_the_host(make: Callable[[Target], Drafter], settings: dict[str, Any]) -> None:
+def test_no_step_builds_a_tensor_on_the_host(make: Callable[[Target], Drafter], settings: dict[str, Any]) -> None:
     """Rows of several lengths end at several steps, with a drafter that can drop rows and with one that cannot."""
     target = Target(tiny_target("llama"))
     prompts = pad_prompts([random_prompt(4 + row, seed=row) for row in range(4)])

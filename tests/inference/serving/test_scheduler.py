@@ -13,17 +13,18 @@ import pytest
 import torch
 
 from draftsmith.inference import Drafter, Target
+from draftsmith.inference import prefill as prompt_reading
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
-from draftsmith.inference.execution.drafting import CATCH_UP, Drafting
-from draftsmith.inference.execution.step import DecodeStep
 from draftsmith.inference.planning.costs import StepCosts
 from draftsmith.inference.planning.planner import TreePlanner
-from draftsmith.inference.prompts import PREFILL_CHUNK, PromptReader
+from draftsmith.inference.prefix_cache import PREFILL_CHUNK
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
+from draftsmith.inference.state import CATCH_UP, DecodeState
+from draftsmith.inference.step import Step
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.serving.arrivals import SECONDS, Arrival, drafters_of, draw_options, end, serve
 from tests.params import slow_but
@@ -100,7 +101,7 @@ def is_end(arrival: Arrival, token: int) -> bool:
     return token in arrival.options.get("eos_token_id", [])
 
 
-def guess_costs(step: DecodeStep, batch_size: int, *_: Any, most_rows: int = 2) -> StepCosts:
+def guess_costs(step: Step, batch_size: int, *_: Any, most_rows: int = 2) -> StepCosts:
     """Of batches up to `most_rows` rows drafting is worth it, of larger ones not. Measuring takes seconds."""
     trees = step.policy.candidates if step.policy is not None else ()
     cost = 1.1 if batch_size <= most_rows else 9.0
@@ -146,13 +147,14 @@ def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: py
     target, held = target_of("llama", num_hidden_layers=2), []
     never = partial(guess_costs, most_rows=0)
     monkeypatch.setattr("draftsmith.inference.planning.planner.find_costs", never)
-    take = Drafting.take
+    append = DecodeState.append
 
-    def note(drafting: Drafting, slots: Any) -> None:
-        take(drafting, slots)
-        held.append(sum(one.width for one in drafting._waiting))
+    def note(state: DecodeState, *args: Any) -> None:
+        append(state, *args)
+        if state.rows:
+            held.append(int(state.num_pending.max()))
 
-    monkeypatch.setattr(Drafting, "take", note)
+    monkeypatch.setattr(DecodeState, "append", note)
     scheduler = Scheduler(target, drafters_of(tiny_heads("eagle3", target)), tree="auto", limits=LIMITS)
     draws = random.Random(2)
     options = [{"max_new_tokens": draws.randrange(5, 90), "do_sample": bool(draws.randrange(2))} for _ in range(12)]
@@ -238,10 +240,10 @@ def test_long_prompts_are_read_between_the_steps_of_others(monkeypatch: pytest.M
         Arrival(target, long, {"max_new_tokens": 3, "do_sample": False}),
     ]
     events: list[str] = []
-    read_chunk, advance = PromptReader._read_rest, Lane.advance
+    read_chunk, advance = prompt_reading._read_rest, Lane.advance
 
-    def note_chunks(self: Any, *args: Any) -> Any:
-        chunks = read_chunk(self, *args)
+    def note_chunks(*args: Any) -> Any:
+        chunks = read_chunk(*args)
         while True:
             try:
                 size = next(chunks)
@@ -250,7 +252,7 @@ def test_long_prompts_are_read_between_the_steps_of_others(monkeypatch: pytest.M
             events.append("chunk")
             yield size
 
-    monkeypatch.setattr(PromptReader, "_read_rest", note_chunks)
+    monkeypatch.setattr(prompt_reading, "_read_rest", note_chunks)
     monkeypatch.setattr(Lane, "advance", lambda self: (events.append("step"), advance(self))[1])
     serve(scheduler, arrivals, num_first=1)
     end(scheduler)

@@ -5,15 +5,11 @@ Legend: B rows in the batch, P path length, V target vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from draftsmith.inference.engine import Emission
 from draftsmith.inference.request.request import Request
-
-if TYPE_CHECKING:
-    from draftsmith.inference.engine import Emission
 
 
 class EmittedScores:
