@@ -298,6 +298,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     @property
     def compute_dtype(self) -> torch.dtype:
         """The heads' dtype, or autocast's where it is on: states do not stay wider than what layers compute with."""
+        if torch.is_inference_mode_enabled():  # decoding, where autocast is refused
+            return self.dtype
         return find_compute_dtype(self.device, self.dtype)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -308,7 +310,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     def score_as_target(self, hidden: Tensor) -> Tensor:
         """The target's own (frozen) LM head: states [..., D] of its final norm's scale -> logits [..., V] in its
         dtype."""
-        return self.target.compute_logits(hidden.to(self.target.dtype))
+        target = self.target
+        return target.compute_logits(hidden.to(target.dtype))
 
     def get_input_embeddings(self) -> Any:
         """None, which FSDP reads: the embeddings are the target's."""

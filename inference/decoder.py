@@ -214,18 +214,18 @@ class Decoder:
         reuse_cache: bool,
         on_step: StepCallback | None = None,
     ) -> GenerationOutput:
-        seeds = self._begin(request, seed, reuse_cache=reuse_cache)
+        seeds = self._draw_seeds(request, seed, reuse_cache=reuse_cache)
         scores = EmittedScores(request)
         if request.streamer is not None:
             request.streamer.put(request.given_ids.cpu())
         with self.target.without_autograd(), self._step.active():
-            for kept in self._steps(request, seeds, clock, scores, reuse_cache=reuse_cache):
+            for kept in self._begin(request, seeds, clock, scores, reuse_cache=reuse_cache):
                 if on_step is not None:
                     on_step(kept[0], kept[0].num_drafted)
         clock.pause()
         return gather_output(request, scores, clock.stats)
 
-    def _steps(
+    def _begin(
         self,
         request: Request,
         seeds: Tensor | None,
@@ -235,7 +235,7 @@ class Decoder:
         reuse_cache: bool,
         records_probabilities: bool = False,
     ) -> Iterator[list[StepTokens]]:
-        """The call, step by step: what each row that has not ended keeps."""
+        """Reads the prompts; the steps of the call, as in `Engine.run`."""
         clock.start()
         state, hit = self._get_state(request, reuse_cache=reuse_cache)
         engine = Engine(self._step, self._choice, state, clock, records_probabilities=records_probabilities)
@@ -247,18 +247,8 @@ class Decoder:
         del reading
         clock.stop("prefill")
         sampler = Sampler.of_request(request, seeds, state.history, vocab_size=self.target.vocab_size)
-        emission = engine.start(read, sampler)
-        del read
-        while True:
-            for row in request.rows:
-                row.check()
-            scores.add(emission)
-            kept = emission.kept
-            del emission  # or its tensors would be alive beside those of the next step
-            yield kept
-            if request.is_finished:
-                return
-            emission = engine.advance()
+        keeps_scores = request.keeps_scores or request.keeps_logits
+        return engine.run(read, sampler, scores if keeps_scores else None)
 
     def stream(
         self,
@@ -287,23 +277,25 @@ class Decoder:
                     f"a stream has one row, and this call has {request.batch_size} (rows of input_ids, times "
                     "num_return_sequences): stream rows one by one, or generate() them together"
                 )
-            seeds = self._begin(request, seed, reuse_cache=reuse_cache)
+            seeds = self._draw_seeds(request, seed, reuse_cache=reuse_cache)
             scores = EmittedScores(request)
             clock.pause()
             release = busy.pop_all().close
         # A stream that is over, and is kept for its output, must not keep the engine's buffers.
         gather = partial(gather_output, request, scores, clock.stats)
-        steps = self._steps(request, seeds, clock, scores, reuse_cache=reuse_cache, records_probabilities=True)
-        return TokenStream(self._stream_steps(steps, clock, release), gather, release)
+        begin = partial(self._begin, request, seeds, clock, scores, reuse_cache=reuse_cache, records_probabilities=True)
+        return TokenStream(self._stream_steps(begin, clock, release), gather, release)
 
     def _stream_steps(
-        self, steps: Iterator[list[StepTokens]], clock: PhaseClock, release: Callable[[], None]
+        self, begin: Callable[[], Iterator[list[StepTokens]]], clock: PhaseClock, release: Callable[[], None]
     ) -> Iterator[StepTokens]:
+        steps: Iterator[list[StepTokens]] | None = None
         try:
             while True:
                 clock.start()
                 # Inference mode belongs to a thread, so it is entered anew for every step.
                 with self.target.without_autograd(), self._step.active():
+                    steps = begin() if steps is None else steps
                     kept = next(steps, None)
                 clock.pause()
                 if kept is None:
@@ -327,7 +319,7 @@ class Decoder:
         busy.callback(self._is_free.release)
         return busy
 
-    def _begin(self, request: Request, seed: int | Sequence[int] | None, *, reuse_cache: bool) -> Tensor | None:
+    def _draw_seeds(self, request: Request, seed: int | Sequence[int] | None, *, reuse_cache: bool) -> Tensor | None:
         """Refuses what cannot be decoded; the rows' seeds."""
         if reuse_cache:
             self._check_reuse(request)

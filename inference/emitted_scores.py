@@ -5,11 +5,14 @@ Legend: B rows in the batch, P path length, V target vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from draftsmith.inference.engine import Emission
 from draftsmith.inference.request.request import Request
+from draftsmith.inference.request.row import Row
+from draftsmith.inference.step import StepOutput
 
 
 class EmittedScores:
@@ -20,17 +23,23 @@ class EmittedScores:
         self._logits: list[list[Tensor]] = [[] for _ in range(request.batch_size)]  # per row, pieces [n, V]
         self._scores: list[list[Tensor]] = [[] for _ in range(request.batch_size)]
 
-    def add(self, emission: Emission) -> None:
-        """Adds those of a step."""
-        output, request = emission.output, self.request
+    def add(
+        self, output: StepOutput, places: Sequence[int], rows: Sequence[Row], kept: Sequence[Sequence[int]]
+    ) -> None:
+        """Adds those of a step's tokens.
+
+        Args:
+            places: of the rows in the step's tensors; kept: the tokens that each row keeps.
+        """
+        request = self.request
         logits = None
         if request.keeps_logits:
             path = output.accepted.path[..., None].expand(-1, -1, output.target.logits.shape[-1])
             logits = output.target.logits.gather(1, path).float()
-        for kept, values in ((self._logits, logits), (self._scores, output.accepted.scores)):
+        for held, values in ((self._logits, logits), (self._scores, output.accepted.scores)):
             if values is not None:
-                for place, row, new in zip(emission.places, emission.rows, emission.kept, strict=True):
-                    kept[row.index].append(values[place, : len(new)].clone())  # a view would keep all of `values`
+                for place, row, new in zip(places, rows, kept, strict=True):
+                    held[row.index].append(values[place, : len(new)].clone())  # a view would keep all of `values`
 
     def logits(self) -> tuple[Tensor, ...] | None:
         """[B, V] for every emitted token, zero where a row has ended; None if not asked for."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformers.utils.generic import ModelOutput
 
 from draftsmith.inference.acceptance.joined_sampler import JoinedSampler
 from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.emitted_scores import EmittedScores
 from draftsmith.inference.planning.choice import TreeChoice
 from draftsmith.inference.prefill import Prefilled
 from draftsmith.inference.request.row import Row
@@ -85,17 +86,17 @@ class Emission:
     """What a step, or the prompts, gave the rows that took part.
 
     Attributes:
+        output: the step's.
         rows: they; places: of each, its place in the step's tensors.
         tokens: what the step gave each of them: nothing for rows that had ended.
         kept: the part of it that belongs to the text.
-        output: the step's.
     """
 
+    output: StepOutput
     rows: list[Row]
     places: list[int]
     tokens: list[StepTokens]
     kept: list[StepTokens]
-    output: StepOutput
 
 
 class Engine:
@@ -120,16 +121,37 @@ class Engine:
         records_probabilities: bool = False,
     ) -> None:
         self.step, self.choice, self.state, self.clock = step, choice, state, clock
-        self.records_probabilities = records_probabilities
+        self.records_probabilities, self.stats = records_probabilities, clock.stats
+        self.is_finished = False
         self.sampler: Sampler
         self._compiled_before = step.seconds_of_graphs()
 
-    @property
-    def stats(self) -> GenerationStats:
-        return self.clock.stats
+    def run(self, read: Prefilled, sampler: Sampler, scores: EmittedScores | None) -> Iterator[list[StepTokens]]:
+        """Decodes the rows whose prompts `prefill` has read into the state; yields what each row keeps of every step.
+
+        Args:
+            scores: gets those of the emitted tokens.
+
+        Raises:
+            ValueError: no token can follow one of the texts.
+        """
+        emission = self.start(read, sampler)
+        del read
+        while True:
+            for row in emission.rows:
+                if row.error is not None:
+                    raise ValueError(row.error)
+            if scores is not None:
+                scores.add(emission.output, emission.places, emission.rows, emission.kept)
+            kept = emission.kept
+            del emission  # or its tensors would be alive beside those of the next step
+            yield kept
+            if self.is_finished:
+                return
+            emission = self.advance()
 
     def start(self, read: Prefilled, sampler: Sampler) -> Emission:
-        """Draws each row's first token after the prompts, which `prefill` has read into the state."""
+        """Draws each row's first token."""
         self.sampler = sampler
         self.choice.begin(self.step, sampler, len(self.state.rows))
         self.clock.stop("profile")
@@ -138,7 +160,9 @@ class Engine:
     def advance(self) -> Emission:
         """One step of all rows."""
         state, choice = self.state, self.choice
-        policy = choice.choose(len(state.rows), max(row.num_committed for row in state.rows if not row.is_finished))
+        policy = choice.policy
+        if not choice.is_fixed:
+            policy = choice.choose(len(state.rows), max(row.num_committed for row in state.rows if not row.is_finished))
         output = self.step(
             state,
             policy,
@@ -161,31 +185,46 @@ class Engine:
     def emit(self, output: StepOutput) -> Emission:
         """Hands tokens to their texts, which decide whether they have ended."""
         state, width = self.state, output.accepted.path.shape[1]
+        end = 1 + width * (2 if output.has_probabilities else 1)
+        emission = Emission(output, [], [], [], [])
+        counted: list[list[int]] = []
+        left: list[int] = []
         emitted = output.emitted.tolist()  # the step's one synchronisation
-        places = [place for place, row in enumerate(state.rows) if not row.is_finished]
-        rows, end = [state.rows[place] for place in places], 1 + width * (2 if output.has_probabilities else 1)
-        tokens = [_read_row(emitted[place][:end], width) for place in places]
-        left = [row.budget for row in rows]
-        kept = [new.cut(row.emit(new)) for row, new in zip(rows, tokens, strict=True)]
-        if not output.is_first:
-            self.choice.learn([emitted[place][end:] for place in places], left)
-        state.is_whole = all(row.error is None for row in rows)
+        for place, (row, values) in enumerate(zip(state.rows, emitted, strict=True)):
+            if row.is_finished:
+                continue
+            new = _read_row(values[:end], width)
+            left.append(row.budget)
+            num_kept = row.emit(new)
+            emission.rows.append(row)
+            emission.places.append(place)
+            emission.tokens.append(new)
+            emission.kept.append(new if num_kept == len(new) else new.cut(num_kept))
+            counted.append(values[end:])
+        if not (output.is_first or self.choice.is_fixed):
+            self.choice.learn(counted, left)
         self.drop_finished()
         self.clock.stop("accept")
         self.stats.seconds["compile"] = self.step.seconds_of_graphs() - self._compiled_before
-        return Emission(rows, places, tokens, kept, output)
+        return emission
 
     def drop_finished(self) -> None:
         """Finished rows leave, or stay idle where shapes are fixed or the drafter cannot drop them."""
-        ended = [place for place, row in enumerate(self.state.rows) if row.is_finished]
-        if not ended or len(ended) == len(self.state.rows):  # all: the cache stays as it is, for the next call
+        state, ended = self.state, list[int]()
+        state.is_whole = True
+        for place, row in enumerate(state.rows):
+            if row.is_finished:
+                ended.append(place)
+                state.is_whole = state.is_whole and row.error is None
+        self.is_finished = len(ended) == len(state.rows)
+        if not ended or self.is_finished:  # then the cache stays as it is, for the next call
             return
         if not self.step.rows_may_leave:
-            self.state.retire(ended)
+            state.retire(ended)
             return
-        num_rows = len(self.state.rows)
-        places = self.state.compact(ended)
-        self.sampler = self.sampler.select(places, num_rows, self.state.history)
+        num_rows = len(state.rows)
+        places = state.compact(ended)
+        self.sampler = self.sampler.select(places, num_rows, state.history)
 
     def add(self, state: DecodeState, sampler: Sampler) -> None:
         """A text of another state joins. Only for rows that are calls of their own."""

@@ -136,11 +136,15 @@ class DecodeState:
         Args:
             num_ahead: tokens that the step may emit.
         """
-        running = [row for row in self.rows if not row.is_finished]
-        committed = [row.num_committed for row in running]
-        self.cache.length_bound, self.cache.length_floor = max(committed), min(committed)
+        shortest, longest, most = self.cache.capacity, 0, 0
+        for row in self.rows:
+            if not row.is_finished:
+                num_committed = row.num_committed
+                shortest, longest = min(shortest, num_committed), max(longest, num_committed)
+                most = max(most, num_committed + 1 + row.num_padding)
+        self.cache.length_bound, self.cache.length_floor = longest, shortest
         if shows_texts:
-            self.history.open_view(max(row.num_padded for row in running) + num_ahead)
+            self.history.open_view(most + num_ahead)
 
     def append(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
         """Adds the first counts[b] of tokens [B, P] to each text, and to what the drafter has not read.

@@ -94,7 +94,7 @@ class PhaseClock:
 
     def stop(self, phase: str) -> None:
         """Adds the time since the last `start` or `stop` to `phase`."""
-        now = self._now()
+        now = self._now() if self.is_synchronised else time.perf_counter()
         self.stats.seconds[phase] += now - self.last
         self.last = now
 

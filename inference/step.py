@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.inference.acceptance.exact import accept_exact
+from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
 from draftsmith.inference.acceptance.rejection import DRAFT_STREAM
 from draftsmith.inference.acceptance.rules import EXACT, AcceptanceRule
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.acceptance.walk import Acceptance
 from draftsmith.inference.cache.tree_cache import VIEW_MULTIPLE, TreeCache
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
@@ -177,6 +176,8 @@ class Step:
         rule: which drafted tokens are kept.
 
     Attributes:
+        num_nodes: of the largest tree.
+        path_width: P of the largest tree: the tokens that one step can emit, at most.
         runner: how the functions run: "eager", "compiled" or "captured".
         has_fixed_rows: finished rows stay in the batch, and shapes repeat from step to step.
         reads_prompts: whether `verify` serves any number of nodes at full speed, and so prompts.
@@ -197,6 +198,8 @@ class Step:
         rule: AcceptanceRule = EXACT,
     ) -> None:
         self.target, self.drafter, self.policy, self.rule = target, drafter, policy, rule
+        self.num_nodes = 1 if policy is None else policy.num_nodes
+        self.path_width = 1 if policy is None else 1 + min(policy.max_depth, policy.num_nodes - 1)
         self.is_coupled = is_coupled and rule.may_couple
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
         self.draft: Callable[..., tuple[TokenTree, Tensor | None]] = draft
@@ -275,16 +278,6 @@ class Step:
         state.pending_bound = 1
         emitted = torch.cat([accepted.next_tokens, accepted.counts[:, None]], dim=1)
         return StepOutput(None, tree, TargetOutput(logits, feature), accepted, emitted, is_first=True)
-
-    @property
-    def num_nodes(self) -> int:
-        """Of the largest tree."""
-        return self.policy.num_nodes if self.policy is not None else 1
-
-    @property
-    def path_width(self) -> int:
-        """P of the largest tree: the tokens that one step can emit, at most."""
-        return 1 + min(self.policy.max_depth, self.num_nodes - 1) if self.policy is not None else 1
 
     @property
     def num_slots_after(self) -> int:

@@ -111,7 +111,7 @@ def test_imports_point_one_way() -> None:
 ORDERS = {
     "inference": (
         *("noise", "stats", "shared_swaps", "cache_folder", "cache", "kernels", "targets", "drafters", "request"),
-        *("state", "trees", "acceptance", "step", "planning", "prefix_cache", "prefill", "engine", "emitted_scores"),
+        *("state", "trees", "acceptance", "step", "planning", "prefix_cache", "prefill", "emitted_scores", "engine"),
         *("runners", "streaming", "decoder"),
         *("custom_generate", "generation", "pipeline", "pipelined", "serving", "distributed"),
     ),

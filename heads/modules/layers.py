@@ -47,7 +47,8 @@ class RotaryEmbedding:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [B, Q] int64 -> cos, sin [B, 1, Q, d] float32; the first half of the sines is negative."""
-        frequencies, scale = self._frequencies(positions.device)
+        found = self.frequencies.get(positions.device)
+        frequencies, scale = self._frequencies(positions.device) if found is None else found
         angles = positions[:, None, :, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
@@ -259,10 +260,10 @@ class DraftAttention(nn.Module):
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, Q, input], positions [B, Q] -> q [B, H, Q, d], k and v [B, G, Q, d], rotated."""
         batch, length, _ = x.shape
-        q, k, v = (
-            projection(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        shape = batch, length, -1, self.head_dim
+        q = self.q_proj(x).view(shape).transpose(1, 2)
+        k = self.k_proj(x).view(shape).transpose(1, 2)
+        v = self.v_proj(x).view(shape).transpose(1, 2)
         cos, sin = self.rope(positions)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.inference.kernels.packed_masks import WORDS, is_packed, unpack_even_chain, unpack_mask
+from draftsmith.inference.kernels.packed_masks import PACKED, WORDS, unpack_even_chain, unpack_mask
 from draftsmith.inference.shared_swaps import SharedSwap
 
 STOCK = "sdpa"
@@ -56,9 +56,9 @@ def attend_grouped(
         exact = [attend(rows, key, value, mask, scale) for rows, mask in parts]
         return torch.cat(exact, dim=2).transpose(1, 2).contiguous(), None
     num_heads, num_groups = query.shape[1], key.shape[1]
-    special = ("position_bias", "s_aux", "softcap")
-    is_plain = not dropout and all(value is None for name, value in kwargs.items() if name in special)
-    if attention_mask is not None and is_packed(attention_mask):
+    get = kwargs.get
+    is_plain = not dropout and get("position_bias") is None and get("s_aux") is None and get("softcap") is None
+    if attention_mask is not None and attention_mask.dtype == PACKED:
         if is_plain:
             return _attend_packed(query, key, value, attention_mask, scaling), None
         attention_mask = unpack_mask(attention_mask, key.shape[2], query.dtype)

@@ -13,6 +13,7 @@ from draftsmith.inference.trees.policy import TreePolicy
 class TreeChoice:
     """Always takes the same policy; `TreePlanner` chooses."""
 
+    is_fixed = True  # whether the policy never changes, so that nobody asks or tells
     is_counting = False  # whether `learn` is to hear what all candidates would have accepted in the step just chosen
 
     def __init__(self, policy: TreePolicy | None) -> None:

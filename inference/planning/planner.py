@@ -46,6 +46,8 @@ MOST_ACCEPTED = 0.8
 class TreePlanner(TreeChoice):
     """Chooses among a policy's candidates, or none of them; keeps what it has learned from text to text."""
 
+    is_fixed = False
+
     def __init__(self, policy: TreePolicy) -> None:
         super().__init__(policy)
         self.trees = policy.candidates

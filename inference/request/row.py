@@ -80,11 +80,6 @@ class Row:
         return self.prompt + self.new
 
     @property
-    def num_padded(self) -> int:
-        """Tokens of the text as transformers shows it to a processor, padding included."""
-        return len(self.padded) + len(self.new)
-
-    @property
     def num_committed(self) -> int:
         """Tokens of the text in the cache: all but the newest, which is the next tree's root."""
         return len(self.padded) - self.num_padding + len(self.new) - 1

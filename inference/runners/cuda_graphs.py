@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftsmith.inference.acceptance.exact import Acceptance
 from draftsmith.inference.acceptance.rules import AcceptanceRule
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.acceptance.walk import Acceptance
 from draftsmith.inference.cache.tree_cache import TreeCache
 from draftsmith.inference.request.token_history import TokenHistory
 from draftsmith.inference.state import DecodeState

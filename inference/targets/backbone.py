@@ -83,10 +83,14 @@ class Backbone:
             output = self.run(self.causal_lm, token_ids, positions, masks, cache, [*feature_layers, end])
             last = self._take(output.hidden_states[end])
         else:  # the last state is `last_hidden_state`: asking for it by number would keep it twice
-            layers = [layer for layer in feature_layers if layer != end]
+            layers = list(feature_layers)
+            while end in layers:
+                layers.remove(end)
             output = self.run(self.causal_lm.base_model, token_ids, positions, masks, cache, layers, media)
             last = self._take(output.last_hidden_state)
-        states = [last if layer == end else self._take(output.hidden_states[layer]) for layer in feature_layers]
+        states = []
+        for layer in feature_layers:
+            states.append(last if layer == end else self._take(output.hidden_states[layer]))
         features = torch.cat(states, dim=-1) if states else None
         return PassOutput(last, features, output.logits.to(self.device) if with_logits else None)
 
@@ -108,14 +112,17 @@ class Backbone:
         Raises:
             ValueError: the model is in training mode.
         """
-        refuse_training(self.model)
+        if self.model.training:
+            refuse_training(self.model)
         names = self._names if module is self.causal_lm else self._decoder_names
+        seen = {"attention_mask": masks, "position_ids": positions} if names.has_positions else {}
         with self.attention():
             return module(
-                **names.name(token_ids, masks, positions, cache),
+                input_ids=token_ids,
+                **{**seen, names.cache: cache},
                 **(media or {}),
                 use_cache=cache is not None,
-                output_hidden_states=request_states(layers),
+                output_hidden_states=request_states(layers) if layers else False,
                 return_dict=True,
             )
 

@@ -5,7 +5,7 @@ Legend: B batch, W nodes of a level's beam, M nodes of the level.
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.trees.policy import TreePolicy, mask_absent
-from draftsmith.inference.trees.token_tree import TokenTree
+from draftsmith.inference.trees.policy import TreePolicy
+from draftsmith.inference.trees.token_tree import TokenTree, mask_absent
 
 # The root has up to this many times as many children as a beam is wide: their scores are known anyway.
 ROOT_FACTOR = 2
@@ -95,13 +95,14 @@ def choose_nodes(levels: Sequence[Level], num_nodes: int) -> TokenTree:
 
 def join_levels(levels: Sequence[Level]) -> TokenTree:
     """The tree of all drafted nodes, root included."""
-    sizes = [level.token_ids.shape[1] for level in levels]
-    starts = [0, 0, *itertools.accumulate(sizes[:-2])]  # of the level above each level
-    token_ids, scores, widths = (
-        torch.cat([getattr(level, name) for level in levels], 1) for name in ("token_ids", "scores", "widths")
-    )
-    parents = torch.cat([level.parents + start for level, start in zip(levels, starts, strict=True)], 1)
-    depths = torch.cat([torch.full_like(level.parents, depth) for depth, level in enumerate(levels)], 1)
+    columns: tuple[list[Tensor], ...] = ([], [], [], [], [])
+    above = own = 0  # where the level above each level begins, and the level itself
+    for depth, level in enumerate(levels):
+        tensors = level.token_ids, level.parents + above, torch.full_like(level.parents, depth), level.scores
+        for column, tensor in zip(columns, (*tensors, level.widths), strict=True):
+            column.append(tensor)
+        above, own = own, own + level.token_ids.shape[1]
+    token_ids, parents, depths, scores, widths = map(functools.partial(torch.cat, dim=1), columns)
     return TokenTree(token_ids, parents, depths, scores, widths=widths)
 
 

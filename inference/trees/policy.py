@@ -6,7 +6,6 @@ Legend: B batch, N tree nodes (root included), W frontier nodes of one level, C 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -94,10 +93,3 @@ class TreePolicy(ABC):
                 "use a shallower tree, or heads with more levels"
             )
         return self
-
-
-def mask_absent(tree: TokenTree) -> TokenTree:
-    """Turns nodes of score -inf (the drafter had no such candidate) into padding, which has no parent."""
-    absent = tree.log_probs.isneginf()
-    parents, depths = tree.parents.masked_fill(absent, -1), tree.depths.masked_fill(absent, 0)
-    return replace(tree, parents=parents, depths=depths)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.trees.policy import TreePolicy, mask_absent
-from draftsmith.inference.trees.token_tree import DrawnFrom, TokenTree
+from draftsmith.inference.trees.policy import TreePolicy
+from draftsmith.inference.trees.token_tree import DrawnFrom, TokenTree, mask_absent
 
 
 @dataclass(frozen=True)

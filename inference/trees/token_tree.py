@@ -5,7 +5,7 @@ Legend: B batch, N tree nodes, I nodes with children, K depth, V target vocabula
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -95,6 +95,13 @@ class TokenTree:
         """[B, N, N] bool: row i is True at j if j is i or an ancestor of i."""
         # The bound itself, even where fewer nodes cannot reach it: one compiled graph then serves all numbers of nodes.
         return compute_ancestors(self.parents, max_depth=self.max_depth)
+
+
+def mask_absent(tree: TokenTree) -> TokenTree:
+    """Turns nodes of score -inf (the drafter had no such candidate) into padding, which has no parent."""
+    absent = tree.log_probs.isneginf()
+    parents, depths = tree.parents.masked_fill(absent, -1), tree.depths.masked_fill(absent, 0)
+    return replace(tree, parents=parents, depths=depths)
 
 
 def compute_ancestors(parents: Tensor, *, max_depth: int | None = None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.heads import HEAD_TYPES
 from draftsmith.inference import step as step_module
-from draftsmith.inference.acceptance.walk import Acceptance
+from draftsmith.inference.acceptance.exact import Acceptance
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.lossless.matrix import __main__ as program

@@ -14,7 +14,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from draftsmith.inference import step as step_module
-from draftsmith.inference.acceptance.walk import Acceptance
+from draftsmith.inference.acceptance.exact import Acceptance
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.trees.token_tree import TokenTree
 

@@ -22,12 +22,11 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from draftsmith.inference.acceptance.exact import accept_exact
+from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
 from draftsmith.inference.acceptance.rejection import DRAFT_STREAM, accept_blocks, accept_by_rejection
 from draftsmith.inference.acceptance.rules import RULES, resolve_rule, typical
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.acceptance.typical import accept_typical
-from draftsmith.inference.acceptance.walk import Acceptance
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.sampling import DraftSampling

@@ -335,7 +335,7 @@ def test_eager_steps_never_reach_the_compiler(target: Target, monkeypatch: pytes
 
     monkeypatch.setattr(torch, "compile", refuse)
     step = Step(target, None, None)
-    assert step.num_nodes == step.num_depths == 1
+    assert step.num_nodes == step.path_width == 1
     Decoder(target).generate(random_prompt(4), max_new_tokens=4, do_sample=False)
 
 
