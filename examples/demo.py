@@ -37,13 +37,12 @@ from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.matrix import measure_with_progress
 from draftsmith.scripts.measuring.measure import Contender, Prompt, Settings, load_prompts
 from draftsmith.scripts.measuring.plot import draw_plot
-from draftsmith.scripts.measuring.render import make_grids
 from draftsmith.scripts.measuring.report import headline, make_report, make_rows, write_json
-from draftsmith.scripts.measuring.rows import Row
+from draftsmith.scripts.measuring.table import Row, make_grids
 from draftsmith.scripts.shared.model_loading import DTYPES, encode_messages, load_heads, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_ENDING = "-chat-13m-quick"

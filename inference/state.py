@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.cache.tree_cache import TreeCache
-from draftsmith.inference.drafters.base import Drafter, first_rows
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.drafters.row_state import first_rows
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.request.token_history import TokenHistory
 

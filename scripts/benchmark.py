@@ -41,13 +41,13 @@ from draftsmith.scripts.measuring.matrix import (
 )
 from draftsmith.scripts.measuring.measure import Settings
 from draftsmith.scripts.measuring.plot import draw_batch_plot, draw_plot
-from draftsmith.scripts.measuring.render import Grid, make_grids
 from draftsmith.scripts.measuring.report import headline, make_report, write_json
+from draftsmith.scripts.measuring.table import Grid, make_grids
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.ranks import choose_device, connect_servers, read_rank, serve_rank
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 GROUPS = {
     "target and drafters": "target heads drafter_model ngrams assistant tree acceptance",

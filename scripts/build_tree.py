@@ -24,7 +24,7 @@ from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_convers
 from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.data.conversations import load_conversations
 from draftsmith.training.losses.rank_accuracy import measure_rank_accuracy
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 
 @dataclass

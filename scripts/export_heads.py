@@ -32,7 +32,7 @@ from draftsmith.scripts.conversion.serving_card import fill_commands, fill_pytho
 from draftsmith.scripts.shared.model_loading import check_folder, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import check_new_folder
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 NAMES = list(dict.fromkeys(known.name for known in FORMATS if known.kinds))
 # Keys of a config that are about a file or a place, not about the heads.

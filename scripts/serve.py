@@ -28,7 +28,7 @@ from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.serving.server import new_server
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP, load_drafter, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"
 GROUPS = {

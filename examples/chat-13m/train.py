@@ -34,7 +34,7 @@ from draftsmith.scripts.measuring.texts import share_of_repeated_ngrams
 from draftsmith.scripts.shared.model_loading import load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.training.data.conversations import load_conversations
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.run.optimizer import MuonWithAdamW
 
 FOLDER = Path(__file__).resolve().parent

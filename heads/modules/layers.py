@@ -18,8 +18,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.heads.modules.unrolled_attention import attend_unrolled
-from draftsmith.inference.cache.tree_cache import pick_rows
-from draftsmith.inference.drafters.base import first_rows
+from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.kernels.attention import attend_masked
 
 
@@ -101,7 +100,7 @@ class RMSNorm(nn.Module):
         return cast(Tensor, _NormInFloat32.apply(x, self.weight, self.eps))
 
 
-class DraftCache:
+class DraftCache(RowState):
     """Keys and values of one draft layer: first R scratch rows for the tree, then one slot per accepted position.
 
     With the scratch rows first, both regions have fixed columns in rows of every length. A tree fills the scratch rows
@@ -113,6 +112,8 @@ class DraftCache:
         num_slots: accepted slots that a row can hold.
         num_scratch: R.
     """
+
+    row_fields = ("keys", "values", "lengths")
 
     def __init__(
         self,
@@ -204,14 +205,11 @@ class DraftCache:
         self.lengths.copy_(lengths)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Row i becomes the present row rows[i] >= i, in place; the others are forgotten."""
-        self.keys, self.values = first_rows(self.keys, rows), first_rows(self.values, rows)
-        self.lengths, self.rows = pick_rows(self.lengths, rows), self.rows[: len(rows)]
+        super().keep_rows(rows)
+        self.rows = self.rows[: len(rows)]
 
-    def add_rows(self, other: DraftCache) -> None:
-        """The rows of a cache of the same sizes come after the present ones. The caches share nothing then."""
-        self.keys, self.values = torch.cat([self.keys, other.keys]), torch.cat([self.values, other.values])
-        self.lengths = torch.cat([self.lengths, other.lengths])
+    def add_rows(self, other: DraftCache, max_slots: int) -> None:
+        super().add_rows(other, max_slots)
         self.rows = torch.arange(len(self.lengths), device=self.keys.device)[:, None]
 
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,8 +66,9 @@ class Drafter(metaclass=ABCMeta):
     `share_cache`."""
 
     can_copy_rows: bool = False
-    """Whether `copy_rows`, `keep_rows` and `add_rows` work. Without them finished rows stay in the batch, a shared
-    beginning of several prompts is read once for each of them, and `reuse_cache` and serving are refused."""
+    """Whether `copy_rows`, `keep_rows` and `add_rows` work, which ask the state (a `RowState`, or None) by default.
+    Without them finished rows stay in the batch, a shared beginning of several prompts is read once for each of them,
+    and `reuse_cache` and serving are refused."""
 
     has_static_state: bool = False
     """Whether what a state holds from one `extend` to the next stays at its addresses, so that drafting can be captured
@@ -155,7 +156,9 @@ class Drafter(metaclass=ABCMeta):
         Raises:
             NotImplementedError: `can_copy_rows` is false.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot copy rows: can_copy_rows is False")
+        self._require_rows()
+        if state is not None:
+            state.copy_rows(source, rows, lengths, max_slots)
 
     def keep_rows(self, state: Any, rows: Sequence[int]) -> None:
         """Keeps some rows of a state, in place: row i becomes the present row rows[i] >= i. The others are forgotten.
@@ -166,7 +169,9 @@ class Drafter(metaclass=ABCMeta):
         Raises:
             NotImplementedError: `can_copy_rows` is false.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot drop rows: can_copy_rows is False")
+        self._require_rows()
+        if state is not None:
+            state.keep_rows(rows)
 
     def add_rows(self, state: Any, other: Any, *, max_slots: int) -> None:
         """Adds the rows of another state, of the same `max_length` and `num_scratch`, after the present rows of
@@ -181,13 +186,10 @@ class Drafter(metaclass=ABCMeta):
         Raises:
             NotImplementedError: `can_copy_rows` is false.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot add rows: can_copy_rows is False")
+        self._require_rows()
+        if state is not None:
+            state.add_rows(other, max_slots)
 
-
-def first_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Moves row rows[i] >= i of `values` [B, ...] to row i, in place, and returns a view of these rows."""
-    for place, row in enumerate(rows):
-        assert row >= place, "an earlier row would have been overwritten"
-        if row > place:
-            values[place] = values[row]
-    return values[: len(rows)]
+    def _require_rows(self) -> None:
+        if not self.can_copy_rows:
+            raise NotImplementedError(f"{type(self).__name__} cannot copy, drop or add rows: can_copy_rows is False")

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.cache.tree_cache import TreeCache, pick_rows
-from draftsmith.inference.drafters.base import Drafter, DraftLogits, first_rows
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.row_state import first_rows
 from draftsmith.inference.targets.target import Target
 
 # No weight falls to zero: a text may begin to repeat itself at any time.

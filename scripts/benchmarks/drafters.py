@@ -36,11 +36,11 @@ from draftsmith.scripts.measuring.matrix import (
     name_heads,
 )
 from draftsmith.scripts.measuring.measure import PLAIN, Contender, Settings
-from draftsmith.scripts.measuring.render import Grid, format_number
+from draftsmith.scripts.measuring.table import Grid, format_number
 from draftsmith.scripts.shared.model_loading import DTYPES, TREE_HELP
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 HEADS_FOLDER = Path("examples/heads")
 PARTS = ("draft", "verify", "step")

@@ -48,7 +48,7 @@ from draftsmith.scripts.measuring.measure import load_prompts
 from draftsmith.scripts.shared.model_loading import DTYPES, load_drafter, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 LENGTHS = (2, 4, 8)  # of chains that wait for their verification
 CONTEXT = 64  # tokens of a prompt for --shape

@@ -30,7 +30,7 @@ from draftsmith.scripts.measuring.environment import ROOT, describe_machine, des
 from draftsmith.scripts.shared.model_loading import check_device
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 # A part of a card's name -> its dense bfloat16 operations per second, in 1e12 (data sheets). The first that fits.
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "RTX 4090": 165}

@@ -38,7 +38,7 @@ from draftsmith.scripts.measuring.environment import describe_machine, describe_
 from draftsmith.scripts.shared.model_loading import DTYPES, encode_messages, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 SERVE = Path(__file__).resolve().parents[1] / "serve.py"
 STOCK = "transformers serve"

@@ -47,7 +47,7 @@ from draftsmith.scripts.shared.clock import read_clock
 from draftsmith.scripts.shared.model_loading import check_device, fit_tree
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 # How steps run -> options of OurDecoding.
 MODES: dict[str, dict[str, Any]] = {

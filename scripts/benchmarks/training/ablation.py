@@ -27,11 +27,11 @@ from rich.console import Console
 from draftsmith.inference import Decoder, GenerationStats, Target
 from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.measure import Batch, Settings, load_prompts
-from draftsmith.scripts.measuring.render import Grid
+from draftsmith.scripts.measuring.table import Grid
 from draftsmith.scripts.shared.model_loading import TREE_HELP, load_heads, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.run.outcome import written_command
 
 TRAINING_PROGRAM = Path(__file__).resolve().parents[3] / "training" / "train_heads.py"

@@ -37,7 +37,7 @@ from draftsmith.scripts.benchmarks.scripted.counting import reduce_vocabulary
 from draftsmith.scripts.benchmarks.training.plain import plain_loss, run_target
 from draftsmith.scripts.measuring.environment import describe_machine, describe_program
 from draftsmith.scripts.measuring.operations import count_operations
-from draftsmith.scripts.measuring.render import Grid
+from draftsmith.scripts.measuring.table import Grid
 from draftsmith.scripts.shared.clock import read_clock
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
@@ -54,7 +54,7 @@ from draftsmith.training.features.store import FeatureStore, StoreSettings, name
 from draftsmith.training.features.target_identity import identify_target
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 MIB = 1 << 20
 OURS, PLAIN, PLAIN_SDPA = IMPLEMENTATIONS = ("ours", "plain", "plain, sdpa")

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from draftsmith.scripts.measuring.render import Grid
+from draftsmith.scripts.measuring.table import Grid
 
 
 @pytest.mark.parametrize(("width", "num_tables"), [(80, 3), (200, 1)])
