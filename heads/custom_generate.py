@@ -8,10 +8,11 @@ without trust there is `draftsmith.CustomGenerate`.
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from draftsmith.heads.base import DraftHeads
 from draftsmith.inference.custom_generate import as_transformers_returns
@@ -20,6 +21,9 @@ from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.generation import take_decoder_options
 
 _KEPT = "_draftsmith_heads"  # attribute of a model: its heads, by their folder or hub id
+
+# What transformers' generate hands on as None where nobody gave it. A setting that is given as None is switched off.
+_NAMED = inspect.signature(GenerationMixin.generate).parameters
 
 _CURE = "Name the heads: model.generate(..., heads=PATH_OR_HUB_ID)"
 
@@ -44,7 +48,7 @@ def generate_with_heads(
     Returns:
         what `model.generate` returns.
     """
-    given = {name: value for name, value in arguments.items() if value is not None}
+    given = {name: value for name, value in arguments.items() if value is not None or name not in _NAMED}
     if "custom_generate" in given:  # the model's generate was replaced by this one, and the decoder calls it
         stock: Any = type(model)
         return stock.generate(model, inputs=inputs if input_ids is None else input_ids, **given)
@@ -55,10 +59,12 @@ def generate_with_heads(
     if prompts is None:
         raise ValueError("there is no prompt: give input_ids (model.generate(**inputs, ...))")
     options = take_decoder_options(given)
+    if "stop_strings" in given:
+        given["stop_strings"] = given["stop_strings"] or []  # the decoder's None is the model's
     output = Decoder(model, drafter, **options).generate(prompts, given.pop("attention_mask", None), **given)
-    configs = (given, vars(given.get("generation_config", model.generation_config)), vars(model.generation_config))
-    found = (config.get("return_dict_in_generate") for config in configs)
-    is_dict = next((value for value in found if value is not None), False)
+    own = model.generation_config
+    found = [config.return_dict_in_generate for config in (given.get("generation_config", own), own)]
+    is_dict = given.get("return_dict_in_generate", next((value for value in found if value is not None), False))
     return as_transformers_returns(output, is_dict=bool(is_dict))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
+from transformers import PreTrainedModel
+
 from draftsmith.heads.config import DraftHeadsConfig
+from draftsmith.inference.drafters.base import Drafter
 
 HEAD_TYPES: dict[str, type[Any]] = {}  # head_type -> its subclass of DraftHeads
 GROUP = "draftsmith.heads"  # of entry points: examples/own_kind.py shows one
@@ -20,8 +23,12 @@ def register(kind: Kind) -> Kind:
     them, let a package name the kind as an entry point of the group `draftsmith.heads`.
 
     Raises:
-        ValueError: the class has no config of its own, or another class has this `head_type`.
+        ValueError: no subclass of DraftHeads, a class without a config of its own, or one whose `head_type` is that of
+            another class.
     """
+    # Only DraftHeads is both; it looks kinds up here.
+    if not (isinstance(kind, type) and issubclass(kind, Drafter) and issubclass(kind, PreTrainedModel)):
+        raise ValueError(f"register got {kind!r}: give a subclass of draftsmith.DraftHeads")
     config_class = getattr(kind, "config_class", None)
     if not (isinstance(config_class, type) and issubclass(config_class, DraftHeadsConfig) and config_class.head_type):
         raise ValueError(
@@ -44,12 +51,25 @@ def find_kind(head_type: str | None) -> type[Any]:
     """The class of a kind. That of an installed package is imported when it is first asked for.
 
     Raises:
-        ValueError: an unknown kind (the message lists the known ones), or a package that names another kind.
+        ValueError: an unknown kind (the message lists the known ones), or a package whose kind cannot be imported or
+            has another `head_type`.
     """
     if head_type not in HEAD_TYPES:
         for entry in entry_points(group=GROUP, name=head_type or ""):
-            if register(entry.load()).config_class.head_type != head_type:
-                raise ValueError(f"the entry point {entry.name} = {entry.value} is of another head_type: rename it")
+            _import_kind(entry)
     if head_type is None or head_type not in HEAD_TYPES:
         raise ValueError(f"unknown head_type {head_type!r}; known kinds: {', '.join(known_kinds())}")
     return HEAD_TYPES[head_type]
+
+
+def _import_kind(entry: EntryPoint) -> None:
+    package = f" of the package {entry.dist.name} {entry.dist.version}" if entry.dist else ""
+    described = f"the entry point {entry.name} = {entry.value}{package}"
+    try:
+        found = register(entry.load()).config_class.head_type
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{described} gives no kind of heads: {type(error).__name__}: {error}. Mend or uninstall the package"
+        ) from error
+    if found != entry.name:
+        raise ValueError(f"{described} is of head_type {found!r}: give the entry point that name")

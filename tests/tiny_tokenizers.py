@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, StopStringCriteria
 
 WORDS = ("Hello", "world", "sea", "and")
 
@@ -35,3 +38,13 @@ def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+def read_whole_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop strings for tokenizers of whole words: transformers finds the text of a token beside a word of its own."""
+
+    def read(tokenizer: Any, **_: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        vocabulary = tokenizer.get_vocab()
+        return tuple(vocabulary), tuple(vocabulary.values())
+
+    monkeypatch.setattr(StopStringCriteria, "clean_tokenizer_vocab", staticmethod(read))

@@ -78,7 +78,8 @@ def make_request(
     target.check_again()
     _refuse_arguments(target.model, generate_kwargs)
     check_prompt(input_ids, attention_mask)
-    media = sorted(media_names(target) & {name for name, value in generate_kwargs.items() if value is not None})
+    given = {name for name, value in generate_kwargs.items() if value is not None}
+    media = sorted(media_names(target) & given)
     model, given_ids = cast(Any, target.model), input_ids.to(target.device)
     if target.is_encoder_decoder:
         check_source(model, input_ids, attention_mask)
@@ -97,7 +98,7 @@ def make_request(
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Request:
-        _refuse_options(generation_config, (model_kwargs.keys() & generate_kwargs.keys()) - {*media})
+        _refuse_options(generation_config, (model_kwargs.keys() & given) - {*media})
         mask = model_kwargs.get("decoder_attention_mask" if target.is_encoder_decoder else "attention_mask")
         source = _encoded_source(target, given_ids, model_kwargs) if target.is_encoder_decoder else None
         request = Request(
@@ -193,23 +194,24 @@ def request_of_hook(
 
 
 def _take_stop_strings(model: Any, tokenizer: Any, stop_strings: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """A stopping criterion for the stop strings of the call, or else of its config, or else of the model's config.
+    """A stopping criterion for the stop strings of the call, or else of its config, or else of the model's config; none
+    for an empty list.
 
     The hook drops the tokenizer, so transformers must not see the stop strings.
     """
     given = kwargs.get("generation_config")
     for config in (given, model.generation_config):
         stop_strings = getattr(config, "stop_strings", None) if stop_strings is None else stop_strings
-    if stop_strings is None:
-        return []
-    if tokenizer is None:
-        raise ValueError(f"stop_strings={stop_strings!r} needs the tokenizer: pass tokenizer=...")
+    if stop_strings and tokenizer is None:
+        raise ValueError(
+            f"stop_strings={stop_strings!r} needs the tokenizer: pass tokenizer=..., or stop_strings=[] for none"
+        )
     if getattr(given, "stop_strings", None) is not None:
         kwargs["generation_config"] = copy.deepcopy(given)
         kwargs["generation_config"].stop_strings = None
     if model.generation_config.stop_strings is not None:
         kwargs["stop_strings"] = None  # an argument outranks both configs
-    return [StopStringCriteria(tokenizer, stop_strings)]
+    return [StopStringCriteria(tokenizer, stop_strings)] if stop_strings else []
 
 
 def _refuse_arguments(model: Any, generate_kwargs: dict[str, Any]) -> None:
@@ -224,8 +226,8 @@ def _refuse_arguments(model: Any, generate_kwargs: dict[str, Any]) -> None:
     configs = generate_kwargs.get("generation_config"), model.generation_config
     if generate_kwargs.get("token_healing", any(getattr(config, "token_healing", False) for config in configs)):
         raise ValueError(
-            "token_healing is not supported by this decode loop: leave it out, and give "
-            "model.heal_tokens(input_ids, tokenizer) as the prompt"
+            "token_healing is not supported by this decode loop: leave it out, or set it to false in the model's "
+            "generation config, and give model.heal_tokens(input_ids, tokenizer) as the prompt"
         )
 
 

@@ -98,10 +98,6 @@ class CompletionOptions(Strict):
     def num_prompts(self) -> int:
         return 1
 
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-
 
 class ChatRequest(CompletionOptions):
     """The body of /v1/chat/completions."""

@@ -128,7 +128,7 @@ class ReplyMaker:
             RequestError: options that this target or server cannot honour.
         """
         num_new = self._count_new_tokens(len(prompt), body)
-        stops = self._check_stops(body)
+        stops = self._find_stops(body)
         for token in body.stop_token_ids or ():
             self._check_token(token, "stop_token_ids")
         arguments = self._arguments(num_new, body)
@@ -154,7 +154,10 @@ class ReplyMaker:
         kwargs = arguments | {"logits_processor": self._processors(len(prompt), body)}
         try:
             with self._one_at_a_time:
-                request = make_request(self.target, input_ids, torch.ones_like(input_ids), generate_kwargs=kwargs)
+                # Stop strings end the text (`Row.stops`), not the tokens.
+                request = make_request(
+                    self.target, input_ids, torch.ones_like(input_ids), stop_strings=[], generate_kwargs=kwargs
+                )
         except ValueError as error:
             raise RequestError(str(error).partition("\n")[0]) from error
         # Here and not as an argument of generate, which wants at least one token.
@@ -179,9 +182,12 @@ class ReplyMaker:
             )
         return asked
 
-    @staticmethod
-    def _check_stops(body: CompletionOptions) -> list[str]:
-        stops = body.stops
+    def _find_stops(self, body: CompletionOptions) -> list[str]:
+        """The request's stop strings, else those of the model's generation config."""
+        if body.stop is None:
+            own: str | list[str] | None = self.target.model.generation_config.stop_strings
+            return [own] if isinstance(own, str) else own or []
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop
         if len(stops) > MAX_STOPS or not all(1 <= len(stop) <= MAX_STOP_LENGTH for stop in stops):
             raise RequestError(
                 f"stop takes at most {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters", param="stop"

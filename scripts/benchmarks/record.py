@@ -58,6 +58,7 @@ def main() -> None:
         heads = load_heads(args.heads, target)
         input_ids = encode_messages(tokenizer, [{"role": "user", "content": args.prompt}]).to(target.device)
         options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
+        options["tokenizer"] = tokenizer
         if args.temperature:
             options |= {"temperature": args.temperature, "seed": args.seed}
         decoders = Decoder(target, compile=True), Decoder(target, heads, tree=args.tree, compile=True)

@@ -141,6 +141,7 @@ class ChatSession:
         if options["do_sample"] and options["seed"] is None:
             options["seed"] = secrets.randbits(31)  # for a comparison
         self._note_model_settings(options)
+        options["tokenizer"] = self.tokenizer  # for stop strings of the target's generation config
         printer, is_whole = ReplyPrinter(self.tokenizer, self.console), True
         own: dict[str, Any] = {}
         if isinstance(self.decoder, Decoder):

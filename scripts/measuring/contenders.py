@@ -44,6 +44,7 @@ class TransformersDecoding:
             sequences = model.generate(
                 batch.input_ids,
                 attention_mask=batch.attention_mask,
+                pad_token_id=_find_filler(self.target),
                 **settings.generate_kwargs(max_new_tokens),
                 **self.options,
             )
@@ -54,12 +55,25 @@ class TransformersDecoding:
 
 
 def _read_texts(sequences: Tensor, batch: Batch, target: Target) -> list[list[int]]:
-    """Each row's new tokens up to its EOS; the rest of `sequences` [B, L + new] is padding."""
-    eos = target.model.generation_config.eos_token_id  # type: ignore[union-attr]
-    eos_ids = set(eos if isinstance(eos, list) else [eos])
+    """Each row's new tokens up to its EOS or stop string; the rest of `sequences` [B, L + new] is padding."""
+    eos_ids, filler = _find_eos(target), _find_filler(target)
     texts: list[list[int]] = sequences[:, batch.input_ids.shape[1] :].tolist()
-    ends = [next((place for place, token in enumerate(text, 1) if token in eos_ids), len(text)) for text in texts]
-    return [text[:end] for text, end in zip(texts, ends, strict=True)]
+    for text in texts:
+        del text[next((place for place, token in enumerate(text, 1) if token in eos_ids), len(text)) :]
+        while text and text[-1] == filler:
+            text.pop()
+    return texts
+
+
+def _find_eos(target: Target) -> set[int | None]:
+    eos = target.model.generation_config.eos_token_id
+    return set(eos if isinstance(eos, list) else [eos])
+
+
+def _find_filler(target: Target) -> int:
+    """The token after the end of rows that end before others: no EOS, so that the ends of stop strings are seen."""
+    eos_ids = _find_eos(target)
+    return next(token for token in itertools.count() if token not in eos_ids)
 
 
 def compiled_options() -> dict[str, Any]:
@@ -192,6 +206,7 @@ class OurDecoding:
             batch.input_ids,
             batch.attention_mask,
             seed=seeds,
+            pad_token_id=_find_filler(self.decoder.target),
             **settings.generate_kwargs(max_new_tokens),
         )
         seconds = read_clock(device) - start

@@ -7,7 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ def describe_environment(target: Target, settings: Settings | None, /, **details
 
     `generation_config` is what the target's generation config adds to the settings.
     """
-    options = asdict(settings) if settings is not None else {}
+    options = asdict(replace(settings, tokenizer=None)) if settings is not None else {}
+    options.pop("tokenizer", None)
     own = {} if settings is None else {"generation_config": settings.find_model_settings(target)}
     return {
         **describe_machine(target.device),

@@ -51,6 +51,7 @@ class Subject:
     """
 
     target: Target
+    tokenizer: Any
     drafters: dict[str, Drafter]
     misfits: dict[str, str]
     assistant: PreTrainedModel | None
@@ -105,6 +106,7 @@ def load_subject(
         drafters |= {f"{label} + n-grams": MergedDrafter(one, NgramDrafter()) for label, one in drafters.items()}
     return Subject(
         target=target,
+        tokenizer=tokenizer,
         drafters=drafters,
         misfits=misfits,
         assistant=load_assistant(assistant, target) if assistant is not None else None,
@@ -203,7 +205,7 @@ def measure_combination(
         single_texts: the reference's text of each prompt decoded by itself; rows of batches are compared with these.
             None = this combination's texts if its batch size is 1, otherwise they are decoded.
     """
-    target = subject.target
+    target, settings = subject.target, replace(settings, tokenizer=subject.tokenizer)
     if earlier is not None:
         contenders = [replace(one, runs=[], profiled=[], work=None, warm_up_seconds=0.0) for one in earlier]
     else:

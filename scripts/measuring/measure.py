@@ -31,7 +31,7 @@ TRANSFORMERS, PLAIN = "transformers generate", "plain decoding"
 class Settings:
     """The settings of all contenders. max_new_tokens: per prompt. temperature: 0 = greedy. seed: of prompt 0; prompt i
     uses seed + i. batch_size: prompts decoded together. repetition_penalty: as in transformers; 1 = no penalty, None =
-    as the target's generation config says."""
+    as the target's generation config says. tokenizer: finds the stop strings of the target's generation config."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -39,6 +39,7 @@ class Settings:
     repeats: int = 3
     batch_size: int = 1
     repetition_penalty: float | None = None
+    tokenizer: Any = None
 
     @property
     def is_sampled(self) -> bool:
@@ -51,6 +52,7 @@ class Settings:
     def generate_kwargs(self, max_new_tokens: int | None = None) -> dict[str, Any]:
         """Keyword arguments of transformers' `generate`."""
         kwargs: dict[str, Any] = {"max_new_tokens": max_new_tokens or self.max_new_tokens, "do_sample": self.is_sampled}
+        kwargs["tokenizer"] = self.tokenizer
         if self.repetition_penalty is not None:
             kwargs["repetition_penalty"] = self.repetition_penalty
         # Whatever the target's generation config says about these three.

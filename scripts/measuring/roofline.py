@@ -172,6 +172,7 @@ def count_round(
                 torch.ones_like(prompt),
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
+                stop_strings=[],
                 on_step=lambda *_, marks=marks: marks.append(counter.work),
             )
         num_rounds = len(marks) - 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, dynamic_module_utils
+from transformers import AutoModelForCausalLM, GenerationConfig, dynamic_module_utils
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.registry import find_format
@@ -18,6 +18,7 @@ from tests.inference.test_generation import Recorder
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
+STOP = ["3"]  # chat-13m's token 21, which the model writes after some others
 
 
 def write_folder(heads: DraftHeads, folder: Path, at: str | None = None) -> str:
@@ -82,13 +83,41 @@ def test_other_heads(model: Any, folder: str, tmp_path: Path) -> None:
         assert torch.equal(run(model, folder, {"input_ids": prompt}, **GREEDY, **tree, heads=heads), expected)
 
 
-def test_a_model_whose_generate_was_replaced(model: Any, folder: str, tmp_path: Path) -> None:
+def test_a_model_whose_generate_was_replaced(model: Any, folder: str, tmp_path: Path, chat_tokenizer: Any) -> None:
     """from_pretrained(trust_remote_code=True) does that where the model's own repository has the code."""
     model.save_pretrained(tmp_path)
     shutil.copytree(Path(folder) / "custom_generate", tmp_path / "custom_generate")
     replaced = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
     prompt = random_prompt(7)
     assert torch.equal(replaced.generate(inputs=prompt, heads=folder, **GREEDY), model.generate(prompt, **GREEDY))
+    expected = model.generate(prompt, **GREEDY, stop_strings=STOP, tokenizer=chat_tokenizer)
+    assert expected.shape[1] < 7 + 16
+    replaced.generation_config.stop_strings = STOP
+    assert torch.equal(replaced.generate(inputs=prompt, heads=folder, **GREEDY, tokenizer=chat_tokenizer), expected)
+
+
+# Settings of a generation config; transformers switches a setting off that is given as None.
+OWN: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.8},
+    "stop_strings": {"stop_strings": STOP},
+    "return_dict_in_generate": {"return_dict_in_generate": True},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_is_given_as_none_is_switched_off(
+    name: str, model: Any, folder: str, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = random_prompt(7)
+    monkeypatch.setattr(model, "generation_config", GenerationConfig(**OWN[name]))
+    expected = model.generate(prompt, **GREEDY, **{name: None}, tokenizer=chat_tokenizer)
+    of_the_model = model.generate(prompt, **GREEDY, tokenizer=chat_tokenizer)
+    assert type(of_the_model) is not type(expected) or not torch.equal(of_the_model, expected)
+    found = run(model, folder, {"input_ids": prompt, "token_type_ids": None}, **GREEDY, **{name: None})
+    assert torch.equal(found, expected)
+    found = run(model, folder, {"input_ids": prompt}, **GREEDY, tokenizer=chat_tokenizer)
+    assert type(found) is type(of_the_model)
+    assert torch.equal(torch.as_tensor(getattr(found, "sequences", found)), getattr(of_the_model, "sequences", found))
 
 
 def test_the_folder(heads: DraftHeads, folder: str, tmp_path: Path) -> None:

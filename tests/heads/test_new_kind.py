@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from draftsmith.heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig, create_heads, register
 from draftsmith.heads.registration import find_kind, known_kinds
-from draftsmith.inference import Target, generate
+from draftsmith.inference import Drafter, Target, generate
 from tests.conftest import REPOSITORY
 from tests.heads.test_overfit import learn
 from tests.tiny_targets import random_prompt, tiny_target
@@ -46,19 +48,44 @@ def test_the_example_runs(own_kind: Any, monkeypatch: pytest.MonkeyPatch, capsys
     assert float(found[1]) > 1.3
 
 
-def test_an_installed_package_brings_a_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_kind: Any) -> None:
-    del HEAD_TYPES["bigram"]
-    info = tmp_path / "their_package-1.0.dist-info"
+def _install(folder: Path, entries: str) -> None:
+    info = folder / "their_package-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[draftsmith.heads]\nbigram = own_kind:BigramHeads\nother = own_kind:BigramHeads\n"
-    )
+    (info / "entry_points.txt").write_text(f"[draftsmith.heads]\n{entries}")
+
+
+def test_an_installed_package_brings_a_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_kind: Any) -> None:
+    del HEAD_TYPES["bigram"]
+    _install(tmp_path, "bigram = own_kind:BigramHeads\nother = own_kind:BigramHeads\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert {"bigram", "eagle3", "other"} <= {*known_kinds()}
     assert find_kind("bigram") is own_kind.BigramHeads
     with pytest.raises(ValueError, match="entry point other = own_kind:BigramHeads"):
         find_kind("other")
+
+
+# The value of an entry point, the text of its module, and what the error must say.
+BROKEN = {
+    "a missing module": ("nowhere_at_all:Kind", "", "ModuleNotFoundError.*nowhere_at_all"),
+    "a module that needs another": ("broken_kind:Kind", "import nowhere_at_all", "ModuleNotFoundError.*nowhere_at_all"),
+    "a missing class": ("broken_kind:Kind", "", "AttributeError.*Kind"),
+    "no class": ("broken_kind:Kind", "Kind = 3", "register got 3.*DraftHeads"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_package_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    value, text, expected = BROKEN[name]
+    _install(tmp_path, f"trigram = {value}\n")
+    (tmp_path / "broken_kind.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "broken_kind", raising=False)
+    with pytest.raises(ValueError, match=f"trigram = {value} of the package their-package 1.0.*{expected}"):
+        find_kind("trigram")
+    assert "trigram" not in HEAD_TYPES
+    assert "eagle3" in known_kinds()
+    monkeypatch.delitem(sys.modules, "broken_kind", raising=False)
 
 
 def test_what_cannot_be_registered_is_named(own_kind: Any) -> None:
@@ -68,6 +95,18 @@ def test_what_cannot_be_registered_is_named(own_kind: Any) -> None:
     class Nameless(DraftHeads):
         config_class = DraftHeadsConfig
 
+    class NoHeads:
+        config_class = own_kind.BigramConfig
+
+    class OnlyDrafter(Drafter):
+        config_class = own_kind.BigramConfig
+
+    class OnlyModel(PreTrainedModel):
+        config_class = own_kind.BigramConfig
+
+    for wrong in (NoHeads, OnlyDrafter, OnlyModel, DraftHeadsConfig, own_kind.BigramHeads.__init__, 3):
+        with pytest.raises(ValueError, match=f"register got {re.escape(repr(wrong))}.*DraftHeads"):
+            register(wrong)
     with pytest.raises(ValueError, match=r"'bigram' of Other.* BigramHeads"):
         register(Other)
     with pytest.raises(ValueError, match=r"Nameless\.config_class"):

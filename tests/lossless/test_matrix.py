@@ -26,7 +26,7 @@ from tests.lossless.matrix.results import (
     from_json,
     run_cell,
 )
-from tests.tiny_targets import FAMILIES
+from tests.tiny_targets import FAMILIES, LEFT_OUT
 
 NEW_TOKENS = 16
 GREEDY_TOKENS = 32  # enough for every branch
@@ -106,6 +106,9 @@ def test_every_depth_rank_and_end_is_reached_and_written_down(
     assert f"| target, attention | 1 | {summary.tokens:,} ({WIDE}, sdpa) |" in page
 
 
+@pytest.mark.skipif(
+    bool(LEFT_OUT), reason=f"the published run has families that this release of transformers lacks: {LEFT_OUT}"
+)
 def test_the_published_run_is_of_these_cells_and_found_nothing() -> None:
     summary = render.from_json((program.DOCS / "lossless.json").read_text())
     cells = program.choose_cells(program.parse_arguments([]))

@@ -124,6 +124,36 @@ def test_a_penalty_of_one_is_no_penalty_whatever_the_model_says(
     assert gaps[1] is not None
 
 
+@pytest.mark.parametrize("pad", ["none of its own", "an EOS"])
+def test_stop_strings_of_the_model_end_texts_alike_in_batches_of_any_size(
+    pad: str, target: Target, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stories = [
+        encode_messages(chat_tokenizer, [{"role": "user", "content": text}])
+        for text in ("Write a short story about a dog.", "Why is the sky blue?")
+    ]
+    prompts = [Prompt("", index, story) for index, story in enumerate(stories)]
+    settings = Settings(24, tokenizer=chat_tokenizer)
+    decodings = OurDecoding(target, None), OurDecoding(target, NgramDrafter()), TransformersDecoding(target)
+    plain, other = (decodings[0](Batch.of(prompt), settings).texts[0] for prompt in prompts)
+    stop = chat_tokenizer.decode(plain[5:8])
+    assert stop not in chat_tokenizer.decode(other)
+    config = copy.deepcopy(target.model.generation_config)
+    config.stop_strings = [stop]
+    if pad == "an EOS":
+        config.pad_token_id = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+    monkeypatch.setattr(target.model, "generation_config", config)
+    expected = [decodings[2](Batch.of(prompt), settings).texts[0] for prompt in prompts]
+    assert expected[0] == plain[:8]
+    assert expected[1] == other
+    for decode in decodings:
+        assert decode(Batch.of(*prompts), settings).texts == expected
+        assert [decode(Batch.of(prompt), settings).texts[0] for prompt in prompts] == expected
+    (report,) = [describe_environment(target, settings, target="t", num_prompts=1)]
+    assert report["generation_config"] == {"stop_strings": [stop]}
+    json.dumps(report)
+
+
 def test_a_tree_too_deep_for_its_heads_is_reported_not_raised(target: Target) -> None:
     heads = create_heads("medusa", target, num_heads=2)
     contenders = make_contenders(target, {"two": heads}, ["chain:2", "chain:3"], Settings())

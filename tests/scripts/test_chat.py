@@ -96,6 +96,22 @@ def test_what_the_targets_generation_config_sets_is_told(chat: Chat, small_chat:
     assert not any("generation config" in note for note in notes)
 
 
+def test_stop_strings_of_the_targets_generation_config(chat: Chat, tmp_path: Path) -> None:
+    plain, _ = chat("Hi")
+    stop = plain[0][2:5]
+    folder = tmp_path / "target"
+    shutil.copytree(CHAT_TARGET, folder)
+    config = GenerationConfig.from_pretrained(folder)
+    config.update(stop_strings=[stop])
+    config.save_pretrained(folder)
+    replies, notes = chat("Hi", "/compare", target=str(folder))
+    assert stop in replies[0]
+    assert len(replies[0]) < len(plain[0])
+    assert plain[0].startswith(replies[0])
+    assert any("generation config" in note and stop in note for note in notes)
+    assert any(note.startswith("identical") for note in notes)
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

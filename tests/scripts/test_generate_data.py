@@ -24,6 +24,7 @@ from draftsmith.training.data.conversations import load_conversations
 from draftsmith.training.synthesis.arguments import SynthesisArguments
 from draftsmith.training.synthesis.synthesizer import Synthesizer
 from tests.conftest import REPOSITORY
+from tests.tiny_tokenizers import read_whole_words
 from tests.training.openai_server import serving
 from tests.training.runner import WORDS, save_chat_target
 
@@ -209,11 +210,14 @@ def test_what_the_targets_generation_config_sets_is_recorded(
     """It changes the text, so a run does not go on under another one."""
     folder, output = tmp_path / "target", tmp_path / "out.jsonl"
     shutil.copytree(target, folder)
-    own = {"do_sample": True, "repetition_penalty": 1.5, "min_p": 0.01, "top_k": 3}
+    own = {"do_sample": True, "repetition_penalty": 1.5, "min_p": 0.01, "top_k": 3, "stop_strings": ["@word1"]}
     GenerationConfig(eos_token_id=sorted(STOP_IDS), **own).save_pretrained(folder)
     options = ("--target", folder, "--prompts", prompts, "--temperature", temperature, "--num_conversations")
+    read_whole_words(monkeypatch)
     told = run(output, *options, 4)
-    expected = {"repetition_penalty": 1.5} | ({"min_p": 0.01} if temperature else {})  # --top_k is given
+    expected = {name: own[name] for name in ("min_p", "repetition_penalty", "stop_strings")}  # --top_k is given
+    if not temperature:
+        del expected["min_p"]
     assert results(output)["stats"]["settings"]["generation_config"] == expected
     assert "repetition_penalty 1.5" in told
     stats_path = Path(f"{output}.stats.json")

@@ -14,10 +14,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from draftsmith.scripts import inspect_data
-from draftsmith.training.data.chat_tokens import tokenize_conversation
 from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED
 from tests.conftest import CHAT_TARGET, REPOSITORY
-from tests.training.conversation_cases import sharegpt, write
+from tests.training.conversation_cases import sharegpt, tokenize, write
 from tests.training.runner import Runner, save_chat_target
 
 
@@ -50,7 +49,7 @@ def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytes
     for record in [*map(json.loads, lines), long]:
         roles = {"human": "user", "gpt": "assistant"}
         messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
-        ids, mask = tokenize_conversation(messages, tokenizer)
+        ids, mask = tokenize(messages, tokenizer)
         lengths.append(len(ids[:99]))
         num_trained += sum(mask[:99])
         num_turns += len(messages)
@@ -119,7 +118,7 @@ def test_pieces_of_a_row_are_its_text(capsys: pytest.CaptureFixture[str]) -> Non
     """Characters of several tokens, of which one begins the reply; special tokens apart."""
     tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)
     messages = [{"role": "user", "content": "🙂 é"}, {"role": "assistant", "content": "🙂 [[a]]"}]
-    ids, mask = tokenize_conversation(messages, tokenizer)
+    ids, mask = tokenize(messages, tokenizer)
     pieces = [*inspect_data.describe_row({"input_ids": ids, "loss_mask": mask}, tokenizer)]
     assert "".join(text for text, _ in pieces) == tokenizer.decode(ids)
     assert [(text, kind) for text, kind in pieces if "trained" in kind] == [

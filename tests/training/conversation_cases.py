@@ -9,7 +9,7 @@ from typing import Any
 
 import datasets
 
-from draftsmith.training.data.chat_tokens import tokenize_conversation
+from draftsmith.training.data.chat_tokens import tokenize_row
 
 TWO_TURNS = [
     {"role": "user", "content": "Hi"},
@@ -57,9 +57,23 @@ def to_messages(conversations: datasets.Dataset) -> list[Any]:
     return [json.loads(text)["messages"] for text in conversations["conversation"]]
 
 
+def tokenize(
+    messages: list[dict[str, Any]], tokenizer: Any, *, tools: list[dict[str, Any]] | None = None, **options: Any
+) -> tuple[list[int], list[int]]:
+    """The token ids and the mask of a conversation that is not cut.
+
+    Raises:
+        ValueError: it cannot be used.
+    """
+    row = tokenize_row(json.dumps({"messages": messages, "tools": tools}), tokenizer, 10**6, **options)
+    if not row["input_ids"]:
+        raise ValueError(row["problem"])
+    return row["input_ids"], row["loss_mask"]
+
+
 def learned_text(messages: list[dict[str, Any]], tokenizer: Any, **options: Any) -> list[str]:
     """The text of each run of tokens under the mask."""
-    input_ids, loss_mask = tokenize_conversation(messages, tokenizer, **options)
+    input_ids, loss_mask = tokenize(messages, tokenizer, **options)
     runs: list[list[int]] = []
     for position, (token, bit) in enumerate(zip(input_ids, loss_mask, strict=True)):
         if bit and (position == 0 or not loss_mask[position - 1]):

@@ -28,7 +28,6 @@ from pyarrow import compute
 
 from draftsmith.inference.request.chat_template import ConversationError
 from draftsmith.training.data.conversations import IMAGES_FIRST, BadLineError
-from draftsmith.training.data.layouts import Messages
 from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED, find_learned_turns
 from draftsmith.training.data.reply_spans import Span, find_special_ids
 from draftsmith.training.data.thoughts import find_thought_end
@@ -192,6 +191,9 @@ def tokenize_row(
 ) -> dict[str, Any]:
     """Tokenizes one conversation of `load_conversations`.
 
+    The mask is 1 for each token of the assistant: it includes a reply's end-of-turn token and excludes its header. The
+    template's `{% generation %}` markers tell where replies are; without them, renderings are compared.
+
     Args:
         processor: of sets with images; its chat template renders all their conversations.
 
@@ -218,22 +220,6 @@ def tokenize_row(
     if not any(row["loss_mask"]) and (context := {EMPTY, UNLEARNED} & {*row["notes"]}):
         problem = f"nothing to learn: {' and '.join(sorted(context))}"
     return {**row, **{name: row[name][:max_length] for name in ROW}, "problem": problem}
-
-
-def tokenize_conversation(
-    messages: Messages, tokenizer: Any, *, tools: list[dict[str, Any]] | None = None, train_on_thinking: bool = True
-) -> tuple[list[int], list[int]]:
-    """Returns the token ids of a conversation under the chat template, and 1 for each token of the assistant.
-
-    The mask includes a reply's end-of-turn token and excludes its header. The template's `{% generation %}` markers
-    tell where replies are; without them, renderings are compared.
-
-    Raises:
-        ValueError: a reply cannot be found in the rendered text.
-        ConversationError: the template rejects the conversation.
-    """
-    row = _tokenize({"messages": messages, "tools": tools}, tokenizer, train_on_thinking=train_on_thinking)
-    return row["input_ids"], row["loss_mask"]
 
 
 def _tokenize(

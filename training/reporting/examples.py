@@ -44,20 +44,21 @@ def decode_examples(
     examples, total = [], GenerationStats()
     for prompt in prompts:
         collector = _Collector(tokenizer)
-        stats = decode_prompt(decoder, prompt, max_new_tokens=max_new_tokens, on_step=collector)
+        stats = decode_prompt(decoder, prompt, tokenizer, max_new_tokens=max_new_tokens, on_step=collector)
         text = str(tokenizer.decode(prompt["input_ids"][0], skip_special_tokens=False))
         examples.append(Example(text, collector.finish(), stats.acceptance_length))
         total += stats
     return examples, total
 
 
-def decode_prompt(decoder: Decoder, prompt: Prompt, **options: Any) -> GenerationStats:
-    """Decodes a prompt greedily; returns the statistics."""
+def decode_prompt(decoder: Decoder, prompt: Prompt, tokenizer: Any, **options: Any) -> GenerationStats:
+    """Decodes a prompt greedily; returns the statistics. The tokenizer finds stop strings of the generation config."""
     input_ids = prompt["input_ids"].to(decoder.target.device)
     media: dict[str, Any] = take_media(
         decoder.target, {name: value for name, value in prompt.items() if name != "input_ids"}
     )
-    return decoder.generate(input_ids, torch.ones_like(input_ids), do_sample=False, **media, **options).stats
+    options |= {"do_sample": False, "tokenizer": tokenizer}
+    return decoder.generate(input_ids, torch.ones_like(input_ids), **media, **options).stats
 
 
 class _Collector:

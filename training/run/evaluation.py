@@ -70,6 +70,7 @@ class AcceptanceMeter:
     target: Target
     heads: DraftHeads
     prompts: list[Prompt]
+    tokenizer: Any
     max_new_tokens: int
 
     def find_model_settings(self) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class AcceptanceMeter:
         decoder = Decoder(self.target, whole_heads(self.heads))
         stats = GenerationStats()
         for prompt in self.prompts:
-            stats += decode_prompt(decoder, prompt, max_new_tokens=self.max_new_tokens)
+            stats += decode_prompt(decoder, prompt, self.tokenizer, max_new_tokens=self.max_new_tokens)
         return {"acceptance_length": stats.acceptance_length}
 
 

@@ -116,7 +116,11 @@ def prepare_run(*parts: Any) -> PreparedRun:
         check_same_run(checkpoint, description, may_differ=args.resume_with_changes)
     num_depths = models.heads.num_unrolled_steps
     check_best_metric(args, num_depths=num_depths, has_prompts=bool(prompts), is_joint=options.joint.is_on)
-    meter = AcceptanceMeter(models.target, models.heads, prompts, options.data.eval_max_new_tokens) if prompts else None
+    meter = None
+    if prompts:
+        meter = AcceptanceMeter(
+            models.target, models.heads, prompts, models.tokenizer, options.data.eval_max_new_tokens
+        )
     features = _prepare_features(options, models, rows)
     _arrange_rows(options, rows)  # after everything that reads single conversations
     trainer = _make_trainer(options, models, rows, features, meter, description)
@@ -160,6 +164,8 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
     if is_foreign:
         stored = load_published_heads(args, target)
     if stored is not None:
+        for tensor in (*stored.parameters(), *stored.buffers()):
+            tensor.data = tensor.data.clone()  # products round differently where a file has its tensors
         stored.bind(target)
         if checkpoint is None:
             _name_target(stored, target)

@@ -271,7 +271,11 @@ class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
         target: Target = self.trainer.target
         decoder = Decoder(target) if heads is None else Decoder(target, heads, tree=TREE)
         return TurnDecoder(
-            decoder, self.settings, batch_size=self.args.on_policy_batch_size, special_ids=self.template.special_ids
+            decoder,
+            self.settings,
+            tokenizer=self.template.tokenizer,
+            batch_size=self.args.on_policy_batch_size,
+            special_ids=self.template.special_ids,
         )
 
 

@@ -123,14 +123,21 @@ def drop_marks(token_ids: Sequence[int], marks: Sequence[Sequence[int]]) -> list
 class TurnDecoder:
     """Writes turns with a `Decoder`, batch by batch; `stats` adds up the decoding statistics.
 
-    A drafter changes the speed and not the text. `special_ids` must not occur inside a turn.
+    A drafter changes the speed and not the text. `special_ids` must not occur inside a turn. Stop strings of the
+    target's generation config need the `tokenizer`; a turn that they end gets the first of `stop_ids`.
 
     Raises:
         ValueError: the target has no positions left for any prompt.
     """
 
     def __init__(
-        self, decoder: Decoder, settings: TurnSettings, *, batch_size: int = 32, special_ids: Collection[int] = ()
+        self,
+        decoder: Decoder,
+        settings: TurnSettings,
+        *,
+        tokenizer: Any = None,
+        batch_size: int = 32,
+        special_ids: Collection[int] = (),
     ) -> None:
         limit = decoder.target.max_length
         if limit is not None and limit <= settings.max_new_tokens:
@@ -138,7 +145,7 @@ class TurnDecoder:
                 f"max_new_tokens is {settings.max_new_tokens}, but the target has {limit} positions "
                 f"({decoder.target.length_limit_reason}): give less"
             )
-        self.decoder, self.settings, self.batch_size = decoder, settings, batch_size
+        self.decoder, self.settings, self.tokenizer, self.batch_size = decoder, settings, tokenizer, batch_size
         self.special_ids = frozenset(special_ids)
         self.max_prompt_tokens = None if limit is None else limit - settings.max_new_tokens
         self.stats = GenerationStats()
@@ -188,9 +195,12 @@ class TurnDecoder:
             seed=list(seeds),
             eos_token_id=sorted(stop_ids),
             pad_token_id=min(stop_ids),
+            tokenizer=self.tokenizer,
             **self.settings.generate_kwargs(),
         )
         self.stats += output.stats
         rows = output.sequences[:, width:].tolist()
+        if len(rows[0]) < self.settings.max_new_tokens:  # all rows have ended, the longest perhaps by a stop string
+            rows = [[*ids, min(stop_ids)] for ids in rows]
         ends = [next((n for n, token in enumerate(ids, start=1) if token in stop_ids), len(ids)) for ids in rows]
         return [ids[:end] for ids, end in zip(rows, ends, strict=True)]

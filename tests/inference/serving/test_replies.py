@@ -226,6 +226,23 @@ def test_a_neutral_value_switches_the_models_own_off(
     assert ask(**given) == plain
 
 
+def test_stop_strings_of_the_model_hold_where_a_request_gives_none(
+    served: Running, served_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"temperature": 0, "prompt": [5, 6, 7], "max_tokens": 12}
+
+    def ask(**more: Any) -> tuple[str, str]:
+        (choice,) = httpx.post(f"{served.url}/completions", json=body | more, timeout=SECONDS).json()["choices"]
+        return choice["text"], choice["finish_reason"]
+
+    plain, _ = ask()
+    own, other = plain[3:5], plain[6:8]
+    monkeypatch.setattr(served_target.model, "generation_config", GenerationConfig(stop_strings=own))
+    assert ask() == ask(stop=None) == (plain[: plain.index(own)], "stop")
+    assert ask(stop=[]) == (plain, "length")
+    assert ask(stop=other) == (plain[: plain.index(other)], "stop")
+
+
 def test_reports_of_drafting(served: Running) -> None:
     """The contract with the chat page."""
     body = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "draft_report": True}

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.training.data import chat_tokens
-from draftsmith.training.data.chat_tokens import tokenize_conversation, tokenize_conversations
+from draftsmith.training.data.chat_tokens import tokenize_conversations
 from tests.training.conversation_cases import (
     HARMONY_TEMPLATE,
     MARKED_TEMPLATE,
@@ -19,11 +19,12 @@ from tests.training.conversation_cases import (
     THINKING_TEMPLATE,
     TWO_TURNS,
     learned_text,
+    tokenize,
 )
 
 
 def test_mask_of_the_embedded_target_by_hand(tokenizer: Any) -> None:
-    input_ids, loss_mask = tokenize_conversation(TWO_TURNS[:2], tokenizer)
+    input_ids, loss_mask = tokenize(TWO_TURNS[:2], tokenizer)
     tokens = tokenizer.convert_ids_to_tokens(input_ids)
     assert list(zip(tokens, loss_mask, strict=True)) == [
         ("<|im_start|>", 0),
@@ -83,10 +84,10 @@ def test_a_reply_that_the_template_changes_is_not_taken_for_another(tokenizer: A
     tokenizer.chat_template = THINKING_TEMPLATE.replace("</think>')[-1]", "x')[0]")
     messages = [TWO_TURNS[0], {"role": "assistant", "content": "Max"}, {"role": "user", "content": "was Max"}]
     with pytest.raises(ValueError, match="generation %} markers"):
-        tokenize_conversation([*messages[:2], *TWO_TURNS], tokenizer)
+        tokenize([*messages[:2], *TWO_TURNS], tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace("{{ m", "{{ m['content'] if m['role'] == 'user' else m")
     with pytest.raises(ValueError, match="generation %} markers"):
-        tokenize_conversation(messages, tokenizer)
+        tokenize(messages, tokenizer)
 
 
 def test_template_without_special_tokens_learns_the_text_alone(tokenizer: Any) -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from draftsmith.heads.modules.host_tensors import read_on_host
-from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversation, tokenize_conversations
+from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
 from draftsmith.training.data.collation import ConversationCollator, count_tokens
-from tests.training.conversation_cases import STRICT_TEMPLATE, THINKING_TEMPLATE, TWO_TURNS, to_dataset
+from tests.training.conversation_cases import STRICT_TEMPLATE, THINKING_TEMPLATE, TWO_TURNS, to_dataset, tokenize
 
 
 def test_truncation_cuts_rows_and_never_shifts_the_mask(tokenizer: Any) -> None:
-    input_ids, loss_mask = tokenize_conversation(TWO_TURNS, tokenizer)
+    input_ids, loss_mask = tokenize(TWO_TURNS, tokenizer)
     first = loss_mask.index(1)
     for max_length in (first + 1, len(input_ids) - 3, len(input_ids) + 9):
         (row,) = drop_unusable(tokenize_conversations(to_dataset(TWO_TURNS), tokenizer, max_length=max_length))

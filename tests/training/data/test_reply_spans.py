@@ -11,12 +11,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from draftsmith.inference.request.chat_template import ConversationError
-from draftsmith.training.data.chat_tokens import tokenize_conversation
 from draftsmith.training.data.thoughts import find_thought_end
 from tests.conftest import CHAT_TARGET
 from tests.training.chat_templates import END, TEMPLATES, ChatTemplate, RefusedError
-from tests.training.conversation_cases import learned_text
+from tests.training.conversation_cases import learned_text, tokenize
 
 TOKENIZER = AutoTokenizer.from_pretrained(CHAT_TARGET)
 WORDS = [
@@ -102,13 +100,13 @@ def test_the_mask_is_what_the_assistant_writes(name: str) -> None:
         try:
             text, mask = expected_mask(template, messages, train_on_thinking=True)
         except RefusedError:
-            with pytest.raises(ConversationError):
-                tokenize_conversation(messages, TOKENIZER)
+            with pytest.raises(ValueError, match="the chat template rejects it"):
+                tokenize(messages, TOKENIZER)
             return
-        input_ids, loss_mask = tokenize_conversation(messages, TOKENIZER)
+        input_ids, loss_mask = tokenize(messages, TOKENIZER)
         assert TOKENIZER.decode(input_ids) == text
         assert loss_mask == mask
-        without = tokenize_conversation(messages, TOKENIZER, train_on_thinking=False)
+        without = tokenize(messages, TOKENIZER, train_on_thinking=False)
         assert without == (input_ids, expected_mask(template, messages, train_on_thinking=False)[1])
         num_learned += any(mask)
         num_thoughts += without[1] != mask
@@ -147,7 +145,7 @@ def test_tools_are_rendered_and_calls_are_learned() -> None:
     assert learned_text(messages, TOKENIZER, tools=tools) == said
     answers = ["\n\nI look." + call, "\n\nThere.<|im_end|>"]
     assert learned_text(messages, TOKENIZER, tools=tools, train_on_thinking=False) == answers
-    text = TOKENIZER.decode(tokenize_conversation(messages, TOKENIZER, tools=tools)[0])
+    text = TOKENIZER.decode(tokenize(messages, TOKENIZER, tools=tools)[0])
     assert text.startswith('<|im_start|>tools\n[{"type": "function", "function": {"name": "look"}}]<|im_end|>\n')
 
 
@@ -171,4 +169,4 @@ def test_markers_say_where_replies_are_to_the_character() -> None:
 def test_a_template_that_drops_what_the_assistant_says_is_named() -> None:
     TOKENIZER.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="does not write the text of role 'assistant'"):
-        tokenize_conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], TOKENIZER)
+        tokenize([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], TOKENIZER)

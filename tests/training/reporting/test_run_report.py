@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,28 @@ from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED
 from draftsmith.training.reporting.model_card import render_card
 from draftsmith.training.reporting.report import render_report
 from draftsmith.training.run import outcome
+from tests.tiny_tokenizers import read_whole_words
 from tests.training.runner import Runner, write_conversations
 
 
 class TestReport:
     @pytest.fixture(scope="class")
     @classmethod
-    def finished(cls, target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    def finished(cls, target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         folder = tmp_path_factory.mktemp("reported")
         target = Path(shutil.copytree(target_path, folder / "target"))
-        GenerationConfig(do_sample=True, repetition_penalty=1.1, top_k=5).save_pretrained(target)
+        own = {"repetition_penalty": 1.1, "top_k": 5, "stop_strings": ["@word1"]}
+        GenerationConfig(do_sample=True, **own).save_pretrained(target)
         conversations = write_conversations(folder / "conversations.jsonl")
         user, reply = {"role": "user", "content": "word1"}, {"role": "assistant", "content": "word2"}
         rest = [[user, {**reply, "content": ""}, user, reply], [user, {**reply, "train": False}], [user]]
         with conversations.open("a") as file:
             file.writelines(json.dumps({"messages": messages}) + "\n" for messages in rest)
         runner = Runner(target, conversations, folder / "heads")
-        runner(report=True, eval_strategy="steps", eval_steps=4, max_steps=8)
-        return runner
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            read_whole_words(monkeypatch)
+            runner(report=True, eval_strategy="steps", eval_steps=4, max_steps=8)
+            yield runner
 
     def test_a_run_leaves_a_page_of_its_own(self, finished: Runner) -> None:
         text = (finished.output_dir / "report.html").read_text()
@@ -44,7 +49,7 @@ class TestReport:
         assert all(link.startswith("data:image/svg+xml;base64,") for link in links), "no network"
         assert not re.search(r"<(script|link)\b", text)
         record = json.loads((finished.output_dir / "training_record.json").read_text())
-        assert record["generation_config"] == {"repetition_penalty": 1.1}
+        assert record["generation_config"] == {"repetition_penalty": 1.1, "stop_strings": ["@word1"]}
         assert f">{record['metrics']['eval_acceptance_length']:.4g}</td>" in text
         assert "<th>learning_rate</th><td>0.003</td>" in text
         assert "<th>tokens in the loss</th>" in text

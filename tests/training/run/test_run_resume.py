@@ -22,6 +22,13 @@ from tests.training.runner import (
     write_conversations,
 )
 
+# Kinds that draw in training, with settings that let every row draw: block anchors, dropped rows, feature noise.
+DRAWN = {
+    "block": ["num_anchors=2", "block_size=3"],
+    "parallel": ["num_depths=3", "keep_ratio=0.5"],
+    "eagle": ["feature_noise=0.5"],
+}
+
 
 class TestResume:
     """Eight steps of which every second is saved; six batches an epoch, so that the run crosses into the next one."""
@@ -51,6 +58,18 @@ class TestResume:
         assert_same(train.weights(), uninterrupted)
         state = json.loads((train.output_dir / "checkpoint-8" / "trainer_state.json").read_text())
         assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, 9))
+
+    @pytest.mark.parametrize("kind", DRAWN)
+    def test_goes_on_with_the_random_draws_of_the_next_step(self, train: Runner, kind: str) -> None:
+        """Two steps, an interruption and two more are four steps: also where slots or noise are drawn."""
+        options = {"head_type": kind, "head_overrides": DRAWN[kind], "max_steps": 4, "save_strategy": "steps"}
+        options |= {"save_steps": 2, "num_eval_prompts": 0}
+        train(**options)
+        weights = train.weights()
+        shutil.rmtree(train.output_dir)
+        train.break_off(3, **options)
+        train(**options, resume_from_checkpoint=True)
+        assert_same(train.weights(), weights)
 
     def test_goes_on_behind_what_is_measured_at_the_end_of_an_epoch(self, train: Runner) -> None:
         options = {**self.SAVED, "eval_strategy": "epoch", "save_steps": 5, "max_steps": 12}

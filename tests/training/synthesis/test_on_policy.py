@@ -28,6 +28,7 @@ from draftsmith.training.synthesis.on_policy import (
 )
 from draftsmith.training.synthesis.reply_decoding import TurnDecoder, TurnSettings, find_problem, turn_seed
 from draftsmith.training.synthesis.turn_template import TurnTemplate
+from tests.tiny_tokenizers import read_whole_words
 from tests.training.runner import Runner, assert_same
 
 SETTINGS = TurnSettings(max_new_tokens=24)
@@ -246,14 +247,18 @@ class TestRuns:
     pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 
-def test_what_the_generation_config_adds_is_recorded(train: Runner, tmp_path: Path) -> None:
+def test_what_the_generation_config_adds_is_recorded(
+    train: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sampling has settings of its own, which the greedy decoding of evaluations does not have."""
     target = tmp_path / "target"
     shutil.copytree(train.defaults["target"], target)
-    GenerationConfig(eos_token_id=STOP_IDS, do_sample=True, min_p=0.01, repetition_penalty=1.1).save_pretrained(target)
+    own = {"min_p": 0.01, "repetition_penalty": 1.1, "stop_strings": ["@word1"]}
+    GenerationConfig(eos_token_id=STOP_IDS, do_sample=True, **own).save_pretrained(target)
+    read_whole_words(monkeypatch)
     train(**ON_POLICY, target=target, max_steps=1)
     record = json.loads((train.output_dir / "training_record.json").read_text())
-    assert record["on_policy_generation_config"] == {"min_p": 0.01, "repetition_penalty": 1.1}
+    assert record["on_policy_generation_config"] == own
     assert record["generation_config"] == {}, "no prompt is measured"
 
 

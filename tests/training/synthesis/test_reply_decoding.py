@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -60,6 +61,31 @@ def test_sampled_turns_depend_on_their_seed_alone(settings: dict[str, Any]) -> N
     expected = alone.write(PROMPTS, stop_ids=STOP_IDS, seeds=SEEDS)
     assert together.write(PROMPTS[::-1], stop_ids=STOP_IDS, seeds=SEEDS[::-1]) == expected[::-1]
     assert alone.write(PROMPTS, stop_ids=STOP_IDS, seeds=[seed + 1 for seed in SEEDS]) != expected
+
+
+def test_stop_strings_of_the_target_end_turns(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a turn gets the token that ends turns. One by one = together."""
+    model: Any = tiny_target("llama")
+    settings, options = TurnSettings(max_new_tokens=12, temperature=0), {"stop_ids": STOP_IDS, "seeds": SEEDS}
+    plain = TurnDecoder(shared_decoder(), settings, batch_size=1).write(PROMPTS, **options)
+    rows = [row for row, turn in enumerate(plain) if turn.problem == "truncated"]
+    assert len(rows) > 1, "texts must be long for this test to mean anything"
+    monkeypatch.setattr(model, "generation_config", copy.deepcopy(model.generation_config))
+    last = [plain[row].token_ids[place] for row, place in zip(rows[:2], (4, 7), strict=True)]
+    strings = [chat_tokenizer.decode(token) for token in last]
+    model.generation_config.stop_strings = strings
+    stopping = {token for token in range(128) if any(text in chat_tokenizer.decode(token) for text in strings)}
+    expected = []
+    for turn in plain:
+        end = next((place for place, token in enumerate(turn.token_ids, 1) if token in stopping), len(turn.token_ids))
+        is_cut = end < len(turn.token_ids)
+        expected.append([*turn.token_ids[:end], *([min(STOP_IDS)] if is_cut else [])])
+    assert [expected[row] != plain[row].token_ids for row in rows[:2]] == [True, True]
+    for size in (1, 3, 8):
+        writer = TurnDecoder(Decoder(model), settings, tokenizer=chat_tokenizer, batch_size=size)
+        turns = writer.write(PROMPTS, **options)
+        assert [turn.token_ids for turn in turns] == expected
+        assert [turns[row].problem for row in rows[:2]] == ["", ""]
 
 
 def test_seeds_name_run_conversation_and_turn() -> None:

@@ -12,7 +12,6 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draftsmith.inference import Decoder, GenerationStats
-from draftsmith.training.data.chat_tokens import tokenize_conversation
 from draftsmith.training.data.layouts import parse_record
 from draftsmith.training.synthesis.prompts import Conversation, read_prompts
 from draftsmith.training.synthesis.reply_decoding import TurnDecoder, TurnSettings, WrittenTurn, find_problem, turn_seed
@@ -20,7 +19,7 @@ from draftsmith.training.synthesis.reply_sources import UNWRITABLE, DecodedRepli
 from draftsmith.training.synthesis.synthesizer import Synthesizer
 from draftsmith.training.synthesis.turn_template import TurnTemplate
 from tests.training.chat_templates import CHATML, FORGETTING, OPENING, THINKING, ChatTemplate
-from tests.training.conversation_cases import HARMONY_TEMPLATE
+from tests.training.conversation_cases import HARMONY_TEMPLATE, tokenize
 
 STOP_IDS = {3, 10, 20, 30, 40}  # several, or the tiny target would hardly come to an end
 MAX_NEW_TOKENS = 30
@@ -146,7 +145,7 @@ def test_marks_of_the_targets_own_are_read_back_as_they_were_written(
     reply = {"role": "assistant", "content": text, **({"reasoning_content": thoughts} if thoughts else {})}
     messages = parse_record(conversation.to_row())["messages"]
     assert messages == [*prompt, reply]
-    input_ids, loss_mask = tokenize_conversation(messages, tokenizer)
+    input_ids, loss_mask = tokenize(messages, tokenizer)
     before = template.encode_prompt(prompt, "assistant")
     assert input_ids[: len(before) + len(ids)] == before + ids
     assert [place for place, bit in enumerate(loss_mask) if bit] == [*range(len(before), len(before) + len(ids))]
