@@ -7,7 +7,7 @@ V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -211,7 +211,7 @@ class Step:
         self.has_fixed_rows = self.reads_prompts = self.keeps_graphs = False
         self.runner, self.view_multiple = "eager", VIEW_MULTIPLE
         self.seconds_of_graphs: Callable[[], float] = float
-        self.active: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.active: Callable[[], AbstractContextManager[None]] = target.backbone.hold_attention
         self.forget: Callable[[], None] = lambda: None
 
     def __call__(

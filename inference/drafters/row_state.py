@@ -119,7 +119,7 @@ class TreeRows(RowState):
 
     def forget_levels(self) -> None:
         """Begins a new draft."""
-        self.base, self.used, self.depth = (torch.zeros_like(x) for x in (self.base, self.used, self.depth))
+        self.base, self.used, self.depth = self.base.new_zeros(1), self.base.new_zeros(1), self.base.new_zeros(1)
 
     def open_level(self, parents: Tensor) -> Level:
         """Opens the next scratch rows as the next deeper level; parents [B, W] int64 are places in the last level."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from draftsmith.inference.kernels.attention import grouped_attention
+from draftsmith.inference.kernels.attention import grouped_attention, hold_grouped_attention
 from draftsmith.inference.targets.forward_names import ForwardNames
 from draftsmith.inference.targets.model_config import has_attention_interface, refuse_training, request_states
 
@@ -127,9 +127,12 @@ class Backbone:
             )
 
     def attention(self) -> AbstractContextManager[Any]:
-        """Active while the model runs: grouped attention in the place of transformers' sdpa. Graphs get it from
-        `CompiledExecutor.active`."""
+        """Active while the model runs: grouped attention in the place of transformers' sdpa."""
         return grouped_attention(self._text_config) if self.has_attention_interface else nullcontext()
+
+    def hold_attention(self) -> AbstractContextManager[None]:
+        """`attention` for many passes."""
+        return hold_grouped_attention(self._text_config) if self.has_attention_interface else nullcontext()
 
 
 def narrow(states: Tensor, dtype: torch.dtype) -> Tensor:

@@ -244,16 +244,24 @@ def test_another_batch_size_takes_other_graphs() -> None:
         assert {entry.result.logits.shape[0] for entry in entries if entry.is_captured} == {batch_size}
 
 
-@pytest.mark.parametrize("name", slow_but({"eagle3-0", "kangaroo-0"}, ["eagle3-0", "kangaroo-0", "small model"]))
+OTHER_LENGTHS = ["eagle3-0", "kangaroo-0", "small model", "eagle3 + ngrams", "medusa-0"]
+
+
+@pytest.mark.parametrize("name", slow_but({"kangaroo-0", "eagle3 + ngrams"}, OTHER_LENGTHS))
 def test_prompts_of_other_lengths_share_the_graphs(name: str) -> None:
+    """Of a single token the drafter reads nothing before its first draft."""
     target = Target(tiny_target("llama"))
-    decoder = Decoder(target, DRAFTERS[name](target), tree=chain(2))
+    decoder, eager = (Decoder(target, DRAFTERS[name](target), tree=chain(2)) for _ in range(2))
     recorded = capture(decoder)
     sizes = []
-    for length in (20, 21, 22, 23, 24):
-        decoder.generate(random_prompt(length), max_new_tokens=12, **GREEDY)
+    for length in (20, 21, 1, 23, 24):
+        prompt = random_prompt(length, seed=length)
+        found, expected = (one.generate(prompt, max_new_tokens=24, **GREEDY) for one in (decoder, eager))
+        assert found.sequences.tolist() == expected.sequences.tolist()
+        assert found.stats.accepted_histogram == expected.stats.accepted_histogram
         sizes.append(recorded.num_graphs)
     assert sizes[1] == sizes[4]
+    assert not recorded.eager
 
 
 # A state never moves.
