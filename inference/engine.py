@@ -124,7 +124,7 @@ class Engine:
         self.records_probabilities, self.stats = records_probabilities, clock.stats
         self.is_finished = False
         self.sampler: Sampler
-        self._compiled_before = step.seconds_of_graphs()
+        self._setup_before = step.setup_seconds()
 
     def run(self, read: Prefilled, sampler: Sampler, scores: EmittedScores | None) -> Iterator[list[StepTokens]]:
         """Decodes the rows whose prompts `prefill` has read into the state; yields what each row keeps of every step.
@@ -205,7 +205,7 @@ class Engine:
             self.choice.learn(counted, left)
         self.drop_finished()
         self.clock.stop("accept")
-        self.stats.seconds["compile"] = self.step.seconds_of_graphs() - self._compiled_before
+        self.stats.seconds["compile"] = self.step.setup_seconds() - self._setup_before
         return emission
 
     def drop_finished(self) -> None:

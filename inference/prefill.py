@@ -21,14 +21,14 @@ from draftsmith.inference.prefix_cache import PREFILL_CHUNK, PrefixHit, count_sh
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats
-from draftsmith.inference.step import COMPILED_CHUNK, Step
+from draftsmith.inference.step import VERIFIED_CHUNK, Step
 from draftsmith.inference.targets.multimodal import Media, read_media
 from draftsmith.inference.targets.passes import TargetOutput
 from draftsmith.inference.trees.token_tree import TokenTree
 
 MIN_SHARED = 32  # a shared beginning shorter than this is not worth a pass of its own
 # Longer prompts are read eagerly: most of their time is products, which are as fast.
-COMPILED_PROMPT = 256
+VERIFIED_PROMPT = 256
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _read_rest(
     cache, device = state.cache, state.cache.lengths.device
     rests = [prompt[count:] for prompt, count in zip(prompts, kept, strict=True)]
     longest = max(map(len, rests))
-    chunk = COMPILED_CHUNK if step.compiles_prompts and longest <= COMPILED_PROMPT else PREFILL_CHUNK
+    chunk = VERIFIED_CHUNK if step.verifies_prompts and longest <= VERIFIED_PROMPT else PREFILL_CHUNK
     if step.target.reads_prompts_whole:
         chunk = longest
     for start in range(0, longest, chunk):
@@ -156,10 +156,10 @@ def _read_chunk(cache: TreeCache, step: Step, token_ids: Tensor, counts: Tensor)
     """Reads a chunk of prompts and commits it; tensors as in `Target.prefill`."""
     length = token_ids.shape[1]
     view = cache.view_slots(cache.length_bound + length).shape[0]
-    # These would be graphs of their own: torch takes a size of 1 for fixed, and may take two equal sizes for one;
+    # Sizes that runners would take for others: torch takes a size of 1 for fixed, and may take two equal ones for one;
     # the beginning that a batch shares is read by one row.
-    is_other = not 1 < length <= COMPILED_CHUNK or length == view or cache.batch_size < cache.max_batch_size
-    if not step.compiles_prompts or is_other:
+    is_other = not 1 < length <= VERIFIED_CHUNK or length == view or cache.batch_size < cache.max_batch_size
+    if not step.verifies_prompts or is_other:
         return step.target.prefill(cache, token_ids, counts, feature_layers=step.feature_layers, chunk_size=length)
     output = step.verify(cache, TokenTree.from_prompts(token_ids, counts))
     cache.advance(counts, length)

@@ -28,11 +28,11 @@ from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
 
-# Capacities of caches are rounded up: to powers of two with fixed shapes, since each is a graph of its own.
+# Capacities of caches are rounded up: to powers of two where shapes are fixed, so that few occur.
 CAPACITY_MULTIPLE = 256
 FIXED_CAPACITY = 1024
-# Tokens of a row per compiled pass over prompts. From 128 on attention would be another graph.
-COMPILED_CHUNK = 120
+# Tokens of a row per pass of `verify` over prompts. From 128 on attention takes another way.
+VERIFIED_CHUNK = 120
 
 
 @dataclass
@@ -111,7 +111,7 @@ def draft(
     """
     assert step.drafter is not None
     assert step.policy is not None
-    depth = step.policy.max_depth if step.has_fixed_rows else policy.max_depth  # trees of all sizes share graphs
+    depth = step.policy.max_depth if step.has_fixed_rows else policy.max_depth  # one size of noise for all trees
     vocab_size = step.target.vocab_size
     roots, scores, noise = begin(state, step.drafter, sampler, width, in_view, depth + 1, vocab_size)
     seeds = None
@@ -168,7 +168,7 @@ def commit(
 
 class Step:
     """Runs the four functions on a state, one after the other. The attributes named like functions are what runs:
-    `runners` put compiled or captured ones there.
+    `runners` put others there.
 
     Args:
         drafter, policy: None for plain decoding.
@@ -178,12 +178,12 @@ class Step:
     Attributes:
         num_nodes: of the largest tree.
         path_width: P of the largest tree: the tokens that one step can emit, at most.
-        runner: how the functions run: "eager", "compiled" or "captured".
+        runner: the name of the way in which the functions run.
         has_fixed_rows: finished rows stay in the batch, and shapes repeat from step to step.
         reads_prompts: whether `verify` serves any number of nodes at full speed, and so prompts.
-        keeps_graphs: whether what a runner made outlives the state that it was made with.
+        outlives_states: whether what a runner made outlives the state that it was made with.
         view_multiple: views of the cache are rounded up to a multiple of this many slots.
-        seconds_of_graphs: seconds that a runner has spent on making graphs.
+        setup_seconds: seconds that a runner has spent on preparing functions.
         active: functions run inside this context.
         forget: drops what belongs to states that are no longer used.
     """
@@ -208,9 +208,9 @@ class Step:
         self.accept: Callable[..., Acceptance] = accept
         self.commit: Callable[..., Tensor] = commit
         self.count_accepted: Callable[..., Tensor | None] | None = policy.count_accepted if policy is not None else None
-        self.has_fixed_rows = self.reads_prompts = self.keeps_graphs = False
+        self.has_fixed_rows = self.reads_prompts = self.outlives_states = False
         self.runner, self.view_multiple = "eager", VIEW_MULTIPLE
-        self.seconds_of_graphs: Callable[[], float] = float
+        self.setup_seconds: Callable[[], float] = float
         self.active: Callable[[], AbstractContextManager[None]] = target.backbone.hold_attention
         self.forget: Callable[[], None] = lambda: None
 
@@ -289,8 +289,8 @@ class Step:
         return max(num_nodes, self.path_width + 1 + self.policy.num_scratch)
 
     @property
-    def compiles_prompts(self) -> bool:
-        """Whether short prompts are read by `verify`. Plain decoding has no graph for it, and where scores must not
+    def verifies_prompts(self) -> bool:
+        """Whether short prompts are read by `verify`. Plain decoding verifies one token only, and where scores must not
         depend on the drafter, it reads as plain."""
         return self.reads_prompts and self.policy is not None and self.target.least_rows == 1
 
@@ -319,6 +319,6 @@ class Step:
     def round_capacity(self, capacity: int) -> int:
         """A size of buffers with an entry per token, at least `capacity`."""
         if self.has_fixed_rows:
-            # Never all in view: a view of everything is contiguous, which would make one more graph.
+            # Never all in view: a view of everything is contiguous, which would be one more kind of tensor.
             return max(FIXED_CAPACITY, 1 << (capacity - 1).bit_length()) + VIEW_MULTIPLE
         return -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE

@@ -28,8 +28,6 @@ class ScratchCache(TreeCache):
         num_scratch: R.
     """
 
-    fixed_entries = ()  # the next text has another cache
-
     def __init__(
         self,
         layers: Sequence[LayerSpec],

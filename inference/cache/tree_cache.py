@@ -74,13 +74,6 @@ class TreeCache(Cache):
         states: of the recurrent layers; None for targets without any.
     """
 
-    # For captured steps (`Parts`): numbers that change from step to step and that no function of a step reads, and what
-    # never moves nor changes, so that nobody has to look inside.
-    host_numbers = ("length_bound", "length_floor", "_num_used")
-    fixed_entries: tuple[str, ...] = (
-        *("layer_specs", "_numbers", "_places", "_windows", "_shown", "_all_buffers", "_buffers", "_keys", "_values"),
-    )
-
     def __init__(
         self,
         layers: Sequence[LayerSpec | None],

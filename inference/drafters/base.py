@@ -71,8 +71,8 @@ class Drafter(metaclass=ABCMeta):
     and `reuse_cache` and serving are refused."""
 
     has_static_state: bool = False
-    """Whether what a state holds from one `extend` to the next stays at its addresses, so that drafting can be captured
-    as a CUDA graph."""
+    """Whether what a state holds from one `extend` to the next stays at its addresses, so that a runner can replay
+    drafts."""
 
     def for_target(self, target: Target) -> Drafter:
         """The drafter that a decoder of this target uses. The default is the drafter itself; trained heads return a

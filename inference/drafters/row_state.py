@@ -95,8 +95,8 @@ class Level(NamedTuple):
 
 
 class TreeRows(RowState):
-    """The scratch rows of a draft that grows level by level. Counts are tensors of fixed shape, so that one compiled
-    graph serves every level.
+    """The scratch rows of a draft that grows level by level. Counts are tensors of fixed shape, so that every
+    level is the same function.
 
     Worked example, R = 4, the root and two levels:
 

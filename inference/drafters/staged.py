@@ -47,7 +47,7 @@ class StagedDrafter(Drafter, nn.Module):
     the guessed tokens, the small model's scores are known and need no pass. The scores are always exactly the small
     model's; guesses only save passes.
 
-    The host decides at each level whether a pass is needed, so this drafter is never compiled.
+    The host decides at each level whether a pass is needed, so no runner can take this drafter's work over.
 
     Args:
         small: the small model's drafter.

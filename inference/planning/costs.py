@@ -92,7 +92,7 @@ def find_costs(step: Step, batch_size: int, sampler: Sampler, doubted: Collectio
     if stored is None or stored.is_due(doubted):
         stored = measure_costs(step, batch_size, sampler, num_rounds=WARM_UP_ROUNDS + MEASURED_ROUNDS)
         store_costs(file, stored)
-    elif step.keeps_graphs:  # one round makes the graphs, which would otherwise be made within a text
+    elif step.outlives_states:  # one round makes the graphs, which would otherwise be made within a text
         measure_costs(step, batch_size, sampler, num_rounds=1)
     return stored
 

@@ -28,7 +28,7 @@ from draftsmith.inference.cache.tree_cache import TreeCache
 from draftsmith.inference.cache_folder import keep_compiled_kernels
 from draftsmith.inference.kernels.attention import grouped_attention
 from draftsmith.inference.state import DecodeState
-from draftsmith.inference.step import COMPILED_CHUNK, Step, begin_draft, draft, plant_root
+from draftsmith.inference.step import VERIFIED_CHUNK, Step, begin_draft, draft, plant_root
 from draftsmith.inference.targets.model_config import has_attention_interface
 from draftsmith.inference.targets.passes import TargetOutput
 from draftsmith.inference.trees.policy import TreePolicy
@@ -113,9 +113,9 @@ def compile_step(step: Step, modules: Sequence[nn.Module]) -> Compiler:
         modules: the step reads their weights.
     """
     compiler = Compiler(modules)
-    step.runner, step.has_fixed_rows, step.keeps_graphs = "compiled", True, True
+    step.runner, step.has_fixed_rows, step.outlives_states = "compiled", True, True
     step.reads_prompts, step.active = compiler.reads_prompts, compiler.active
-    step.seconds_of_graphs = lambda: compiler.seconds
+    step.setup_seconds = lambda: compiler.seconds
     step.draft = _drafting(compiler)
     step.plant_root = compiler.compile(plant_root)
     step.verify_nodes = _verifying(step, compiler)
@@ -162,10 +162,10 @@ def _verifying(step: Step, compiler: Compiler) -> Callable[..., TargetOutput]:
     def verify(cache: TreeCache, tree: TokenTree, *args: Any) -> TargetOutput:
         for slots in (cache.slots_in_view, *cache.window_sizes.values()):
             _open(slots)
-        if step.compiles_prompts:
+        if step.verifies_prompts:
             # A bound that one graph can have for all: prompts are chains of a chunk.
-            tree = replace(tree, max_depth=max(COMPILED_CHUNK, step.path_width) - 1)
-        if (has_choice or step.compiles_prompts) and tree.num_nodes > 1:
+            tree = replace(tree, max_depth=max(VERIFIED_CHUNK, step.path_width) - 1)
+        if (has_choice or step.verifies_prompts) and tree.num_nodes > 1:
             for nodes in (tree.token_ids, tree.parents, tree.depths, cache.slots):
                 _open(nodes, dim=1)
         output: TargetOutput = run(cache, tree, *args)

@@ -269,7 +269,7 @@ class CapturedStep:
         self._home: Any = None  # the drafter's state that graphs know
         self._count = step.count_accepted
         step.runner, step.has_fixed_rows, step.view_multiple = "captured", True, GRAPH_VIEW
-        step.seconds_of_graphs, step.forget = self._seconds, self.forget
+        step.setup_seconds, step.forget = self._seconds, self.forget
         step.draft, step.plant_root, step.accept, step.commit = (
             self._draft,
             self._plant_root,

@@ -158,7 +158,7 @@ class DynamicTree(TreePolicy):
 
     level_functions = ("add_root_children", "expand_level", "choose_nodes")
     add_root_children = staticmethod(add_root_children)
-    # One function for all levels: compiled, its graph packs the weights, and a copy for each level would drive the
+    # One function for all levels: a runner may pack the weights for it, and a copy for each level would drive the
     # others out of the processor's caches.
     expand_level = staticmethod(expand_level)
     choose_nodes = staticmethod(choose_nodes)

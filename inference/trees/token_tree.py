@@ -93,7 +93,7 @@ class TokenTree:
     @property
     def ancestors(self) -> Tensor:
         """[B, N, N] bool: row i is True at j if j is i or an ancestor of i."""
-        # The bound itself, even where fewer nodes cannot reach it: one compiled graph then serves all numbers of nodes.
+        # The bound itself, even where fewer nodes cannot reach it: so it is the same for all numbers of nodes.
         return compute_ancestors(self.parents, max_depth=self.max_depth)
 
 

@@ -408,12 +408,12 @@ def test_plain_and_batch_invariant_decoders_read_prompts_eagerly(
 ) -> None:
     """Batch-invariant text must not depend on the drafter, and plain decoding has no graph for prompts."""
     monkeypatch.setattr("draftsmith.inference.runners.compiled._prefers_onednn", lambda dtypes: True)
-    compiles_prompts = []
+    verifies_prompts = []
     for one, drafter in ((target, NgramDrafter()), (target.batch_invariant(), NgramDrafter()), (target, None)):
         step = Step(one, drafter, None if drafter is None else chain(3))
         compile_step(step, [target.model])
-        compiles_prompts.append(step.compiles_prompts)
-    assert compiles_prompts == [True, False, False]
+        verifies_prompts.append(step.verifies_prompts)
+    assert verifies_prompts == [True, False, False]
 
 
 @torch.no_grad()
@@ -427,7 +427,7 @@ def test_deep_trees_see_all_their_ancestors(target: Target, monkeypatch: pytest.
         step = Step(target, NgramDrafter(), chain(160))
         if is_compiled:
             compile_step(step, [target.model])
-            assert step.compiles_prompts
+            assert step.verifies_prompts
         cache = step.new_state(1, 256, 256).cache
         target.prefill(cache, random_prompt(10, seed=1), torch.tensor([10]))
         tree = TokenTree.from_prompts(token_ids, torch.tensor([161]))
