@@ -82,7 +82,7 @@ class Decoder:
             (float32 and bfloat16 on a CPU). It takes their memory once more. Targets beyond the processor's caches
             gain most (docs/benchmarks, Sizes). Weights are read when the decoder is made.
         graphs: capture drafting, verification, acceptance and commits as CUDA graphs. They run the eager kernels, and
-            the third step of each size is the first that is captured. docs/gpu.md says what ran on a GPU. A part that
+            the second step of each size is captured. docs/gpu.md says what ran on a GPU. A part that
             cannot be captured runs eagerly, with a warning. It excludes `compile`.
 
     Raises:

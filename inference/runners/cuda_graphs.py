@@ -304,10 +304,13 @@ class CapturedStep:
         if not step.drafter.has_static_state or width != step.path_width:
             return draft(step, state, policy, sampler, width, in_view)
         if state.draft is not self._home:  # of another text
-            if self._home is not None:
-                move_tensors(state.draft, self._home, besides=state.cache)
+            new, home = (list(state_tensors(one, state.cache)) for one in (state.draft, self._home))
+            if [tensor.shape for tensor in new] == [tensor.shape for tensor in home]:
+                torch._foreach_copy_(home, new)
                 state.draft = self._home
-            self._home = state.draft
+            else:  # such as that of a drafter that has read nothing yet
+                self._home = state.draft
+                self.graphs["draft"].entries.clear()
         parts = SamplerParts.of(sampler)
         return self.graphs["draft"].run(
             (policy, len(in_view), parts.key),
@@ -382,23 +385,13 @@ class CapturedStep:
         return counted
 
 
-def move_tensors(source: Any, home: Any, *, besides: Any) -> None:
-    """Copies the tensors of a drafter's state into those of another one, which begins its life in the same way, and
-    takes over its numbers.
-
-    Args:
-        besides: what both of them share.
-    """
-    if isinstance(source, Tensor):
-        home.copy_(source)
-    elif isinstance(source, (tuple, list)):
-        for one, other in zip(source, home, strict=True):
-            move_tensors(one, other, besides=besides)
-    elif hasattr(source, "__dict__") and source is not besides and not isinstance(source, nn.Module):
-        for name, value in vars(source).items():
-            mine = getattr(home, name)
-            is_moved = isinstance(value, Tensor) and mine.shape == value.shape
-            if is_moved or not isinstance(value, (Tensor, bool, int, type(None))):
-                move_tensors(value, mine, besides=besides)
-            else:
-                setattr(home, name, value)
+def state_tensors(value: Any, besides: Any) -> Iterator[Tensor]:
+    """The tensors of a drafter's state, but for those of an object that all states share."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from state_tensors(part, besides)
+    elif hasattr(value, "__dict__") and value is not besides and not isinstance(value, nn.Module):
+        for part in vars(value).values():
+            yield from state_tensors(part, besides)

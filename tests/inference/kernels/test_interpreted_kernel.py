@@ -133,7 +133,7 @@ def test_a_verify_pass_is_one_graph() -> None:
 @interpreted
 @pytest.mark.slow
 def test_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recorder stands for CUDA graphs. The kernels run inside of them."""
+    """A tape stands for CUDA graphs. The kernels run inside of them."""
     from draftsmith.inference.kernels import triton_kernel
 
     target, calls = Target(tiny_target("llama", num_hidden_layers=1)), []
@@ -146,6 +146,6 @@ def test_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     found = decoder.generate(prompt, **settings)
     assert found.sequences.tolist() == expected.sequences.tolist()
     assert found.stats.accepted_histogram == expected.stats.accepted_histogram
-    assert not any(graphs.is_eager for graphs in captured.graphs.values())
-    assert any(entry.is_captured for entry in captured.graphs["verify"].entries.values())
-    assert len(calls) >= found.stats.num_target_forwards
+    assert not captured.eager
+    assert captured.num_replays > 2
+    assert calls

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.inference.execution.stand_in import RefuseHostTensors
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,6 +17,7 @@ from draftsmith.heads import DraftHeads
 from draftsmith.inference import Target
 from draftsmith.training.data.collation import ConversationCollator
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
+from tests.inference.runners.stand_in import RefuseHostTensors
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.run.test_trainer import make_rows, make_trainer
