@@ -127,6 +127,8 @@ def test_arrears_keep_a_model_that_drafts_for_itself_right() -> None:
 class ScriptedChoice(TreeChoice):
     """Drafts in these steps and not in others, always the whole tree."""
 
+    is_fixed = False
+
     def __init__(self, policy: TreePolicy, is_drafting: Sequence[bool]) -> None:
         super().__init__(policy)
         self.turns = itertools.cycle(is_drafting)
