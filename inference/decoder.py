@@ -26,8 +26,8 @@ from draftsmith.inference.execution.executor import Executor
 from draftsmith.inference.execution.step import DecodeStep
 from draftsmith.inference.loop import DecodeLoop, GenerationOutput, StepCallback, StepTokens, gather_output
 from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.planning.costs import StepCosts
-from draftsmith.inference.planning.planner import TreePlanner
+from draftsmith.inference.planning.memory import memory_file
+from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.prompts import HeldTexts, PromptReader
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.request.request import Request
@@ -38,6 +38,8 @@ from draftsmith.inference.trees.options import TreeOption, resolve_policy
 from draftsmith.inference.trees.policy import TreePolicy
 
 logger = logging.getLogger(__name__)
+
+NODE_COSTS = {"cpu": 0.05, "cuda": 0.003}  # a first guess of what a node takes, in plain steps
 
 
 class Decoder:
@@ -120,11 +122,17 @@ class Decoder:
         self._step = DecodeStep(
             self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule, executor=executor
         )
-        is_chosen = self.policy is not None and self.policy.is_chosen
-        self._choice = TreePlanner(self.policy) if self.policy and is_chosen else TreeChoice(self.policy)
+        self._choice = self._new_choice()
         self._cache: TreeCache | None = None
         self._held: HeldTexts | None = None  # texts of the last call in the cache
         self._is_free = threading.Lock()
+
+    def _new_choice(self) -> TreeChoice:
+        if self.policy is None or not self.policy.is_chosen:
+            return TreeChoice(self.policy)
+        runner, candidates = type(self._step.executor).__name__, self.policy.candidates
+        file = memory_file(self.target, self.drafter, candidates, runner, is_coupled=self._step.is_coupled)
+        return Planner(candidates, file, node_cost=NODE_COSTS.get(self.target.device.type, NODE_COSTS["cuda"]))
 
     def _new_executor(self, *, compile: bool, graphs: bool) -> Executor:  # noqa: A002
         if graphs and compile:
@@ -371,22 +379,21 @@ class Decoder:
         """Whether the last call has left something in the cache for `reuse_cache`."""
         return self._held is not None
 
-    def costs(self, batch_size: int = 1, *, do_sample: bool = False, processors: Sequence[Any] = ()) -> StepCosts:
-        """The measured costs that `tree="auto"` decides with. The first call measures them and keeps them in a
-        file, for a week.
+    def costs(self, num_rows: int = 1, length: int = 256, *, do_sample: bool = False) -> list[float]:
+        """What `tree="auto"` has learned of the costs of steps: plain ones first, then those with each candidate, as
+        ratios. Before there were such steps they are guesses.
 
         Args:
-            processors: logits processors of transformers; those that read the prefix are left out.
+            num_rows: rows in the batch; length: tokens in the longest of them.
 
         Raises:
             ValueError: for a decoder with a fixed tree.
-            RuntimeError: while this decoder is in the middle of another text.
         """
-        seeds = row_seeds(0, batch_size, self.target.device) if do_sample else None
-        sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
-        with self._take(), self.target.without_autograd(), self._step.executor.active():
-            costs: StepCosts = self._choice.find_costs(self._step, sampler, batch_size)
-        return costs
+        if not isinstance(self._choice, Planner):
+            raise ValueError(
+                f"costs are learned with tree='auto' or 'gamma', and this decoder's tree is a {type(self.policy).__name__}"
+            )
+        return self._choice.costs(num_rows, length, do_sample=do_sample)
 
     def _get_cache(self, batch_size: int, capacity: int) -> TreeCache:
         """The present cache where it has room, else a new one."""

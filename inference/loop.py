@@ -173,7 +173,7 @@ class DecodeLoop:
         self.clock.start()
         read = reader.read()
         self.clock.stop("prefill")
-        self._choice.begin(self.step, sampler, cache.batch_size)
+        self._choice.begin(do_sample=sampler.do_sample)
         self.batch = Batch(request, sampler, cache, Drafting(self.step, self._choice, read.state))
         self.clock.stop("profile")
         # The first token's "tree" is the last prompt token, which is already committed.
@@ -198,7 +198,7 @@ class DecodeLoop:
             self._count(tokens, width=emission.tokens.shape[1])
             going = [place for place, new in enumerate(tokens) if new]
             left = [request.budgets[batch.rows[place]] for place in going]
-            self._choice.learn([counted[place] for place in going], left)
+            self._choice.learn(self._choice.chosen, [counted[place] for place in going], left)
         kept = [StepTokens(()) for _ in range(request.batch_size)]
         for row, new, step in zip(batch.rows, request.emit(batch.rows, tokens), tokens, strict=True):
             kept[row] = step.cut(len(new))

@@ -21,18 +21,19 @@ CATCH_UP = 32
 
 
 class TreeChoice:
-    """Chooses the policy that drafts the next tree. This one always takes the same; `planning` has the other."""
+    """Chooses the policy that drafts the next tree. This one always takes the same; `planning` has the other.
+
+    Attributes:
+        chosen: the policy of the present step.
+    """
 
     is_counting = False  # whether `learn` is to hear what all candidates would have accepted in the step just chosen
 
     def __init__(self, policy: TreePolicy | None) -> None:
-        self.policy = policy
+        self.chosen = policy
 
-    def begin(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> None:
-        """Another text (batch) begins. What has to be measured is measured now."""
-
-    def change(self, *, do_sample: bool) -> None:
-        """Rows have joined or left a served batch, which has begun with and without `do_sample`."""
+    def begin(self, *, do_sample: bool) -> None:
+        """The next steps are of other rows."""
 
     def choose(self, num_rows: int, length: int) -> TreePolicy | None:
         """The next step's policy; None = plain decoding.
@@ -40,9 +41,9 @@ class TreeChoice:
         Args:
             num_rows: rows in the batch; length: tokens in the longest of them.
         """
-        return self.policy
+        return self.chosen
 
-    def learn(self, counted: Sequence[Sequence[int]], left: Sequence[int]) -> None:
+    def learn(self, policy: TreePolicy | None, counted: Sequence[Sequence[int]], left: Sequence[int]) -> None:
         """Takes in the outcome of the step just chosen, as soon as the host has read it.
 
         Args:
@@ -50,16 +51,6 @@ class TreeChoice:
                 that is not counted.
             left: the tokens that each of these rows had to go.
         """
-
-    def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> Any:
-        """The measured costs of the trees to choose from.
-
-        Raises:
-            ValueError: there is nothing to choose.
-        """
-        raise ValueError(
-            f"costs are measured for tree='auto' or 'gamma', and this decoder's tree is a {type(self.policy).__name__}"
-        )
 
 
 class Drafting:

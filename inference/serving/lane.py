@@ -24,7 +24,6 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafters.slots import NewSlots
 from draftsmith.inference.execution.drafting import Drafting
 from draftsmith.inference.loop import Emission, StepTokens
-from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.prompts import HeldTexts, ReadPrompts
 from draftsmith.inference.request.texts import Texts
 from draftsmith.inference.serving.prompt_buffers import NUM_BUFFERS, PromptBuffer, PromptBuffers
@@ -72,13 +71,6 @@ class Lane:
         per_slot = sum(plane.num_heads * plane.width * plane.dtype.itemsize for plane in planes)
         return per_slot * self._capacity * (self.max_rows + NUM_BUFFERS)
 
-    def measure(self) -> None:
-        """Measures, for trees that are chosen while decoding, what they cost: for seconds at first, and again when the
-        costs are old or wrong. Only while no row runs."""
-        seeds = row_seeds(0, self.max_rows, self.step.target.device)
-        for do_sample in (False, True):
-            self.choice.begin(self.step, Sampler(do_sample=do_sample, row_seeds=seeds), self.max_rows)
-
     def join(self, row: Row) -> Generator[int]:
         """Reads a row's prompt, emits its first token, and adds the row to the others unless it has ended. Yields the
         size of each chunk after it was read; other rows may join, leave and step in between, one such call at a
@@ -107,7 +99,6 @@ class Lane:
             self._drafting.add_rows(read.state, slots, self._cache, max_slots=num_read)
             self._sampler = self._sampler.add(sampler, texts)
         else:
-            self.measure()
             self._cache.reset(0)
             self._cache.add_rows(buffer.cache, max_length=num_read)
             state = self.step.copy_state(self._cache, read.state, [0], [num_read - 1])
@@ -115,7 +106,7 @@ class Lane:
             self._drafting.take(slots)
             self._sampler = JoinedSampler([sampler], texts)
         self.rows.append(row)
-        self.choice.change(do_sample=self._sampler.do_sample)
+        self.choice.begin(do_sample=self._sampler.do_sample)
 
     def _held_texts(self) -> HeldTexts:
         """The running texts. The drafter has certainly read the slots of the prompts."""
@@ -140,7 +131,7 @@ class Lane:
         sampler.all_texts.commit(accepted.next_tokens, accepted.counts)
         log_probs = tree.log_probs.gather(1, accepted.path)
         tokens, counts = Emission(accepted.next_tokens, accepted.counts, log_probs, None, None, counted).read()
-        self.choice.learn(counts, [row.request.budgets[0] for row in self.rows])
+        self.choice.learn(self.choice.chosen, counts, [row.request.budgets[0] for row in self.rows])
         for place, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
             row.stats.count_step(len(new) - 1)
             row.stats.num_drafted += tree.num_nodes - 1
@@ -171,4 +162,4 @@ class Lane:
             self._cache.keep_rows(places)
             self._drafting.keep_rows(places, self._cache)
             self.rows = [self.rows[place] for place in places]
-            self.choice.change(do_sample=self._sampler.do_sample)
+            self.choice.begin(do_sample=self._sampler.do_sample)

@@ -55,10 +55,9 @@ class DynamicTree(TreePolicy):
         return self.root_factor * self.top_k == 1
 
     def contains(self, other: TreePolicy) -> bool:
-        if not isinstance(other, DynamicTree) or other.root_factor != self.root_factor:
+        if not isinstance(other, DynamicTree) or (other.top_k, other.root_factor) != (self.top_k, self.root_factor):
             return False
-        sizes = [(tree.max_depth, tree.top_k, tree.num_nodes) for tree in (other, self)]
-        return all(theirs <= mine for theirs, mine in zip(*sizes, strict=True))
+        return other.max_depth <= self.max_depth and other.num_nodes <= self.num_nodes
 
     def limit_depth(self, max_depth: int | None) -> DynamicTree:
         if max_depth is None or self.max_depth <= max_depth:

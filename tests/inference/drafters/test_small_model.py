@@ -20,7 +20,7 @@ from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter, compare_tokenizers
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.execution.drafting import TreeChoice
-from draftsmith.inference.trees.auto import gamma_chain
+from draftsmith.inference.trees.candidates import gamma_chain
 from tests.inference.plain_passes import calm_target, run_plainly
 from tests.lossless.restless import make_restless
 from tests.params import slow_but
@@ -115,8 +115,8 @@ def test_arrears_keep_a_model_that_drafts_for_itself_right() -> None:
     accepted: list[tuple[int, int]] = []
 
     def count(_: Any, num_drafted: int) -> None:
-        if planner._chosen is not None:
-            accepted.append((planner.trees[planner._chosen].max_depth, num_drafted))
+        if planner.chosen is not None:
+            accepted.append((planner.chosen.max_depth, num_drafted))
 
     decoder.generate(prompt, max_new_tokens=150, do_sample=False, on_step=count)
     short = [(depth, number) for depth, number in accepted if depth != number]
@@ -129,7 +129,7 @@ class ScriptedChoice(TreeChoice):
 
     def __init__(self, policy: TreePolicy, is_drafting: Sequence[bool]) -> None:
         super().__init__(policy)
-        self.turns = itertools.cycle(is_drafting)
+        self.policy, self.turns = policy, itertools.cycle(is_drafting)
 
     def choose(self, *_: Any) -> TreePolicy | None:
         return self.policy if next(self.turns) else None

@@ -29,7 +29,7 @@ from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.prompts import PromptReader
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.stats import GenerationStats, PhaseClock
-from draftsmith.inference.trees.auto import AutoTree
+from draftsmith.inference.trees.candidates import CandidateTrees
 from draftsmith.inference.trees.options import resolve_policy
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.inference.execution.stand_in import DEVICE, RefuseHostTensors, move, stand_in_target, strict
@@ -167,7 +167,7 @@ def test_a_target_with_windows_on_the_stand_in_device() -> None:
 
 
 def test_trees_of_chosen_sizes_on_the_stand_in_device() -> None:
-    tree = AutoTree([DynamicTree(1, 2, 3), DynamicTree(3, 2, 6)])
+    tree = CandidateTrees([DynamicTree(1, 2, 3), DynamicTree(3, 2, 6)])
     StandIn(heads_of("eagle3")).run("exact", tree, SAMPLED, 4)
 
 
