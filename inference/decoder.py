@@ -391,7 +391,8 @@ class Decoder:
         """
         if not isinstance(self._choice, Planner):
             raise ValueError(
-                f"costs are learned with tree='auto' or 'gamma', and this decoder's tree is a {type(self.policy).__name__}"
+                "costs are learned with tree='auto' or 'gamma': give one of them; this decoder's tree is a "
+                f"{type(self.policy).__name__}"
             )
         return self._choice.costs(num_rows, length, do_sample=do_sample)
 

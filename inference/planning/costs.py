@@ -17,9 +17,7 @@ Conditions = tuple[bool, int, int]
 
 LEVEL_COST = 0.15  # a first guess of what drafting a level takes, in plain steps
 NUM_MEASURED = 4  # steps after a change of the policy that tell its cost
-NUM_KEPT = (
-    9  # times that a ratio, or the present speed, is the median of: other work on the machine adds to some of them
-)
+NUM_KEPT = 9  # times that a ratio, or the present speed, is the median of: other work adds to some of them
 
 
 class StepCosts:

@@ -128,7 +128,7 @@ class Planner(TreeChoice):
 
         Args:
             policy: of the step.
-            counted: `TreePolicy.count_accepted` of each row that was unfinished, in any order; of a plain step, nothing.
+            counted: `TreePolicy.count_accepted` of each row that was unfinished, in any order; nothing of a plain step.
             left: the tokens that each of these rows had to go.
         """
         seconds, place = self._clock() - self._started, self.policies.index(policy)

@@ -16,8 +16,8 @@ from draftsmith.inference.trees.dynamic import DynamicTree
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
 
-# (depth, top_k, nodes), root included. One width, so that each tree holds those before it; the widest passes of CPUs and
-# batches have few nodes. A beam of 4 costs as much as one of 1: reading the weights takes the time.
+# (depth, top_k, nodes), root included: twice as many nodes each time, few for CPUs and batches, many where passes are
+# flat. One width, so that each tree holds those before it; a beam of 4 costs about as much as one of 1.
 SIZES = ((1, 4, 2), (2, 4, 4), (3, 4, 8), (4, 4, 16), (6, 4, 32))
 MAX_GAMMA = 8
 
@@ -70,8 +70,8 @@ class CandidateTrees(TreePolicy):
         return self.largest.grow(*args, **kwargs)
 
     def count_accepted(self, tree: TokenTree, path: Tensor, counts: Tensor) -> Tensor:
-        """Exact for candidates of the tree's depth with fewer nodes, nearly so for shallower ones (which may hold a node
-        that gave way to a deeper one); too low for larger ones.
+        """Exact for candidates of the tree's depth with fewer nodes; nearly so for shallower ones, which may hold a
+        node that gave way to a deeper one; too low for larger ones.
 
         A smaller tree keeps the best scores among the nodes of its depth. So the places of the accepted nodes in the
         order of scores tell which of them it would hold.

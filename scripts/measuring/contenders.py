@@ -262,9 +262,8 @@ def count_work(contenders: Sequence[Contender], prompts: Sequence[Prompt]) -> No
         if contender.problem or not isinstance(contender.decode, OurDecoding):
             continue
         decode = contender.decode
-        if (
-            decode.decoder.policy is not None and decode.decoder.policy.is_chosen
-        ):  # the tree, and so the work, changes from step to step
+        policy = decode.decoder.policy
+        if policy is not None and policy.is_chosen:  # the tree, and so the work, changes from step to step
             continue
         key = (contender.tree, decode.drafter)
         if key not in counted:
