@@ -13,12 +13,13 @@ from draftsmith.inference.trees.policy import TreePolicy
 
 
 def auto_tree(depths: tuple[int, ...], sizes: tuple[int, ...], width: int) -> CandidateTrees:
-    """Nested dynamic trees: every size with the least depth, then every depth with the most nodes."""
-    pairs = [(depths[0], size) for size in sizes] + [(depth, sizes[-1]) for depth in depths[1:]]
+    """Nested dynamic trees: every depth with the fewest nodes that it can have, then every size with the most depth."""
+    pairs = [(depth, next(size for size in sizes if size > depth)) for depth in depths]
+    pairs += [(depths[-1], size) for size in sizes if size > pairs[-1][1]]
     return CandidateTrees([DynamicTree(depth, width, size) for depth, size in pairs])
 
 
-TREE = auto_tree((1, 2, 4), (3, 8, 24), 4)
+TREE = auto_tree((1, 2, 4), (8, 24), 4)
 
 
 class RestlessPlanner(Planner):
