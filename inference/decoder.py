@@ -21,9 +21,8 @@ from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.emitted_scores import EmittedScores
 from draftsmith.inference.engine import Engine, GenerationOutput, StepTokens
 from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.planning.choice import TreeChoice
-from draftsmith.inference.planning.costs import StepCosts
-from draftsmith.inference.planning.planner import TreePlanner
+from draftsmith.inference.planning.memory import memory_file
+from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.prefill import finish, prefill
 from draftsmith.inference.prefix_cache import PrefixHit, match
 from draftsmith.inference.request.generate_arguments import make_request
@@ -41,6 +40,8 @@ from draftsmith.inference.trees.policy import TreePolicy
 logger = logging.getLogger(__name__)
 
 StepCallback = Callable[[list[int], int], None]
+
+NODE_COSTS = {"cpu": 0.05, "cuda": 0.003}  # a first guess of what a node takes, in plain steps
 
 
 class Decoder:
@@ -85,6 +86,9 @@ class Decoder:
             the second step of each size is captured. docs/gpu.md says what ran on a GPU. A part that
             cannot be captured runs eagerly, with a warning. It excludes `compile`.
 
+    Attributes:
+        planner: chooses the trees; None with a fixed one.
+
     Raises:
         TypeError: `drafter` is no `Drafter`.
         ValueError: a tree that the drafter or the acceptance rule cannot use, a drafter that does not fit the target,
@@ -121,10 +125,16 @@ class Decoder:
         rule.check(self.policy)
         self._step = Step(self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule)
         self._choose_runner(compile=compile, graphs=graphs)
-        is_chosen = self.policy is not None and self.policy.is_chosen
-        self._choice = TreePlanner(self.policy) if self.policy and is_chosen else TreeChoice(self.policy)
+        self.planner = self._new_planner()
         self._state: DecodeState | None = None  # kept between calls; with the texts of the last one, if it is whole
         self._is_free = threading.Lock()
+
+    def _new_planner(self) -> Planner | None:
+        if self.policy is None or not self.policy.is_chosen:
+            return None
+        step, candidates = self._step, self.policy.candidates
+        file = memory_file(self.target, self.drafter, candidates, step.runner, is_coupled=step.is_coupled)
+        return Planner(candidates, file, node_cost=NODE_COSTS.get(self.target.device.type, NODE_COSTS["cuda"]))
 
     def _choose_runner(self, *, compile: bool, graphs: bool) -> None:  # noqa: A002
         if graphs and compile:
@@ -238,7 +248,7 @@ class Decoder:
         """Reads the prompts; the steps of the call, as in `Engine.run`."""
         clock.start()
         state, hit = self._get_state(request, reuse_cache=reuse_cache)
-        engine = Engine(self._step, self._choice, state, clock, records_probabilities=records_probabilities)
+        engine = Engine(self._step, state, clock, planner=self.planner, records_probabilities=records_probabilities)
         reading = prefill(
             state, self._step, request.rows, clock.stats, source=request.source, media=request.media, hit=hit
         )
@@ -375,31 +385,26 @@ class Decoder:
         return self._step
 
     @property
-    def choice(self) -> TreeChoice:
-        """Which tree the next step drafts, for loops of their own."""
-        return self._choice
-
-    @property
     def holds_text(self) -> bool:
         """Whether the last call has left something in the cache for `reuse_cache`."""
         return self._state is not None and self._state.is_whole
 
-    def costs(self, batch_size: int = 1, *, do_sample: bool = False, processors: Sequence[Any] = ()) -> StepCosts:
-        """The measured costs that `tree="auto"` decides with. The first call measures them and keeps them in a
-        file, for a week.
+    def costs(self, num_rows: int = 1, length: int = 256, *, do_sample: bool = False) -> list[float]:
+        """What `tree="auto"` has learned of the costs of steps: plain ones first, then those with each candidate, as
+        ratios. Before there were such steps they are guesses.
 
         Args:
-            processors: logits processors of transformers; those that read the prefix are left out.
+            num_rows: rows in the batch; length: tokens in the longest of them.
 
         Raises:
             ValueError: for a decoder with a fixed tree.
-            RuntimeError: while this decoder is in the middle of another text.
         """
-        seeds = row_seeds(0, batch_size, self.target.device) if do_sample else None
-        sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
-        with self._take(), self.target.without_autograd(), self._step.active():
-            costs: StepCosts = self._choice.find_costs(self._step, sampler, batch_size)
-        return costs
+        if self.planner is None:
+            raise ValueError(
+                "costs are learned with tree='auto' or 'gamma': give one of them; this decoder's tree is a "
+                f"{type(self.policy).__name__}"
+            )
+        return self.planner.costs(num_rows, length, do_sample=do_sample)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from transformers.utils.generic import ModelOutput
 from draftsmith.inference.acceptance.joined_sampler import JoinedSampler
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.emitted_scores import EmittedScores
-from draftsmith.inference.planning.choice import TreeChoice
+from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.prefill import Prefilled
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.state import DecodeState
@@ -106,21 +106,21 @@ class Engine:
 
     Args:
         state: the rows', empty or of an earlier call.
-        choice: which tree each step drafts.
         clock: its stats count the steps.
+        planner: chooses each step's policy; None = it is the step's own.
         records_probabilities: tell how probable the drafter found each accepted draft (`StepTokens`).
     """
 
     def __init__(
         self,
         step: Step,
-        choice: TreeChoice,
         state: DecodeState,
         clock: PhaseClock,
         *,
+        planner: Planner | None = None,
         records_probabilities: bool = False,
     ) -> None:
-        self.step, self.choice, self.state, self.clock = step, choice, state, clock
+        self.step, self.state, self.clock, self.planner = step, state, clock, planner
         self.records_probabilities, self.stats = records_probabilities, clock.stats
         self.is_finished = False
         self.sampler: Sampler
@@ -153,22 +153,22 @@ class Engine:
     def start(self, read: Prefilled, sampler: Sampler) -> Emission:
         """Draws each row's first token."""
         self.sampler = sampler
-        self.choice.begin(self.step, sampler, len(self.state.rows))
-        self.clock.stop("profile")
+        if self.planner is not None:
+            self.planner.begin(do_sample=sampler.do_sample)
         return self.emit(self.step.first(self.state, read.logits, read.feature, sampler))
 
     def advance(self) -> Emission:
         """One step of all rows."""
-        state, choice = self.state, self.choice
-        policy = choice.policy
-        if not choice.is_fixed:
-            policy = choice.choose(len(state.rows), max(row.num_committed for row in state.rows if not row.is_finished))
+        state, planner, policy = self.state, self.planner, self.step.policy
+        if planner is not None:
+            longest = max(row.num_committed for row in state.rows if not row.is_finished)
+            policy = planner.choose(len(state.rows), longest)
         output = self.step(
             state,
             policy,
             self.sampler,
             self.clock,
-            is_counting=choice.is_counting,
+            is_counting=planner is not None and planner.is_counting,
             records_probabilities=self.records_probabilities,
         )
         is_lazy, width = self.sampler.is_lazy, output.accepted.path.shape[1]
@@ -201,8 +201,8 @@ class Engine:
             emission.tokens.append(new)
             emission.kept.append(new if num_kept == len(new) else new.cut(num_kept))
             counted.append(values[end:])
-        if not (output.is_first or self.choice.is_fixed):
-            self.choice.learn(counted, left)
+        if self.planner is not None and not output.is_first:
+            self.planner.learn(output.policy, counted, left)
         self.drop_finished()
         self.clock.stop("accept")
         self.stats.seconds["compile"] = self.step.setup_seconds() - self._setup_before
@@ -225,12 +225,16 @@ class Engine:
         num_rows = len(state.rows)
         places = state.compact(ended)
         self.sampler = self.sampler.select(places, num_rows, state.history)
+        if self.planner is not None:
+            self.planner.begin(do_sample=self.sampler.do_sample)
 
     def add(self, state: DecodeState, sampler: Sampler) -> None:
         """A text of another state joins. Only for rows that are calls of their own."""
         samplers = self.sampler.samplers if self.state.rows and isinstance(self.sampler, JoinedSampler) else ()
         self.state.add(state)
         self.sampler = JoinedSampler([*samplers, sampler], self.state.history)
+        if self.planner is not None:
+            self.planner.begin(do_sample=self.sampler.do_sample)
 
 
 def _read_row(values: list[int], width: int) -> StepTokens:

@@ -53,10 +53,7 @@ class ServeArguments:
     ngrams: bool = field(default=False, metadata={"help": "Also draft with n-grams of the text."})
     tree: str | None = field(
         default=None,
-        metadata={
-            "help": "Token tree; none = auto, which measures once for a machine and drafts less the more replies run. "
-            f"All: {TREE_HELP}."
-        },
+        metadata={"help": f"Token tree; none = auto, which drafts less the more replies run. All: {TREE_HELP}."},
     )
     dtype: str = field(
         default="auto",
@@ -123,8 +120,6 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     limits = Limits(args.max_batch_size, args.max_length, args.max_queue, args.max_lanes)
     chains_only = any(drafter.drafts_chains_only for drafter in drafters.values())
     tree = args.tree or ("gamma" if chains_only else "auto")
-    if drafters and args.tree is None:
-        print(f"tree {tree}: measuring its costs, if this machine has not done so yet", flush=True)
     return Scheduler(target, name_drafters(drafters), tree=tree, limits=limits), tokenizer
 
 

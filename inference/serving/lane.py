@@ -15,7 +15,6 @@ import torch
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.engine import Engine, StepTokens
-from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.prefill import MIN_SHARED, prefill
 from draftsmith.inference.prefix_cache import PrefixHit, match
 from draftsmith.inference.serving.reply import Reply, ReplyToken
@@ -43,7 +42,7 @@ class Lane:
     """
 
     def __init__(self, decoder: Decoder, *, max_rows: int, max_length: int) -> None:
-        self.step, self.choice = decoder.step, decoder.choice
+        self.step, self.planner = decoder.step, decoder.planner
         if not self.step.rows_may_leave:
             raise ValueError(
                 f"rows join and leave a served batch, and {type(decoder.drafter).__name__} cannot copy rows (or the "
@@ -54,7 +53,7 @@ class Lane:
         sizes = max_length + self.step.num_slots_after + self.step.path_width, max_length + self.step.path_width
         clock = PhaseClock(GenerationStats(), self.step.target.device)
         states = [self.step.new_state(num_rows, *sizes) for num_rows in (max_rows, *[1] * NUM_READERS)]
-        self._engine = Engine(self.step, self.choice, states[0], clock, records_probabilities=True)
+        self._engine = Engine(self.step, states[0], clock, planner=self.planner, records_probabilities=True)
         self._readers = states[1:]  # the one that was used longest ago first
         self.rows: list[Reply] = []
         self.last_used = time.perf_counter()
@@ -66,13 +65,6 @@ class Lane:
         planes = [plane for spec in cache.layer_specs if spec for plane in (spec.keys, spec.values)]
         per_slot = sum(plane.num_heads * plane.width * plane.dtype.itemsize for plane in planes)
         return per_slot * cache.capacity * (self.max_rows + NUM_READERS)
-
-    def measure(self) -> None:
-        """Measures, for trees that are chosen while decoding, what they cost: for seconds at first, and again when the
-        costs are old or wrong. Only while no row runs."""
-        seeds = row_seeds(0, self.max_rows, self.step.target.device)
-        for do_sample in (False, True):
-            self.choice.begin(self.step, Sampler(do_sample=do_sample, row_seeds=seeds), self.max_rows)
 
     def join(self, reply: Reply) -> Generator[int]:
         """Reads a reply's prompt, emits its first token, and adds the row to the others unless it has ended. Yields the
@@ -92,11 +84,8 @@ class Lane:
         kept = new.cut(reply.row.emit(new))
         reply.publish(self._tokens_of(reply, 0, output, kept))
         if not reply.is_over:
-            if not self.rows:
-                self.measure()
             self._engine.add(state, sampler)
             self.rows.append(reply)
-            self.choice.change(do_sample=self._engine.sampler.do_sample)
 
     def _find_hit(self, prompt: list[int]) -> PrefixHit | None:
         """The longest beginning of the prompt that is held somewhere, if it saves enough."""
@@ -142,7 +131,5 @@ class Lane:
         if len(going) == len(self.rows):
             return
         self.rows = going
-        if going:
-            self.choice.change(do_sample=self._engine.sampler.do_sample)
-        else:
+        if not going:
             self._engine.state.rows.clear()

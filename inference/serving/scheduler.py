@@ -101,7 +101,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._deadline: float | None = None  # set while stopping
         self._mean_seconds = 1.0  # of replies
-        # All drafters, the default one last: what cannot be served shows now, and costs of trees are measured.
+        # All drafters, the default one last: what cannot be served shows now.
         for name, drafter in reversed(self.drafters.items()):
             if drafter is not None or name == self.default_name:
                 self._find_lane((name, None))
@@ -246,8 +246,6 @@ class Scheduler:
         drafter, tree = self.drafters.get(name[0]), name[1] or self.tree
         decoder = Decoder(self.target, drafter, tree=tree if drafter is not None else None)
         lane = Lane(decoder, max_rows=self.limits.max_rows, max_length=self.limits.max_length)
-        with self.target.without_autograd():
-            lane.measure()
         self._lanes[name] = lane
         return lane
 

@@ -53,8 +53,6 @@ class TokenTree:
         depths: [B, N] long, edges between the root and the node.
         log_probs: [B, N] float32, the drafter's log-probability of the path from the root to the node (root 0).
         max_depth: a bound of `depths` that the host knows (it sizes paths without a synchronisation); None = N - 1.
-        widths: [B, N] long, the narrowest beam (`DynamicTree.top_k`) that would have drafted the node (root, padding:
-            any number); None for trees of other policies.
     """
 
     token_ids: Tensor
@@ -62,7 +60,6 @@ class TokenTree:
     depths: Tensor
     log_probs: Tensor
     max_depth: int | None = None
-    widths: Tensor | None = None
     drawn: DrawnFrom | None = None
 
     @classmethod

@@ -39,7 +39,7 @@ PLAIN_STEPS = 2 * CATCH_UP + 7
 def scripted(target: Target, drafter: Drafter, is_drafting: Sequence[bool]) -> Decoder:
     tree: Any = chain(3) if drafter.drafts_chains_only else DynamicTree(3, 2, 6)
     decoder = Decoder(target, drafter, tree=tree)
-    decoder._choice = ScriptedChoice(decoder.policy, is_drafting)  # type: ignore[arg-type]
+    decoder.planner = ScriptedChoice(decoder.policy, is_drafting)  # type: ignore[arg-type]
     return decoder
 
 

@@ -210,6 +210,6 @@ class TestTheSecondExit:
 def test_costs_are_measured_and_trees_chosen(target: Target) -> None:
     heads = kangaroo(target, exit_layer=4)
     expected = generate(target, None, random_prompt(9), max_new_tokens=60, do_sample=False).sequences
-    tree = auto_tree((1, 2), (3,), (2,))
+    tree = auto_tree((1, 2), (3,), 2)
     output = generate(target, heads, random_prompt(9), tree=tree, max_new_tokens=60, do_sample=False)
     assert torch.equal(output.sequences, expected)

@@ -349,7 +349,7 @@ def test_no_tensor_of_a_state_moves_when_rows_join(name: str, monkeypatch: pytes
     rows = [Row(0, prompt, 0, budget) for prompt, budget in zip(prompts, budgets, strict=True)]
     with target.without_autograd():
         states = [decoder.step.new_state(size, 64, 64) for size in (3, 1)]
-        engine = Engine(decoder.step, decoder.choice, states[0], PhaseClock(GenerationStats(), target.device))
+        engine = Engine(decoder.step, states[0], PhaseClock(GenerationStats(), target.device), planner=decoder.planner)
         watch, joining = Watch(decoder.step, monkeypatch), list(rows)
         while joining or states[0].rows:
             if joining and len(states[0].rows) < 3:

@@ -24,13 +24,12 @@ from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.planning.choice import TreeChoice
 from draftsmith.inference.prefill import finish, prefill
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import Step
-from draftsmith.inference.trees.auto import AutoTree
+from draftsmith.inference.trees.candidates import CandidateTrees
 from draftsmith.inference.trees.options import resolve_policy
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.inference.runners.stand_in import DEVICE, RefuseHostTensors, move, stand_in_target, strict
@@ -97,7 +96,7 @@ class StandIn:
             policy = resolve_policy(tree, drafter.max_depth) if drafter else None
             step = Step(self.target, drafter, policy, rule=RULES[rule])
             state, clock = step.new_state(batch_size, 128, 128), PhaseClock(GenerationStats(), DEVICE)
-            engine = Engine(step, TreeChoice(policy), state, clock)
+            engine = Engine(step, state, clock)
             read = finish(prefill(state, step, rows, clock.stats))
             seeds = row_seeds(0, batch_size, DEVICE) if request.do_sample else None
             engine.sampler = Sampler.of_request(request, seeds, state.history, vocab_size=self.target.vocab_size)
@@ -162,7 +161,7 @@ def test_a_target_with_windows_on_the_stand_in_device() -> None:
 
 
 def test_trees_of_chosen_sizes_on_the_stand_in_device() -> None:
-    tree = AutoTree([DynamicTree(1, 2, 3), DynamicTree(3, 2, 6)])
+    tree = CandidateTrees([DynamicTree(1, 2, 3), DynamicTree(3, 2, 6)])
     StandIn(heads_of("eagle3")).run("exact", tree, SAMPLED, 4)
 
 

@@ -6,7 +6,6 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,12 +18,11 @@ from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.planning.costs import StepCosts
-from draftsmith.inference.planning.planner import TreePlanner
+from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.prefix_cache import PREFILL_CHUNK
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
 from draftsmith.inference.state import CATCH_UP, DecodeState
-from draftsmith.inference.step import Step
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.serving.arrivals import SECONDS, Arrival, drafters_of, draw_options, end, serve
 from tests.params import slow_but
@@ -101,28 +99,31 @@ def is_end(arrival: Arrival, token: int) -> bool:
     return token in arrival.options.get("eos_token_id", [])
 
 
-def guess_costs(step: Step, batch_size: int, *_: Any, most_rows: int = 2) -> StepCosts:
-    """Of batches up to `most_rows` rows drafting is worth it, of larger ones not. Measuring takes seconds."""
-    trees = step.policy.candidates if step.policy is not None else ()
-    cost = 1.1 if batch_size <= most_rows else 9.0
-    return StepCosts((64, 896), (1.0, 1.0), (cost, cost), (cost,) * len(trees), tuple(tree.num_nodes for tree in trees))
+def set_costs(monkeypatch: pytest.MonkeyPatch, *, most_rows: int) -> None:
+    """In batches up to `most_rows` rows drafting is worth it, in larger ones not."""
+
+    def expect(costs: StepCosts) -> list[float]:
+        _, num_rows = costs._at
+        return [1.0, *[1.1 if num_rows <= most_rows else 99.0] * 5]
+
+    monkeypatch.setattr(StepCosts, "expect", expect)
 
 
 def test_the_planner_hears_how_much_each_row_has_to_go(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a served batch are in the order in which they joined; the planner learns from those with most to go."""
-    monkeypatch.setattr("draftsmith.inference.planning.planner.find_costs", partial(guess_costs, most_rows=9))
+    set_costs(monkeypatch, most_rows=9)
     seen: list[tuple[list[int], list[int]]] = []
-    learn = TreePlanner.learn
+    learn = Planner.learn
 
-    def note(planner: TreePlanner, counted: Any, left: Any) -> None:
-        (lane,) = (one for one in oracle._lanes.values() if one.choice is planner)
+    def note(planner: Planner, policy: Any, counted: Any, left: Any) -> None:
+        (lane,) = (one for one in oracle._lanes.values() if one.planner is planner)
         ends = [one.row.request.max_length - len(one.prompt) for one in arrivals if one.row in lane.rows]
         emitted = [len(one.tokens) for one in arrivals if one.row in lane.rows]
         seen.append((sorted(left), sorted(end - new for end, new in zip(ends, emitted, strict=True))))
         assert len(counted) == len(left)
-        learn(planner, counted, left)
+        learn(planner, policy, counted, left)
 
-    monkeypatch.setattr(TreePlanner, "learn", note)
+    monkeypatch.setattr(Planner, "learn", note)
     arrivals = [
         Arrival(oracle.target, [3 + n], {"max_new_tokens": 10 + 20 * n, "do_sample": False}, lane=("draft", "auto"))
         for n in range(3)
@@ -134,7 +135,7 @@ def test_the_planner_hears_how_much_each_row_has_to_go(oracle: Scheduler, monkey
 
 @pytest.mark.parametrize("tree", ["chain:2", "dynamic:3,2,6", "auto"])
 def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.inference.planning.planner.find_costs", guess_costs)
+    set_costs(monkeypatch, most_rows=2)
     arrivals = draw_arrivals(oracle.target, 6)
     for number, arrival in enumerate(arrivals):
         arrival.lane = ("draft", tree if number % 2 else None)
@@ -145,8 +146,7 @@ def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monke
 def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows join and leave all the time. The drafter reads what waits for it, and its rows stay those of the batch."""
     target, held = target_of("llama", num_hidden_layers=2), []
-    never = partial(guess_costs, most_rows=0)
-    monkeypatch.setattr("draftsmith.inference.planning.planner.find_costs", never)
+    set_costs(monkeypatch, most_rows=0)
     append = DecodeState.append
 
     def note(state: DecodeState, *args: Any) -> None:
