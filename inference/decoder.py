@@ -229,7 +229,10 @@ class Decoder:
         if request.streamer is not None:
             request.streamer.put(request.given_ids.cpu())
         with self.target.without_autograd(), self._step.active():
-            for kept in self._begin(request, seeds, clock, scores, reuse_cache=reuse_cache):
+            records = on_step is not None
+            for kept in self._begin(
+                request, seeds, clock, scores, reuse_cache=reuse_cache, records_probabilities=records
+            ):
                 if on_step is not None:
                     on_step(kept[0], kept[0].num_drafted)
         clock.pause()
@@ -294,10 +297,14 @@ class Decoder:
         # A stream that is over, and is kept for its output, must not keep the engine's buffers.
         gather = partial(gather_output, request, scores, clock.stats)
         begin = partial(self._begin, request, seeds, clock, scores, reuse_cache=reuse_cache, records_probabilities=True)
-        return TokenStream(self._stream_steps(begin, clock, release), gather, release)
+        return TokenStream(self._stream_steps(request, begin, clock, release), gather, release)
 
     def _stream_steps(
-        self, begin: Callable[[], Iterator[list[StepTokens]]], clock: PhaseClock, release: Callable[[], None]
+        self,
+        request: Request,
+        begin: Callable[[], Iterator[list[StepTokens]]],
+        clock: PhaseClock,
+        release: Callable[[], None],
     ) -> Iterator[StepTokens]:
         steps: Iterator[list[StepTokens]] | None = None
         try:
@@ -312,6 +319,7 @@ class Decoder:
                     return
                 yield kept[0]
         finally:
+            request.rows[0].end()
             release()
 
     def _new_clock(self) -> PhaseClock:

@@ -203,12 +203,12 @@ class Engine:
             counted.append(values[end:])
         if self.planner is not None and not output.is_first:
             self.planner.learn(output.policy, counted, left)
-        self.drop_finished()
+        self.settle_rows()
         self.clock.stop("accept")
         self.stats.seconds["compile"] = self.step.setup_seconds() - self._setup_before
         return emission
 
-    def drop_finished(self) -> None:
+    def settle_rows(self) -> None:
         """Finished rows leave, or stay idle where shapes are fixed or the drafter cannot drop them."""
         state, ended = self.state, list[int]()
         state.is_whole = True

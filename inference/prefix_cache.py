@@ -28,7 +28,9 @@ class PrefixHit:
     num_cached: list[int]
 
 
-def match(state: DecodeState, prompts: Sequence[list[int]], *, room: int, needs_all: bool = True) -> PrefixHit | None:
+def match(
+    state: DecodeState, prompts: Sequence[list[int]], *, room: int, needs_all: bool = True, least: int = 1
+) -> PrefixHit | None:
     """The part of the prompts that a state holds; None if there is no such part.
 
     At least one token is always read, because its logits are needed. With a drafter, slot k - 1 pairs token k with a
@@ -37,26 +39,29 @@ def match(state: DecodeState, prompts: Sequence[list[int]], *, room: int, needs_
     Args:
         room: as in `leave_room`.
         needs_all: whether a part of some prompts is of no use without a part of the others.
+        least: a shorter beginning is not worth it.
     """
     if not state.is_whole or state.has_media:  # placeholders do not tell images apart
         return None
     texts = [row.text for row in state.rows]
+    shared = [[count_shared([text, prompt]) for text in texts] for prompt in prompts]
+    if max((count for row in shared for count in row), default=0) < least:
+        return None
     committed = state.cache.lengths.tolist()  # 0 of rows that have forgotten theirs
     read = committed if state.drafter is None else (state.cache.lengths - state.num_pending).tolist()
     rows, kept = [], []
-    for prompt in prompts:
+    for prompt, counts in zip(prompts, shared, strict=True):
         lengths = []
-        for text, length, num_read in zip(texts, committed, read, strict=True):
-            shared = count_shared([text, prompt])
-            own = min(shared, length, len(prompt) - 1)
-            lengths.append(max(0, own if state.drafter is None else min(own, shared - 1, num_read)))
-        kept.append(max(lengths, default=0))
-        rows.append(lengths.index(kept[-1]) if lengths else 0)
+        for count, length, num_read in zip(counts, committed, read, strict=True):
+            own = min(count, length, len(prompt) - 1)
+            lengths.append(max(0, own if state.drafter is None else min(own, count - 1, num_read)))
+        kept.append(max(lengths))
+        rows.append(lengths.index(kept[-1]))
     # Recurrent targets may read prompts in one chunk.
     kept = leave_room(kept, prompts, room, room if state.cache.states is not None else PREFILL_CHUNK)
     # Recurrent states are held for a few lengths only.
     kept = [state.cache.held_length(row, count) for row, count in zip(rows, kept, strict=True)]
-    if not any(kept) or (needs_all and not all(kept)):
+    if max(kept) < least or (needs_all and not all(kept)):
         return None
     return PrefixHit(state.cache, state.draft, rows, kept)
 

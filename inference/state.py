@@ -156,7 +156,7 @@ class DecodeState:
         steps = self._every_place[: tokens.shape[1]]
         self.tokens.scatter_(1, self.num_tokens[:, None] + steps, tokens)
         self.num_tokens += counts
-        if self.draft is None:
+        if self.drafter is None:
             return
         places = self.num_pending[:, None] + steps
         self.pending_ids.scatter_(1, places, tokens)
@@ -176,9 +176,9 @@ class DecodeState:
     def retire(self, places: Sequence[int]) -> None:
         """Finished rows stay and no longer grow. They forget their tokens, so that no view has to reach them."""
         for place in set(places) - self._retired:
-            for tensor in (self.active, self.cache.lengths, self.num_pending):
+            for tensor in (self.active, self.cache.lengths, self.num_pending, self.limits):
                 tensor[place].zero_()
-            self.num_tokens[place].fill_(1)
+            self.num_tokens[place].fill_(1)  # beyond the limit, so that no processor is asked about it
             self._retired.add(place)
 
     def compact(self, ended: Sequence[int]) -> list[int]:

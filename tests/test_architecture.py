@@ -279,16 +279,16 @@ def test_every_loop_runs_the_same_step() -> None:
 
 
 def test_texts_end_in_one_place() -> None:
-    """But for a reply that is cancelled or whose step failed."""
+    """`Row.emit`, by `Row.end`; a reply or a stream that is given up calls it, too."""
 
     def ends(node: ast.AST) -> bool:
-        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [part for each in node.targets for part in ast.walk(each)] if isinstance(node, ast.Assign) else []
         return any(isinstance(each, ast.Attribute) and each.attr == "is_finished" for each in targets)
 
     found = {name(path): functions for path in PROGRAMS if (functions := functions_that(path, ends))}
     engine = found.pop("inference/engine.py")  # whether all of its texts have ended
-    assert engine == {"__init__", "drop_finished"}
-    assert found == {"inference/request/row.py": {"emit"}, "inference/serving/reply.py": {"fail"}}
+    assert engine == {"__init__", "settle_rows"}
+    assert found == {"inference/request/row.py": {"end"}}
 
 
 MACHINERY = re.compile(r"compil|captur|cuda|\bgraph|executor", re.I)

@@ -275,6 +275,8 @@ class TreeCache(Cache):
             if row > place:
                 for buffer in self._buffers:
                     buffer[:, place, :, : self.length_bound] = buffer[:, row, :, : self.length_bound]
+                    # What the row that has left wrote there may be NaN.
+                    buffer[:, place, :, self.length_bound : self._num_used].zero_()
                 self.lengths[place] = self.lengths[row]
         self._show_rows(len(rows))
         if self.states is not None:

@@ -41,12 +41,12 @@ class Row:
 
     def emit(self, tokens: Sequence[int]) -> int:
         """Adds the tokens that a step gave, up to the text's end; returns how many were kept. Nothing else ends a text,
-        but for a reply that is cancelled."""
+        but for a reply or a stream that is given up."""
         for kept, token in enumerate(tokens):
             if self.is_finished:
                 return kept
             if token == NO_TOKEN:
-                self.is_finished = True
+                self.end()
                 self.error = (
                     f"no token can follow the {len(self.text)} tokens of row {self.index}: the target's logits are "
                     "NaN (a token drafted in the same pass can cause this), or logits processors forbid every "
@@ -59,10 +59,13 @@ class Row:
             if self.on_token is not None:
                 self.on_token(token)
             ends = token in self.end_ids or self.budget <= 0
-            self.is_finished = ends or (self.is_end is not None and self.is_end(token))
-            if self.is_finished:
-                self.is_end = self.on_token = None  # a state holds the row, which is not to hold what they belong to
+            if ends or (self.is_end is not None and self.is_end(token)):
+                self.end()
         return len(tokens)
+
+    def end(self) -> None:
+        """Ends the text here. It lets go of what is told its tokens."""
+        self.is_finished, self.is_end, self.on_token = True, None, None
 
     def check(self) -> None:
         """Raises ValueError if the text has ended because no token can follow."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
+from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor, penalise_occurrences
 from draftsmith.inference.request.token_history import TokenHistory
 
 NEVER = float("-inf")
@@ -123,18 +123,22 @@ class EncoderRepetitionPenalty(TextProcessor):
 @dataclass(frozen=True)
 class OccurrencePenalties(TextProcessor):
     """Attributes:
+    presence, frequency: as the processor's.
     begin: [] long, where the emitted tokens begin.
     """
 
-    processor: OccurrencePenaltiesLogitsProcessor
+    presence: float
+    frequency: float
     begin: Tensor
 
     @classmethod
     def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> OccurrencePenalties:
-        return cls(processor, torch.tensor(processor.prompt_length, device=texts.rows.device))
+        begin = torch.tensor(processor.prompt_length, device=texts.rows.device)
+        return cls(processor.presence, processor.frequency, begin)
 
     def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
-        return self.processor.penalise(scores, texts.tokens, texts.is_text & (texts.places >= self.begin))
+        is_emitted = texts.is_text & (texts.places >= self.begin)
+        return penalise_occurrences(scores, texts.tokens, is_emitted, self.presence, self.frequency)
 
 
 def _penalise(scores: Tensor, token_ids: Tensor, counts: Tensor, penalty: float) -> Tensor:

@@ -95,39 +95,32 @@ class CudaGraph(Graph):
         self.graph.replay()
 
 
-@dataclasses.dataclass
 class Captured:
-    """A graph with its own inputs, its result, and the function, whose constants must stay alive."""
+    """A graph with its own inputs and outputs, and the function, whose constants must stay alive.
 
-    graph: Graph
-    function: Callable[[Any], Any]
-    inputs: list[Tensor] = dataclasses.field(default_factory=list)
-    result: Any = None
-    is_captured: bool = False
+    The tensors are made outside of the graph's memory, which other graphs use as well.
+
+    Args:
+        given: the tensors of the values of the first, eager call; result: what that returned.
+    """
+
+    def __init__(self, graph: Graph, function: Callable[[Any], Any], given: Sequence[Tensor], result: Any) -> None:
+        self.graph, self.function = graph, function
+        self.inputs = [torch.empty_like(tensor) for tensor in given]
+        self.outputs = [torch.empty_like(tensor) for tensor in find_tensors(result)]
+        self.result = replace_tensors(result, iter(self.outputs))
+        self.is_captured = False
 
     def run(self, values: Any, given: list[Tensor]) -> Any:
         """The function's result for `values`, whose tensors are `given`."""
-        if not self.is_captured:
-            self._capture(values, given)
         if given:
             torch._foreach_copy_(self.inputs, given)
+        if not self.is_captured:
+            inputs = replace_tensors(values, iter(self.inputs))
+            self.graph.capture(lambda: torch._foreach_copy_(self.outputs, list(find_tensors(self.function(inputs)))))
+            self.is_captured = True
         self.graph.replay()
         return self.result
-
-    def _capture(self, values: Any, given: list[Tensor]) -> None:
-        self.inputs = [tensor.clone() for tensor in given]
-        inputs, outputs = replace_tensors(values, iter(self.inputs)), list[Tensor]()
-
-        def run() -> None:
-            result = self.function(inputs)
-            found = list(find_tensors(result))
-            if not outputs:
-                outputs.extend(torch.empty_like(tensor) for tensor in found)
-                self.result = replace_tensors(result, iter(outputs))
-            torch._foreach_copy_(outputs, found)
-
-        self.graph.capture(run)
-        self.is_captured = True
 
 
 class Graphs:
@@ -158,8 +151,10 @@ class Graphs:
             if len(self.entries) == GRAPH_LIMIT:
                 self._give_up(f"it has run with {GRAPH_LIMIT} settings and sizes; make a new Decoder for others")
                 return function(values)
-            entry = self.entries[key] = Captured(self._new_graph(), function)
-            return entry.graph.warm_up(lambda: function(values))
+            graph = self._new_graph()
+            result = graph.warm_up(lambda: function(values))
+            self.entries[key] = Captured(graph, function, given, result)
+            return result
         if entry.is_captured:
             return entry.run(values, given)
         start = time.perf_counter()
@@ -304,19 +299,27 @@ class CapturedStep:
         if not step.drafter.has_static_state or width != step.path_width:
             return draft(step, state, policy, sampler, width, in_view)
         if state.draft is not self._home:  # of another text
-            new, home = (list(state_tensors(one, state.cache)) for one in (state.draft, self._home))
-            if [tensor.shape for tensor in new] == [tensor.shape for tensor in home]:
-                torch._foreach_copy_(home, new)
+            new, home = (dict(state_tensors(one, state.cache)) for one in (state.draft, self._home))
+            # What is empty belongs to a draft that has not been made yet.
+            kept = [name for name, tensor in new.items() if tensor.numel()]
+            if home and new.keys() == home.keys() and all(new[name].shape == home[name].shape for name in kept):
+                torch._foreach_copy_([home[name] for name in kept], [new[name] for name in kept])
                 state.draft = self._home
             else:  # such as that of a drafter that has read nothing yet
                 self._home = state.draft
                 self.graphs["draft"].entries.clear()
         parts = SamplerParts.of(sampler)
-        return self.graphs["draft"].run(
-            (policy, len(in_view), parts.key),
-            lambda tensors: draft(step, state, policy, parts.join(tensors, state.history), width, in_view),
-            parts.tensors,
-        )
+        cache = state.cache
+
+        def run(values: tuple[Tensor | None, list[Tensor]]) -> Any:
+            before = cache.offsets
+            cache.offsets, tensors = values
+            try:
+                return draft(step, state, policy, parts.join(tensors, state.history), width, in_view)
+            finally:
+                cache.offsets = before
+
+        return self.graphs["draft"].run((policy, len(in_view), parts.key), run, (cache.offsets, parts.tensors))
 
     def _plant_root(self, state: DecodeState, sampler: Sampler, vocab_size: int) -> Any:
         self._own(state)
@@ -385,13 +388,14 @@ class CapturedStep:
         return counted
 
 
-def state_tensors(value: Any, besides: Any) -> Iterator[Tensor]:
-    """The tensors of a drafter's state, but for those of an object that all states share."""
+def state_tensors(value: Any, besides: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a drafter's state with their places in it, but for those of an object that all states share."""
     if isinstance(value, Tensor):
-        yield value
+        yield name, value
     elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from state_tensors(part, besides)
-    elif hasattr(value, "__dict__") and value is not besides and not isinstance(value, nn.Module):
-        for part in vars(value).values():
-            yield from state_tensors(part, besides)
+        for number, part in enumerate(value):
+            yield from state_tensors(part, besides, f"{name}.{number}")
+    elif value is not besides and not isinstance(value, nn.Module):
+        parts = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        for key, part in parts.items():
+            yield from state_tensors(part, besides, f"{name}.{key}")

@@ -91,15 +91,15 @@ class Lane:
         """The longest beginning of the prompt that is held somewhere, if it saves enough."""
         states = [*([self._engine.state] if self.rows else []), *self._readers]
         room = min(self._readers[0].cache.capacity, self.step.target.max_length or self._readers[0].cache.capacity)
-        hits = [match(state, [prompt], room=room) for state in states]
-        best = max((hit for hit in hits if hit is not None), key=lambda hit: hit.num_cached[0], default=None)
-        return best if best is not None and best.num_cached[0] >= MIN_SHARED else None
+        hits = [match(state, [prompt], room=room, least=MIN_SHARED) for state in states]
+        return max((hit for hit in hits if hit is not None), key=lambda hit: hit.num_cached[0], default=None)
 
     def advance(self) -> None:
         """One step of all rows; those that have ended leave."""
         self.last_used = time.perf_counter()
         replies = {reply.row: reply for reply in self.rows}
-        emission = self._engine.advance()
+        with self.step.active():
+            emission = self._engine.advance()
         num_nodes = emission.output.tree.num_nodes
         for row, place, new, kept in zip(emission.rows, emission.places, emission.tokens, emission.kept, strict=True):
             reply = replies[row]
@@ -123,7 +123,7 @@ class Lane:
 
     def drop_rows(self) -> None:
         """Rows of replies that have been cancelled leave."""
-        self._engine.drop_finished()
+        self._engine.settle_rows()
         self._forget_ended()
 
     def _forget_ended(self) -> None:

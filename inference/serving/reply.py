@@ -162,6 +162,8 @@ class Reply:
 
     def publish(self, tokens: Sequence[ReplyToken]) -> None:
         """Hands on the tokens that the row has kept of a step, or of its prompt; each gets its text here."""
+        if self.is_over:
+            return
         self.first_token = self.first_token or time.perf_counter()
         if self.row.error is not None:
             self.fail(self.row.error)
@@ -181,7 +183,7 @@ class Reply:
     def fail(self, error: str) -> None:
         """Ends the reply unfinished."""
         if not self.is_over:
-            self.row.is_finished = True
+            self.row.end()
             self._end("abort" if self.is_cancelled else "error")
             self.on_piece(Piece(error=error))
 

@@ -26,7 +26,7 @@ class CandidateTrees(TreePolicy):
     """Nested dynamic trees. The decoder's planner chooses one of them, or none, every few steps.
 
     Args:
-        trees: from small to large; each contains those before it. Compiled, all share their graphs.
+        trees: from small to large; each contains those before it. All share the functions of their levels.
 
     Raises:
         ValueError: no trees, or trees that are not nested.

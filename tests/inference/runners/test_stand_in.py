@@ -112,7 +112,7 @@ class StandIn:
                 for row in rows:
                     row.emit([5, 6])
                 with strict():
-                    engine.drop_finished()
+                    engine.settle_rows()
             assert len(state.rows) == (batch_size if batch_size == 1 or not step.rows_may_leave else batch_size - 1)
 
 
@@ -212,7 +212,7 @@ def linted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, call)
 
     lint(Step, "__call__")
-    lint(Engine, "drop_finished")
+    lint(Engine, "settle_rows")
 
 
 @pytest.mark.usefixtures("linted")
