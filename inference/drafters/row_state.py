@@ -16,7 +16,7 @@ class RowState:
     """What a drafter keeps of each row. A subclass names its fields.
 
     Attributes:
-        row_fields: names of fields with rows: a tensor [B, ...], another `RowState`, a list of these, or None.
+        row_fields: names of fields with rows: a tensor [B, ...], another `RowState`, a list of states, or None.
         slot_fields: names of tensors [B, S + 1, ...] or None with an entry for each accepted slot, and a last one for
             padding. `copy_rows` copies them. The tensors in `row_fields` belong to the draft, which it does not copy.
     """
