@@ -208,5 +208,5 @@ class AutoregressionHeads(DraftHeads):
         residual, inputs = self.prepare(self.embed(token_ids), level.parents_of(state.hidden))
         q, keys, values = attention.project(inputs, positions)
         hidden = self.finish(residual, attention.attend(q, *cache.append_scratch(keys, values, level.ancestors)))
-        level.store(state.hidden, hidden)
+        state.hidden.index_copy_(1, level.places, hidden)
         return DraftLogits(self.score(hidden), state.draft_token_ids)

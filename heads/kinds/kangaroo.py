@@ -235,5 +235,5 @@ class KangarooHeads(DraftHeads):
         attended = self.adapter.self_attn.attend(q, *cache.append_scratch(keys, values, level.ancestors))
         logits = self.score(self.adapter.finish(hidden, attended))
         wide = logits.float()
-        level.store(state.confidence, (wide.amax(-1) - wide.logsumexp(-1)).exp())
+        state.confidence.index_copy_(1, level.places, (wide.amax(-1) - wide.logsumexp(-1)).exp())
         return logits

@@ -335,7 +335,7 @@ class MTPHeads(DraftHeads):
             outputs.append(block.next_state(block.layer.decode(x, positions, Rows(cache, columns, mask))))
         for cache in state.caches[:begin]:  # these columns are never read
             cache.open_scratch(width, level.ancestors)
-        level.store(state.states.narrow(2, begin, len(outputs)), torch.stack(outputs, dim=2))
+        state.states.narrow(2, begin, len(outputs)).index_copy_(1, level.places, torch.stack(outputs, dim=2))
         return DraftLogits(self.score(self.each_block[begin], outputs[0]))
 
 

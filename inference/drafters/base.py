@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
 
@@ -154,9 +155,9 @@ class Drafter(metaclass=ABCMeta):
             max_slots: the host's bound of `lengths`; nothing beyond it is copied.
 
         Raises:
-            NotImplementedError: `can_copy_rows` is false.
+            NotImplementedError: `can_copy_rows` is false, or the state is of a class that cannot.
         """
-        self._require_rows()
+        self._require_rows(state)
         if state is not None:
             state.copy_rows(source, rows, lengths, max_slots)
 
@@ -167,9 +168,9 @@ class Drafter(metaclass=ABCMeta):
         `shares_target_cache` is lent the cache, which has lost the same rows, again.
 
         Raises:
-            NotImplementedError: `can_copy_rows` is false.
+            NotImplementedError: `can_copy_rows` is false, or the state is of a class that cannot.
         """
-        self._require_rows()
+        self._require_rows(state)
         if state is not None:
             state.keep_rows(rows)
 
@@ -184,12 +185,18 @@ class Drafter(metaclass=ABCMeta):
             max_slots: no row of `other` has read more slots.
 
         Raises:
-            NotImplementedError: `can_copy_rows` is false.
+            NotImplementedError: `can_copy_rows` is false, or the state is of a class that cannot.
         """
-        self._require_rows()
+        self._require_rows(state)
         if state is not None:
             state.add_rows(other, max_slots)
 
-    def _require_rows(self) -> None:
+    def _require_rows(self, state: Any) -> None:
+        own = type(self).__name__
         if not self.can_copy_rows:
-            raise NotImplementedError(f"{type(self).__name__} cannot copy, drop or add rows: can_copy_rows is False")
+            raise NotImplementedError(f"{own} cannot copy, drop or add rows: can_copy_rows is False")
+        if state is not None and not isinstance(state, RowState):
+            raise NotImplementedError(
+                f"{own} has can_copy_rows, and its state is a {type(state).__name__}: derive it from RowState, or "
+                "implement copy_rows, keep_rows and add_rows"
+            )

@@ -16,7 +16,7 @@ class RowState:
     """What a drafter keeps of each row. A subclass names its fields.
 
     Attributes:
-        row_fields: names of fields with rows: a tensor [B, ...], another `RowState`, a list of these, or None.
+        row_fields: names of fields with rows: a tensor [B, ...], another `RowState`, a list of states, or None.
         slot_fields: names of tensors [B, S + 1, ...] or None with an entry for each accepted slot, and a last one for
             padding. `copy_rows` copies them. The tensors in `row_fields` belong to the draft, which it does not copy.
     """
@@ -72,7 +72,7 @@ class Level(NamedTuple):
 
     Attributes:
         above: [B, W] int64, the parents' places among the root (0) and the scratch rows (from 1).
-        own: [W] int64, the level's scratch rows.
+        own: [W] int64, the level's scratch rows; places: [W], where they are behind the root.
         itself: [W, R] bool, the scratch row of each node.
         ancestors: [B, W, R] bool, the scratch rows that each node sees: those of its ancestors and its own.
         depth: [1] int64, how many levels are above this one, the root's not counted.
@@ -80,6 +80,7 @@ class Level(NamedTuple):
 
     above: Tensor
     own: Tensor
+    places: Tensor
     itself: Tensor
     ancestors: Tensor
     depth: Tensor
@@ -88,10 +89,6 @@ class Level(NamedTuple):
         """`values` [B, 1 + R, ...] at the parents: [B, W, ...]."""
         places = self.above.view(*self.above.shape, *[1] * (values.dim() - 2))
         return values.gather(1, places.expand(-1, -1, *values.shape[2:]))
-
-    def store(self, values: Tensor, new: Tensor) -> None:
-        """Writes `new` [B, W, ...] to the level's places in `values` [B, 1 + R, ...]."""
-        values.index_copy_(1, 1 + self.own, new)
 
 
 class TreeRows(RowState):
@@ -128,8 +125,8 @@ class TreeRows(RowState):
         own = self.used + torch.arange(width, device=above.device)
         itself = own[:, None] == torch.arange(num_rows, device=above.device)
         ancestors = self.ancestors.gather(1, above[..., None].expand(-1, -1, num_rows)) | itself
-        level = Level(above, own, itself, ancestors, self.depth)
-        level.store(self.ancestors, ancestors)
+        level = Level(above, own, 1 + own, itself, ancestors, self.depth)
+        self.ancestors.index_copy_(1, level.places, ancestors)
         self.depths.index_copy_(0, own, self.depth.expand(width))
         self.base, self.used, self.depth = 1 + self.used, self.used + width, self.depth + 1
         return level
