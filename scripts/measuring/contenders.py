@@ -59,7 +59,7 @@ def _read_texts(sequences: Tensor, batch: Batch, target: Target) -> list[list[in
     texts: list[list[int]] = sequences[:, batch.input_ids.shape[1] :].tolist()
     for text in texts:
         del text[next((place for place, token in enumerate(text, 1) if token in eos_ids), len(text)) :]
-        while text and text[-1] == filler:
+        while target.model.generation_config.stop_strings and text[-1:] == [filler]:
             text.pop()
     return texts
 

@@ -37,7 +37,7 @@ def inspect(*options: Any) -> None:
 def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     compressed = (REPOSITORY / "examples" / "conversations.jsonl.gz").read_bytes()
     lines = gzip.decompress(compressed).decode().splitlines()[:20]
-    long = sharegpt("Hi", "Yo " * 200)
+    long = sharegpt("Hi", "Yo " * 200, "Hi")
     files = [
         write(tmp_path / "a.jsonl", [*lines, "{", sharegpt("Hi"), sharegpt("Yo"), long]),
         write(tmp_path / "b.jsonl", [{"prompt": "Hi", "response": "Yo"}] * 3),
@@ -45,7 +45,7 @@ def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytes
     report = tmp_path / "out" / "counts.json"
     inspect("--dataset", *files, "--max_length", 99, "--json", report, "--num_rows", 1)
     tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)
-    lengths, num_trained, num_turns = [], 0, 0
+    lengths, num_trained, num_turns, num_replies = [], 0, 0, 0
     for record in [*map(json.loads, lines), long]:
         roles = {"human": "user", "gpt": "assistant"}
         messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
@@ -53,6 +53,7 @@ def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytes
         lengths.append(len(ids[:99]))
         num_trained += sum(mask[:99])
         num_turns += len(messages)
+        num_replies += sum(message["role"] == "assistant" for message in messages)
     found = json.loads(report.read_text())
     first, second = found["sets"]
     assert (first["num_records"], first["num_conversations"]) == (24, 21)
@@ -63,13 +64,16 @@ def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytes
     assert (first["num_tokens"], first["num_trained_tokens"]) == (sum(lengths), num_trained)
     assert first["trained_share"] == round(num_trained / sum(lengths), 4)
     assert (first["num_turns"], first["num_at_max_length"]) == (num_turns, lengths.count(99))
+    assert first["num_replies"] == num_replies
     assert first["lengths"]["0.5"] == sorted(lengths)[10]
     assert (first["lengths"]["0"], first["lengths"]["1"]) == (min(lengths), max(lengths))
     assert second["num_conversations"] == 3
-    assert found["total"]["num_tokens"] == first["num_tokens"] + second["num_tokens"]
+    for name in ("num_records", "num_conversations", "num_turns", "num_replies", "num_tokens", "num_trained_tokens"):
+        assert found["total"][name] == first[name] + second[name], name
     assert found["total"]["dropped"] == first["dropped"]
     output = capsys.readouterr().out
     assert f"{files[0]}: 21 conversations of 24 records\n  dropped 2: no token" in output
+    assert re.search(rf"turns {num_turns}\b.*\b{num_replies}\b.*\n.*tokens {sum(lengths)}\b.*\b{num_trained}\b", output)
     assert "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Yo<|im_end|>]]\n" in output
 
 

@@ -95,6 +95,9 @@ def test_marked_replies_are_paired_in_order(tokenizer: Any) -> None:
     messages = [USER, {**call, "learn": False}, RESULT, GOOD]
     assert learned_text(messages, tokenizer) == ["<think></think>There.<|im_end|>"]
     assert learned_text([USER, call, RESULT, GOOD], tokenizer)[0] == "look()<|im_end|>"
+    tokenizer.chat_template = MARKED_LAST  # the only marked reply is not the first one
+    wrong = {"role": "assistant", "content": "Nowhere.", "learn": False}
+    assert learned_text([USER, wrong, USER, GOOD], tokenizer) == ["There.<|im_end|>"]
 
 
 # Llama 3 writes no text beside a call; gpt-oss writes thoughts and text beside a call only where no answer follows, and
@@ -168,9 +171,11 @@ def test_replies_without_text_are_context(name: str, tokenizer: Any) -> None:
 
 
 def test_thoughts_alone_are_context_where_thoughts_are_not_learned(tokenizer: Any) -> None:
+    for template, thought in ((THINKING, THOUGHT), (CHATML, {"role": "assistant", "content": "<think>Hm</think>"})):
+        tokenizer.chat_template = template.jinja
+        row = tokenize({"messages": [USER, thought]}, tokenizer, train_on_thinking=False)
+        assert row["problem"] == f"nothing to learn: {EMPTY}"
     tokenizer.chat_template = THINKING.jinja
-    row = tokenize({"messages": [USER, THOUGHT]}, tokenizer, train_on_thinking=False)
-    assert row["problem"] == f"nothing to learn: {EMPTY}"
     assert learned_text([USER, THOUGHT], tokenizer) == ["<think>\nHm\n</think>\n\n<|im_end|>"]
 
 

@@ -292,6 +292,7 @@ def test_a_template_that_writes_the_date_is_named(
     extract(target=target)
     assert "strftime_now" in caplog.text
     train(**stored)
+    caplog.clear()
     train(**{**stored, "features": tmp_path / "hybrid"}, feature_mode="hybrid")
     assert "strftime_now" in caplog.text
     begin_day(12)
