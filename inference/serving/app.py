@@ -1,7 +1,7 @@
 """The HTTP side of a server: OpenAI's routes, Prometheus metrics and the chat page.
 
-A request becomes rows, which the scheduler's thread decodes. Their pieces come back through an asyncio queue. When a
-client goes away, its rows are cancelled and leave before the engine's next step.
+A request becomes replies, which the scheduler's thread decodes. Their pieces come back through an asyncio queue. When a
+client goes away, its replies are cancelled and leave before the engine's next step.
 """
 
 from __future__ import annotations
@@ -200,33 +200,33 @@ async def _reply(
             loop.call_soon_threadsafe(events.put_nowait, (first + number, piece))
 
     def make_replies() -> list[Reply]:
-        rows: list[Reply] = []
+        replies: list[Reply] = []
         for prompt in encode():
-            rows += server.maker.make_replies(prompt, body, partial(send, len(rows)))
-        return rows
+            replies += server.maker.make_replies(prompt, body, partial(send, len(replies)))
+        return replies
 
     most = server.scheduler.limits.max_waiting
     if body.num_prompts * body.n > most:
         raise RequestError(f"the request asks for more than {most} replies: send several", param="n")
     lane = server.maker.choose_lane(body)
-    rows = await run_in_threadpool(make_replies)
+    replies = await run_in_threadpool(make_replies)
     try:
-        server.scheduler.submit(rows, lane)
+        server.scheduler.submit(replies, lane)
     except QueueFullError as error:
         headers = {"Retry-After": str(error.retry_seconds)}
         raise RequestError(f"{error}: try again later", status=429, headers=headers) from error
     except StoppingError as error:
         raise RequestError(str(error), status=503) from error
-    writer = ReplyWriter(body, rows, server.model, server.maker.token_texts)
+    writer = ReplyWriter(body, replies, server.model, server.maker.token_texts)
     if body.stream:
-        return StreamingResponse(_stream(writer, rows, events), media_type="text/event-stream")
-    return await _collect(request, writer, rows, events)
+        return StreamingResponse(_stream(writer, replies, events), media_type="text/event-stream")
+    return await _collect(request, writer, replies, events)
 
 
 async def _stream(
-    writer: ReplyWriter, rows: Sequence[Reply], events: asyncio.Queue[tuple[int, Piece]]
+    writer: ReplyWriter, replies: Sequence[Reply], events: asyncio.Queue[tuple[int, Piece]]
 ) -> AsyncIterator[str]:
-    left = len(rows)
+    left = len(replies)
     try:
         while left:
             index, piece = await events.get()
@@ -240,14 +240,14 @@ async def _stream(
             yield f"data: {json.dumps(writer.usage_chunk())}\n\n"
         yield "data: [DONE]\n\n"
     finally:
-        for row in rows:
-            row.cancel()
+        for reply in replies:
+            reply.cancel()
 
 
 async def _collect(
-    request: Request, writer: ReplyWriter, rows: Sequence[Reply], events: asyncio.Queue[tuple[int, Piece]]
+    request: Request, writer: ReplyWriter, replies: Sequence[Reply], events: asyncio.Queue[tuple[int, Piece]]
 ) -> Response:
-    pieces: list[list[Piece]] = [[] for _ in rows]
+    pieces: list[list[Piece]] = [[] for _ in replies]
 
     async def collect() -> str | None:
         while not all(own and own[-1].is_last for own in pieces):
@@ -269,8 +269,8 @@ async def _collect(
     finally:
         collecting.cancel()
         leaving.cancel()
-        for row in rows:
-            row.cancel()
+        for reply in replies:
+            reply.cancel()
 
 
 async def _wait_until_gone(request: Request) -> None:

@@ -35,7 +35,7 @@ class Lane:
         max_length: the most tokens of a row, prompt included.
 
     Attributes:
-        rows: the replies that are running.
+        replies: those that are running.
 
     Raises:
         ValueError: for a decoder that cannot serve.
@@ -55,7 +55,7 @@ class Lane:
         states = [self.step.new_state(num_rows, *sizes) for num_rows in (max_rows, *[1] * NUM_READERS)]
         self._engine = Engine(self.step, states[0], clock, planner=self.planner, records_probabilities=True)
         self._readers = states[1:]  # the one that was used longest ago first
-        self.rows: list[Reply] = []
+        self.replies: list[Reply] = []
         self.last_used = time.perf_counter()
 
     @property
@@ -85,11 +85,11 @@ class Lane:
         reply.publish(self._tokens_of(reply, 0, output, kept))
         if not reply.is_over:
             self._engine.add(state, sampler)
-            self.rows.append(reply)
+            self.replies.append(reply)
 
     def _find_hit(self, prompt: list[int]) -> PrefixHit | None:
         """The longest beginning of the prompt that is held somewhere, if it saves enough."""
-        states = [*([self._engine.state] if self.rows else []), *self._readers]
+        states = [*([self._engine.state] if self.replies else []), *self._readers]
         room = min(self._readers[0].cache.capacity, self.step.target.max_length or self._readers[0].cache.capacity)
         hits = [match(state, [prompt], room=room, least=MIN_SHARED) for state in states]
         return max((hit for hit in hits if hit is not None), key=lambda hit: hit.num_cached[0], default=None)
@@ -97,7 +97,7 @@ class Lane:
     def advance(self) -> None:
         """One step of all rows; those that have ended leave."""
         self.last_used = time.perf_counter()
-        replies = {reply.row: reply for reply in self.rows}
+        replies = {reply.row: reply for reply in self.replies}
         with self.step.active():
             emission = self._engine.advance()
         num_nodes = emission.output.tree.num_nodes
@@ -121,15 +121,15 @@ class Lane:
         tops = [tuple(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
         return [ReplyToken(*each) for each in zip(*told, own, tops, strict=True)]
 
-    def drop_rows(self) -> None:
+    def drop_replies(self) -> None:
         """Rows of replies that have been cancelled leave."""
         self._engine.settle_rows()
         self._forget_ended()
 
     def _forget_ended(self) -> None:
-        going = [reply for reply in self.rows if not reply.is_over]
-        if len(going) == len(self.rows):
+        going = [reply for reply in self.replies if not reply.is_over]
+        if len(going) == len(self.replies):
             return
-        self.rows = going
+        self.replies = going
         if not going:
             self._engine.state.rows.clear()

@@ -1,4 +1,4 @@
-"""From a request's options to rows: transformers' arguments, checked against the server's limits."""
+"""From a request's options to replies: transformers' arguments, checked against the server's limits."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ TREE_NAMES = re.compile(r"auto|gamma|(dynamic|chain)(:\d{1,4}(,\d{1,4})*)?")
 
 
 class ReplyMaker:
-    """Makes the rows of requests. For any thread.
+    """Makes the replies of requests. For any thread.
 
     Args:
         drafters: by name, the default first.
-        max_length: tokens of a row, prompt included.
+        max_length: tokens of a reply, prompt included.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ReplyMaker:
     def make_replies(
         self, prompt: list[int], body: CompletionOptions, on_piece: Callable[[int, Piece], None]
     ) -> list[Reply]:
-        """The `n` rows of one prompt. `on_piece` gets the number of the row, from 0, and is called in the engine's
+        """The `n` replies of one prompt. `on_piece` gets the number of the reply, from 0, and is called in the engine's
         thread.
 
         Raises:
@@ -154,7 +154,7 @@ class ReplyMaker:
         kwargs = arguments | {"logits_processor": self._processors(len(prompt), body)}
         try:
             with self._one_at_a_time:
-                # Stop strings end the text (`Row.stops`), not the tokens.
+                # Stop strings end the text (`Reply.stops`), not the tokens.
                 request = make_request(
                     self.target, input_ids, torch.ones_like(input_ids), stop_strings=[], generate_kwargs=kwargs
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.inference import generate, prompts
+from draftsmith.inference import generate, prefill
 from tests.lossless.matrix.drafters import policy_of
 from tests.lossless.near_tie import assert_same_text
 from tests.params import slow_but
@@ -36,7 +36,7 @@ def test_a_text_ends_at_any_place_of_a_step(place: int) -> None:
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_batches_far_beyond_the_window(family: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in several chunks; rows end at their own EOS, the longest of them first."""
-    monkeypatch.setattr(prompts, "PREFILL_CHUNK", 32)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 32)
     starts = watch_passes(monkeypatch, lambda cache, view: view - cache.window_sizes[SLIDING_WINDOW].shape[0])
     model = tiny_target(family, initializer_range=0.3)
     lengths, longest = (101, 70, 85), 101

@@ -47,7 +47,7 @@ class Running:
     def wait_until_idle(self) -> None:
         """Until no row runs or waits."""
         end = time.monotonic() + SECONDS
-        while self.scheduler.num_rows:
+        while self.scheduler.num_replies:
             assert time.monotonic() < end, "rows are left"
             time.sleep(0.01)
 

@@ -117,8 +117,8 @@ def test_the_planner_hears_how_much_each_row_has_to_go(oracle: Scheduler, monkey
 
     def note(planner: Planner, policy: Any, counted: Any, left: Any) -> None:
         (lane,) = (one for one in oracle._lanes.values() if one.planner is planner)
-        ends = [one.row.request.max_length - len(one.prompt) for one in arrivals if one.row in lane.rows]
-        emitted = [len(one.tokens) for one in arrivals if one.row in lane.rows]
+        ends = [one.row.request.max_length - len(one.prompt) for one in arrivals if one.row in lane.replies]
+        emitted = [len(one.tokens) for one in arrivals if one.row in lane.replies]
         seen.append((sorted(left), sorted(end - new for end, new in zip(ends, emitted, strict=True))))
         assert len(counted) == len(left)
         learn(planner, policy, counted, left)
