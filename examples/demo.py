@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,13 @@ from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.matrix import measure_with_progress
 from draftsmith.scripts.measuring.measure import Contender, Prompt, Settings, load_prompts
 from draftsmith.scripts.measuring.plot import draw_plot
-from draftsmith.scripts.measuring.render import make_grids
 from draftsmith.scripts.measuring.report import headline, make_report, make_rows, write_json
-from draftsmith.scripts.measuring.rows import Row
+from draftsmith.scripts.measuring.table import Row, make_grids
 from draftsmith.scripts.shared.model_loading import DTYPES, encode_messages, load_heads, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_ENDING = "-chat-13m-quick"
@@ -53,38 +53,35 @@ SAMPLE, SAMPLE_SEED = "What do you think about football?", 8
 
 @dataclass
 class DemoArguments:
-    target: str = field(default="examples/chat-13m", metadata={"help": "The target: a folder or a hub id."})
-    conversations: str = field(
-        default="examples/conversations.jsonl.gz",
-        metadata={"help": "Conversations to train on, written by the target."},
+    target: str = option(default="examples/chat-13m", help="The target: a folder or a hub id.")
+    conversations: str = option(
+        default="examples/conversations.jsonl.gz", help="Conversations to train on, written by the target."
     )
-    prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Held-out prompts to decode."})
-    output: str = field(default="examples/output", metadata={"help": "Folder for the report, the plot and the heads."})
-    max_steps: int | None = field(
-        default=None, metadata={"help": "Training steps of each kind; none = as in its config."}
-    )
-    train_options: list[str] = field(
-        default_factory=list, metadata={"help": "More training options, key=value (see draftsmith train --help)."}
+    prompts: str = option(default="examples/prompts.jsonl", help="Held-out prompts to decode.")
+    output: str = option(default="examples/output", help="Folder for the report, the plot and the heads.")
+    max_steps: int | None = option(default=None, help="Training steps of each kind; none = as in its config.")
+    train_options: list[str] = option(
+        default_factory=list, help="More training options, key=value (see draftsmith train --help)."
     )
     # In float32, texts are identical to the last token, but every node of the tree costs a CPU time.
-    tree: str = field(default="dynamic:2,2,4", metadata={"help": "Token tree (see draftsmith bench --help)."})
-    dtype: str = field(
-        default="float32", metadata={"help": "Dtype of target and heads while decoding.", "choices": list(DTYPES)}
+    tree: str = option(default="dynamic:2,2,4", help="Token tree (see draftsmith bench --help).")
+    dtype: str = option(
+        default="float32", help="Dtype of target and heads while decoding.", metadata={"choices": list(DTYPES)}
     )
-    compile: bool = field(default=True, metadata={"help": "Compile the decoding. Small targets gain most."})
-    num_prompts: int = field(default=6, metadata={"help": "Prompts to decode."})
-    max_new_tokens: int = field(default=96, metadata={"help": "Tokens decoded for each prompt."})
-    repeats: int = field(default=2, metadata={"help": "Rounds over the prompts."})
-    threads: int | None = field(default=None, metadata={"help": "CPU threads; none = one per core."})
+    compile: bool = option(default=True, help="Compile the decoding. Small targets gain most.")
+    num_prompts: int = option(default=6, help="Prompts to decode.")
+    max_new_tokens: int = option(default=96, help="Tokens decoded for each prompt.")
+    repeats: int = option(default=2, help="Rounds over the prompts.")
+    threads: int | None = option(default=None, help="CPU threads; none = one per core.")
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "num_prompts", "max_new_tokens", "repeats", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"got --{name} {value}: give at least 1")
-        for option in self.train_options:
-            key, equals, _ = option.partition("=")
+        for words in self.train_options:
+            key, equals, _ = words.partition("=")
             if not (key.isidentifier() and equals):
-                raise ValueError(f"got --train_options {option!r}: write key=value, for example learning_rate=1e-3")
+                raise ValueError(f"got --train_options {words!r}: write key=value, for example learning_rate=1e-3")
 
 
 def find_recipes() -> dict[str, Path]:

@@ -55,9 +55,6 @@ class BigramHeads(DraftHeads):
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> None: ...
 
-    def draft_caches(self, state: Any) -> list[Any]:
-        return []
-
     def extend(
         self, state: Any, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:

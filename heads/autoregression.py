@@ -21,6 +21,7 @@ from draftsmith.heads.config import DecoderConfig
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.layers import DraftCache, DraftLayer
 from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
 
 
@@ -55,25 +56,22 @@ class AutoregressionConfig(DecoderConfig):
 
 
 @dataclass
-class AutoregressionState:
-    """The state of one batch. The level is in tensors of fixed shape, so that one compiled graph serves every level.
+class AutoregressionState(RowState):
+    """The state of one batch.
 
     Attributes:
         cache: the draft layer's keys and values, with R scratch rows.
         hidden: [B, 1 + R, D] outputs of the last accepted slot (row 0) and of each scratch row; the states of their
             children.
-        ancestors: [B, 1 + R, R] bool, which scratch rows each row of `hidden` sees.
-        base: [1], where the last frontier begins in `hidden`.
-        depth: [1], how many levels there are so far.
+        tree: who sees whom among the scratch rows.
         draft_token_ids: as the heads', made once.
     """
 
     cache: DraftCache
     hidden: Tensor
-    ancestors: Tensor
-    base: Tensor
-    depth: Tensor
+    tree: TreeRows
     draft_token_ids: Tensor | None
+    row_fields = ("cache", "hidden", "tree")
 
 
 class AutoregressionHeads(DraftHeads):
@@ -86,7 +84,6 @@ class AutoregressionHeads(DraftHeads):
     supports_gradient_checkpointing = True
     config_class = AutoregressionConfig
     detaches_steps: ClassVar[bool] = False
-    row_tensors: ClassVar[tuple[str, ...]] = ("hidden", "ancestors")
 
     def __init__(self, config: AutoregressionConfig) -> None:
         super().__init__(config)
@@ -175,13 +172,8 @@ class AutoregressionHeads(DraftHeads):
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> AutoregressionState:
         self.require_vocabulary()
         cache = self.layer.self_attn.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch)
-        rows, zero = 1 + num_scratch, torch.zeros(1, dtype=torch.long, device=self.device)
-        hidden = torch.zeros(batch_size, rows, self.config.hidden_size, device=self.device, dtype=self.dtype)
-        ancestors = torch.zeros(batch_size, rows, num_scratch, dtype=torch.bool, device=self.device)
-        return AutoregressionState(cache, hidden, ancestors, zero, zero.clone(), self.draft_token_ids)
-
-    def draft_caches(self, state: AutoregressionState) -> list[DraftCache]:
-        return [state.cache]
+        hidden = torch.zeros(batch_size, 1 + num_scratch, self.config.hidden_size, device=self.device, dtype=self.dtype)
+        return AutoregressionState(cache, hidden, TreeRows(batch_size, num_scratch, self.device), self.draft_token_ids)
 
     def extend(
         self,
@@ -206,23 +198,15 @@ class AutoregressionHeads(DraftHeads):
             last = (here - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
             last_hidden = torch.where((here > 0)[:, None, None], hidden.gather(1, last), last_hidden)
         state.hidden.narrow(1, 0, 1).copy_(last_hidden)
-        state.base, state.depth = torch.zeros_like(state.base), torch.zeros_like(state.depth)
+        state.tree.forget_levels()
         return DraftLogits(self.score(last_hidden), state.draft_token_ids)
 
     def expand(self, state: AutoregressionState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        width, cache, attention = token_ids.shape[1], state.cache, self.layer.self_attn
-        rows = (state.base + parents)[..., None]
-        above = state.hidden.gather(1, rows.expand(-1, -1, state.hidden.shape[-1]))
-        own = cache.used_scratch + torch.arange(width, device=above.device)  # this level's scratch rows
-        itself = own[:, None] == torch.arange(cache.num_scratch, device=above.device)
-        ancestors = state.ancestors.gather(1, rows.expand(-1, -1, cache.num_scratch)) | itself
+        cache, attention, level = state.cache, self.layer.self_attn, state.tree.open_level(parents)
         # The last accepted slot is lengths - 1, and level d of the tree is d slots after it.
-        positions = (cache.lengths[:, None] + state.depth).expand(-1, width)
-        residual, inputs = self.prepare(self.embed(token_ids), above)
+        positions = (cache.lengths[:, None] + level.depth).expand(-1, token_ids.shape[1])
+        residual, inputs = self.prepare(self.embed(token_ids), level.parents_of(state.hidden))
         q, keys, values = attention.project(inputs, positions)
-        view = cache.append_scratch(keys, values, ancestors)
-        hidden = self.finish(residual, attention.attend(q, *view))
-        state.hidden.index_copy_(1, 1 + own, hidden)
-        state.ancestors.index_copy_(1, 1 + own, ancestors)
-        state.base, state.depth = 1 + own[:1], state.depth + 1
+        hidden = self.finish(residual, attention.attend(q, *cache.append_scratch(keys, values, level.ancestors)))
+        state.hidden.index_copy_(1, level.places, hidden)
         return DraftLogits(self.score(hidden), state.draft_token_ids)

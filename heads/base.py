@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -37,9 +37,8 @@ from draftsmith.heads.formats.published import HUB_KEYS, open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.modules.draft_step import DraftStep, unroll_documents
 from draftsmith.heads.modules.host_tensors import OnHost, read_on_host
-from draftsmith.heads.modules.layers import DraftCache
 from draftsmith.heads.registration import find_kind
-from draftsmith.inference.drafters.base import Drafter, DraftLogits, first_rows
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.kernels.packed_weights import pack
 from draftsmith.inference.targets.model_config import find_compute_dtype
 from draftsmith.inference.targets.target import Target
@@ -66,7 +65,6 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             `smooth_l1` can compare the two.
         runs_target_layers: whether drafted tokens pass through layers of the target and so have features. Then one step
             of `unroll` serves every depth, and it reads features up to t + 1.
-        row_tensors: names of the tensors [B, ...] or None, beside the caches, that a state keeps from step to step.
     """
 
     config_class = DraftHeadsConfig
@@ -80,7 +78,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     estimates_states: ClassVar[bool] = False
     runs_target_layers: ClassVar[bool] = False
     can_copy_rows = True
-    row_tensors: ClassVar[tuple[str, ...]] = ()
+    has_static_state = True
 
     def __init__(self, config: DraftHeadsConfig) -> None:
         super().__init__(config)
@@ -121,28 +119,6 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
 
     @abstractmethod
     def expand(self, state: Any, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits: ...
-
-    @abstractmethod
-    def draft_caches(self, state: Any) -> list[DraftCache]:
-        """The caches of a state. A kind whose later slots read more than caches of earlier ones extends `copy_rows`."""
-
-    def copy_rows(self, state: Any, source: Any, rows: Tensor, lengths: Tensor, *, max_slots: int) -> None:
-        for cache, other in zip(self.draft_caches(state), self.draft_caches(source), strict=True):
-            cache.copy_rows(other, rows, lengths, max_slots)
-
-    def keep_rows(self, state: Any, rows: Sequence[int]) -> None:
-        for cache in self.draft_caches(state):
-            cache.keep_rows(rows)
-        for name in self.row_tensors:
-            if (values := getattr(state, name)) is not None:
-                setattr(state, name, first_rows(values, rows))
-
-    def add_rows(self, state: Any, other: Any, *, max_slots: int) -> None:
-        for cache, added in zip(self.draft_caches(state), self.draft_caches(other), strict=True):
-            cache.add_rows(added)
-        for name in self.row_tensors:
-            if (values := getattr(state, name)) is not None:
-                setattr(state, name, torch.cat([values, getattr(other, name)]))
 
     # Training.
 
@@ -297,6 +273,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     @property
     def compute_dtype(self) -> torch.dtype:
         """The heads' dtype, or autocast's where it is on: states do not stay wider than what layers compute with."""
+        if torch.is_inference_mode_enabled():  # decoding, where autocast is refused
+            return self.dtype
         return find_compute_dtype(self.device, self.dtype)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -307,7 +285,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     def score_as_target(self, hidden: Tensor) -> Tensor:
         """The target's own (frozen) LM head: states [..., D] of its final norm's scale -> logits [..., V] in its
         dtype."""
-        return self.target.compute_logits(hidden.to(self.target.dtype))
+        target = self.target
+        return target.compute_logits(hidden.to(target.dtype))
 
     def get_input_embeddings(self) -> Any:
         """None, which FSDP reads: the embeddings are the target's."""

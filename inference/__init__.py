@@ -14,8 +14,8 @@ from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
+from draftsmith.inference.engine import GenerationOutput, StepTokens
 from draftsmith.inference.generation import generate, stream
-from draftsmith.inference.loop import GenerationOutput, StepTokens
 from draftsmith.inference.pipelined.decoder import PipelinedDecoder
 from draftsmith.inference.stats import GenerationStats
 from draftsmith.inference.streaming.token_stream import TokenStream

@@ -11,7 +11,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.loop import GenerationOutput
+from draftsmith.inference.engine import GenerationOutput
 from draftsmith.inference.request.generate_arguments import request_of_hook
 from draftsmith.inference.stats import GenerationStats
 

@@ -17,27 +17,31 @@ from torch import Tensor, nn
 
 from draftsmith.inference.acceptance.rules import AcceptanceRule, resolve_rule
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.cache.tree_cache import TreeCache
 from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.execution.captured import CapturedExecutor, cuda_graphs
-from draftsmith.inference.execution.compiled import CompiledExecutor
-from draftsmith.inference.execution.drafting import TreeChoice
-from draftsmith.inference.execution.executor import Executor
-from draftsmith.inference.execution.step import DecodeStep
-from draftsmith.inference.loop import DecodeLoop, GenerationOutput, StepCallback, StepTokens, gather_output
+from draftsmith.inference.emitted_scores import EmittedScores
+from draftsmith.inference.engine import Engine, GenerationOutput, StepTokens
 from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.planning.costs import StepCosts
-from draftsmith.inference.planning.planner import TreePlanner
-from draftsmith.inference.prompts import HeldTexts, PromptReader
+from draftsmith.inference.planning.memory import memory_file
+from draftsmith.inference.planning.planner import Planner
+from draftsmith.inference.prefill import finish, prefill
+from draftsmith.inference.prefix_cache import PrefixHit, match
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.request.request import Request
+from draftsmith.inference.runners.compiled import compile_step
+from draftsmith.inference.runners.cuda_graphs import graph_step
+from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats, PhaseClock
+from draftsmith.inference.step import Step
 from draftsmith.inference.streaming.token_stream import TokenStream
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.options import TreeOption, resolve_policy
 from draftsmith.inference.trees.policy import TreePolicy
 
 logger = logging.getLogger(__name__)
+
+StepCallback = Callable[[list[int], int], None]
+
+NODE_COSTS = {"cpu": 0.05, "cuda": 0.003}  # a first guess of what a node takes, in plain steps
 
 
 class Decoder:
@@ -79,8 +83,11 @@ class Decoder:
             (float32 and bfloat16 on a CPU). It takes their memory once more. Targets beyond the processor's caches
             gain most (docs/benchmarks, Sizes). Weights are read when the decoder is made.
         graphs: capture drafting, verification, acceptance and commits as CUDA graphs. They run the eager kernels, and
-            the third step of each size is the first that is captured. docs/gpu.md says what ran on a GPU. A part that
+            the second step of each size is captured. docs/gpu.md says what ran on a GPU. A part that
             cannot be captured runs eagerly, with a warning. It excludes `compile`.
+
+    Attributes:
+        planner: chooses the trees; None with a fixed one.
 
     Raises:
         TypeError: `drafter` is no `Drafter`.
@@ -116,17 +123,20 @@ class Decoder:
         self.is_synchronised = is_synchronised
         rule = resolve_rule(acceptance)
         rule.check(self.policy)
-        executor = self._new_executor(compile=compile, graphs=graphs)
-        self._step = DecodeStep(
-            self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule, executor=executor
-        )
-        is_chosen = self.policy is not None and self.policy.is_chosen
-        self._choice = TreePlanner(self.policy) if self.policy and is_chosen else TreeChoice(self.policy)
-        self._cache: TreeCache | None = None
-        self._held: HeldTexts | None = None  # texts of the last call in the cache
+        self._step = Step(self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule)
+        self._choose_runner(compile=compile, graphs=graphs)
+        self.planner = self._new_planner()
+        self._state: DecodeState | None = None  # kept between calls; with the texts of the last one, if it is whole
         self._is_free = threading.Lock()
 
-    def _new_executor(self, *, compile: bool, graphs: bool) -> Executor:  # noqa: A002
+    def _new_planner(self) -> Planner | None:
+        if self.policy is None or not self.policy.is_chosen:
+            return None
+        step, candidates = self._step, self.policy.candidates
+        file = memory_file(self.target, self.drafter, candidates, step.runner, is_coupled=step.is_coupled)
+        return Planner(candidates, file, node_cost=NODE_COSTS.get(self.target.device.type, NODE_COSTS["cuda"]))
+
+    def _choose_runner(self, *, compile: bool, graphs: bool) -> None:  # noqa: A002
         if graphs and compile:
             raise ValueError(
                 "compile and graphs are both true: compiled functions cannot be captured here; choose one of them"
@@ -139,10 +149,9 @@ class Decoder:
         if graphs and self.target.device.type != "cuda":
             raise ValueError(f"graphs is true, and the target is on {self.target.device}: CUDA graphs need a GPU")
         if graphs:
-            return CapturedExecutor(cuda_graphs(self.target.device))
-        if compile:
-            return CompiledExecutor([m for m in (self.target.model, self.drafter) if isinstance(m, nn.Module)])
-        return Executor()
+            graph_step(self._step)
+        elif compile:
+            compile_step(self._step, [m for m in (self.target.model, self.drafter) if isinstance(m, nn.Module)])
 
     def generate(
         self,
@@ -215,16 +224,44 @@ class Decoder:
         reuse_cache: bool,
         on_step: StepCallback | None = None,
     ) -> GenerationOutput:
-        loop = self._begin(request, seed, clock, reuse_cache=reuse_cache, on_step=on_step)
+        seeds = self._draw_seeds(request, seed, reuse_cache=reuse_cache)
+        scores = EmittedScores(request)
         if request.streamer is not None:
             request.streamer.put(request.given_ids.cpu())
-        with self._holding(loop):
-            reader = self._open_prompts(loop, reuse_cache=reuse_cache)
-            with self.target.without_autograd(), self._step.executor.active():
-                for _ in loop.steps(reader):
-                    pass
+        with self.target.without_autograd(), self._step.active():
+            records = on_step is not None
+            for kept in self._begin(
+                request, seeds, clock, scores, reuse_cache=reuse_cache, records_probabilities=records
+            ):
+                if on_step is not None:
+                    on_step(kept[0], kept[0].num_drafted)
         clock.pause()
-        return gather_output(loop.request, loop.scores, loop.stats)
+        return gather_output(request, scores, clock.stats)
+
+    def _begin(
+        self,
+        request: Request,
+        seeds: Tensor | None,
+        clock: PhaseClock,
+        scores: EmittedScores,
+        *,
+        reuse_cache: bool,
+        records_probabilities: bool = False,
+    ) -> Iterator[list[StepTokens]]:
+        """Reads the prompts; the steps of the call, as in `Engine.run`."""
+        clock.start()
+        state, hit = self._get_state(request, reuse_cache=reuse_cache)
+        engine = Engine(self._step, state, clock, planner=self.planner, records_probabilities=records_probabilities)
+        reading = prefill(
+            state, self._step, request.rows, clock.stats, source=request.source, media=request.media, hit=hit
+        )
+        del hit  # with an earlier call's cache
+        read = finish(reading)
+        del reading
+        clock.stop("prefill")
+        sampler = Sampler.of_request(request, seeds, state.history, vocab_size=self.target.vocab_size)
+        keeps_scores = request.keeps_scores or request.keeps_logits
+        return engine.run(read, sampler, scores if keeps_scores else None)
 
     def stream(
         self,
@@ -253,31 +290,36 @@ class Decoder:
                     f"a stream has one row, and this call has {request.batch_size} (rows of input_ids, times "
                     "num_return_sequences): stream rows one by one, or generate() them together"
                 )
-            loop = self._begin(request, seed, clock, reuse_cache=reuse_cache)
+            seeds = self._draw_seeds(request, seed, reuse_cache=reuse_cache)
+            scores = EmittedScores(request)
             clock.pause()
             release = busy.pop_all().close
-        # A stream that is over, and is kept for its output, must not keep the loop's buffers.
-        gather = partial(gather_output, loop.request, loop.scores, loop.stats)
-        return TokenStream(self._stream_steps(loop, release, reuse_cache=reuse_cache), gather, release)
+        # A stream that is over, and is kept for its output, must not keep the engine's buffers.
+        gather = partial(gather_output, request, scores, clock.stats)
+        begin = partial(self._begin, request, seeds, clock, scores, reuse_cache=reuse_cache, records_probabilities=True)
+        return TokenStream(self._stream_steps(request, begin, clock, release), gather, release)
 
     def _stream_steps(
-        self, loop: DecodeLoop, release: Callable[[], None], *, reuse_cache: bool
+        self,
+        request: Request,
+        begin: Callable[[], Iterator[list[StepTokens]]],
+        clock: PhaseClock,
+        release: Callable[[], None],
     ) -> Iterator[StepTokens]:
-        clock = loop.clock
+        steps: Iterator[list[StepTokens]] | None = None
         try:
-            with self._holding(loop):
+            while True:
                 clock.start()
-                running = loop.steps(self._open_prompts(loop, reuse_cache=reuse_cache))
-                while True:
-                    clock.start()
-                    # Inference mode belongs to a thread, so it is entered anew for every step.
-                    with self.target.without_autograd(), self._step.executor.active():
-                        kept = next(running, None)
-                    clock.pause()
-                    if kept is None:
-                        return
-                    yield kept[0]
+                # Inference mode belongs to a thread, so it is entered anew for every step.
+                with self.target.without_autograd(), self._step.active():
+                    steps = begin() if steps is None else steps
+                    kept = next(steps, None)
+                clock.pause()
+                if kept is None:
+                    return
+                yield kept[0]
         finally:
+            request.rows[0].end()
             release()
 
     def _new_clock(self) -> PhaseClock:
@@ -295,46 +337,35 @@ class Decoder:
         busy.callback(self._is_free.release)
         return busy
 
-    @contextmanager
-    def _holding(self, loop: DecodeLoop) -> Iterator[None]:
-        """Keeps the texts that the loop leaves in the cache for the next call, unless a step was interrupted."""
-        try:
-            yield
-        finally:
-            self._held = loop.held_texts()
-
-    def _begin(
-        self,
-        request: Request,
-        seed: int | Sequence[int] | None,
-        clock: PhaseClock,
-        *,
-        reuse_cache: bool,
-        on_step: StepCallback | None = None,
-    ) -> DecodeLoop:
+    def _draw_seeds(self, request: Request, seed: int | Sequence[int] | None, *, reuse_cache: bool) -> Tensor | None:
+        """Refuses what cannot be decoded; the rows' seeds."""
         if reuse_cache:
             self._check_reuse(request)
-        seeds = row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None
-        # A row's last step may go beyond its end, and so may the next one where finished rows stay.
-        capacity = self._step.round_capacity(request.max_shown + 2 * self._step.num_depths)
-        sampler = Sampler.of_request(request, seeds, capacity=capacity, vocab_size=self.target.vocab_size)
-        return DecodeLoop(self._step, request, sampler, self._choice, clock, on_step=on_step)
+        return row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None
 
-    def _open_prompts(self, loop: DecodeLoop, *, reuse_cache: bool) -> PromptReader:
-        """A reader of the prompts: with the cache to fill, and the beginnings that it holds already. From here on this
-        decoder holds no text of an earlier call."""
-        request = loop.request
-        held, self._held = self._held, None
-        capacity = request.max_length + self._step.num_slots_after
-        reused = None
-        if held is not None and reuse_cache:
-            room = min(capacity, self.target.max_length or capacity)
+    def _get_state(self, request: Request, *, reuse_cache: bool) -> tuple[DecodeState, PrefixHit | None]:
+        """A state with room for the call, the present one where it is large enough; and the part of the prompts that
+        the last call has left. From here on this decoder holds no text of an earlier call."""
+        state, step = self._state, self._step
+        num_slots = request.max_length + step.num_slots_after
+        hit = None
+        if state is not None and reuse_cache:
+            room = min(num_slots, self.target.max_length or num_slots)
             # A first token is read once, and stays with its row.
             needs_all = self.drafter is not None and self.drafter.reads_first_token
-            reused = held.match(request.prompts, room=room, needs_all=needs_all)
-        del held  # with its cache, which may have to make room for another
-        cache = self._get_cache(request.batch_size, capacity)
-        return PromptReader(self._step, cache, request.prompts, request.source, loop.stats, reused, media=request.media)
+            hit = match(state, request.prompts, room=room, needs_all=needs_all)
+        if state is not None:
+            most = state.cache.max_batch_size
+            # With fixed shapes, strides of a larger cache would be another graph.
+            has_rows = most == request.batch_size if step.has_fixed_rows else most >= request.batch_size
+            # A row's last step may go beyond its end, and so may the next one where finished rows stay.
+            num_tokens = request.max_padded + 2 * step.path_width
+            if not has_rows or state.cache.capacity < num_slots or state.capacity < num_tokens:
+                self._state = state = None  # free the old one first
+                step.forget()
+        if state is None:
+            self._state = state = step.new_state(request.batch_size, num_slots, request.max_padded + step.path_width)
+        return state, hit
 
     def _check_reuse(self, request: Request) -> None:
         if request.source is not None:
@@ -350,55 +381,38 @@ class Decoder:
                 f"reuse_cache needs a drafter that can go on from an earlier text, and {type(self.drafter).__name__} "
                 "cannot copy rows: implement Drafter.copy_rows, or leave reuse_cache out"
             )
-        if self._held is None:
+        if not self.holds_text:
             logger.warning(
                 "reuse_cache has nothing to reuse: this decoder holds no text yet (or a step of its last call was "
                 "interrupted). Keep one Decoder for a conversation, and see Decoder.holds_text"
             )
 
     @property
-    def step(self) -> DecodeStep:
+    def step(self) -> Step:
         """The parts of a step, for loops of their own."""
         return self._step
 
     @property
-    def choice(self) -> TreeChoice:
-        """Which tree the next step drafts, for loops of their own."""
-        return self._choice
-
-    @property
     def holds_text(self) -> bool:
         """Whether the last call has left something in the cache for `reuse_cache`."""
-        return self._held is not None
+        return self._state is not None and self._state.is_whole
 
-    def costs(self, batch_size: int = 1, *, do_sample: bool = False, processors: Sequence[Any] = ()) -> StepCosts:
-        """The measured costs that `tree="auto"` decides with. The first call measures them and keeps them in a
-        file, for a week.
+    def costs(self, num_rows: int = 1, length: int = 256, *, do_sample: bool = False) -> list[float]:
+        """What `tree="auto"` has learned of the costs of steps: plain ones first, then those with each candidate, as
+        ratios. Before there were such steps they are guesses.
 
         Args:
-            processors: logits processors of transformers; those that read the prefix are left out.
+            num_rows: rows in the batch; length: tokens in the longest of them.
 
         Raises:
             ValueError: for a decoder with a fixed tree.
-            RuntimeError: while this decoder is in the middle of another text.
         """
-        seeds = row_seeds(0, batch_size, self.target.device) if do_sample else None
-        sampler = Sampler(processors, do_sample=do_sample, row_seeds=seeds)
-        with self._take(), self.target.without_autograd(), self._step.executor.active():
-            costs: StepCosts = self._choice.find_costs(self._step, sampler, batch_size)
-        return costs
-
-    def _get_cache(self, batch_size: int, capacity: int) -> TreeCache:
-        """The present cache where it has room, else a new one."""
-        cache = self._cache
-        has_rows = cache is not None and cache.max_batch_size >= batch_size
-        if cache is not None and self._step.executor.has_graphs:  # strides of a larger cache would be another graph
-            has_rows = cache.max_batch_size == batch_size
-        if cache is None or not has_rows or cache.capacity < capacity:
-            self._cache = cache = None  # free the old one first
-            self._step.executor.forget()
-            self._cache = cache = self._step.new_cache(batch_size, capacity)
-        return cache
+        if self.planner is None:
+            raise ValueError(
+                "costs are learned with tree='auto' or 'gamma': give one of them; this decoder's tree is a "
+                f"{type(self.policy).__name__}"
+            )
+        return self.planner.costs(num_rows, length, do_sample=do_sample)
 
 
 @contextmanager
@@ -409,6 +423,12 @@ def ending(streamer: Any) -> Iterator[None]:
     finally:
         if streamer is not None:
             streamer.end()
+
+
+def gather_output(request: Request, scores: EmittedScores, stats: GenerationStats) -> GenerationOutput:
+    """The output so far."""
+    stats.num_new_tokens = request.num_new_tokens
+    return GenerationOutput(request.sequences(), stats, scores.scores(), scores.logits())
 
 
 def _resolve_policy(tree: TreeOption, drafter: Drafter | None) -> TreePolicy | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.loop import GenerationOutput
+from draftsmith.inference.engine import GenerationOutput
 from draftsmith.inference.streaming.token_stream import TokenStream
 from draftsmith.inference.targets.target import Target
 

@@ -26,10 +26,9 @@ class GenerationStats:
     num_host_syncs: how often the host waited to read a tensor of a verify step. A step of any batch reads once for the
         emitted tokens, and once for each level of the tree (root included) for processors that run row by row. Not
         counted: reads of the prefill and within processors, and a `StagedDrafter`'s one per level after the first.
-    seconds: wall-clock seconds per phase. `profile` is making the drafter's buffers and, for `tree="auto"`, measuring
-        costs the first time. `total` includes the time between phases. `compile`, a part of other phases, is the time
-        of first calls of compiled graphs. On an accelerator the phases are launch times unless the decoder has
-        `is_synchronised`; `total` is always right.
+    seconds: wall-clock seconds per phase. `profile` is making the drafter's buffers. `total` includes the time between
+        phases. `compile`, a part of other phases, is the time of first calls of compiled graphs. On an accelerator the
+        phases are launch times unless the decoder has `is_synchronised`; `total` is always right.
     """
 
     num_target_forwards: int = 0
@@ -94,7 +93,7 @@ class PhaseClock:
 
     def stop(self, phase: str) -> None:
         """Adds the time since the last `start` or `stop` to `phase`."""
-        now = self._now()
+        now = self._now() if self.is_synchronised else time.perf_counter()
         self.stats.seconds[phase] += now - self.last
         self.last = now
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,14 @@ from draftsmith.scripts.measuring.matrix import (
 )
 from draftsmith.scripts.measuring.measure import Settings
 from draftsmith.scripts.measuring.plot import draw_batch_plot, draw_plot
-from draftsmith.scripts.measuring.render import Grid, make_grids
 from draftsmith.scripts.measuring.report import headline, make_report, write_json
+from draftsmith.scripts.measuring.table import Grid, make_grids
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.ranks import choose_device, connect_servers, read_rank, serve_rank
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 GROUPS = {
     "target and drafters": "target heads drafter_model ngrams assistant tree acceptance",
@@ -59,93 +60,67 @@ GROUPS = {
 
 @dataclass
 class BenchmarkArguments:
-    target: list[str] = field(metadata={"help": "Targets: folders or hub ids."})
-    prompts: list[str] = field(
-        metadata={"help": "Files of prompts or conversations (JSON lines, .gz or not); the first user turns are used."}
+    target: list[str] = option(help="Targets: folders or hub ids.")
+    prompts: list[str] = option(
+        help="Files of prompts or conversations (JSON lines, .gz or not); the first user turns are used."
     )
-    heads: list[str] = field(
+    heads: list[str] = option(
         default_factory=list,
-        metadata={
-            "help": "Draft heads: folders or hub ids. With several targets, heads that do not fit one of them get a "
-            "row that says so."
-        },
+        help="Draft heads: folders or hub ids. With several targets, heads that do not fit one of them get a "
+        "row that says so.",
     )
-    assistant: str | None = field(
+    assistant: str | None = option(
+        default=None, help="A small causal LM with the target's tokenizer, for transformers' assisted generation."
+    )
+    drafter_model: str | None = option(
+        default=None, help="A small causal LM with the target's tokenizer, as one more drafter."
+    )
+    ngrams: bool = option(
+        default=False, help="Measure every drafter once more, with its candidates and n-grams of the text in one tree."
+    )
+    num_prompts: int | None = option(default=None, help="Use only the first N prompts of each file; none = all.")
+    max_new_tokens: int = option(default=128, help="Tokens decoded for each prompt (fewer after an EOS).")
+    temperature: list[float] = option(default_factory=lambda: [0.0], help="Sampling temperatures; 0 = greedy.")
+    repetition_penalty: float | None = option(
         default=None,
-        metadata={"help": "A small causal LM with the target's tokenizer, for transformers' assisted generation."},
+        help="As in transformers: above 1, tokens of the text get lower scores; 1 = no penalty; none = as the "
+        "target's generation config says.",
     )
-    drafter_model: str | None = field(
-        default=None, metadata={"help": "A small causal LM with the target's tokenizer, as one more drafter."}
-    )
-    ngrams: bool = field(
-        default=False,
-        metadata={"help": "Measure every drafter once more, with its candidates and n-grams of the text in one tree."},
-    )
-    num_prompts: int | None = field(
-        default=None, metadata={"help": "Use only the first N prompts of each file; none = all."}
-    )
-    max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
-    temperature: list[float] = field(
-        default_factory=lambda: [0.0], metadata={"help": "Sampling temperatures; 0 = greedy."}
-    )
-    repetition_penalty: float | None = field(
-        default=None,
-        metadata={
-            "help": "As in transformers: above 1, tokens of the text get lower scores; 1 = no penalty; none = as the "
-            "target's generation config says."
-        },
-    )
-    batch_size: list[int] = field(
+    batch_size: list[int] = option(
         default_factory=lambda: [1],
-        metadata={
-            "help": "Prompts decoded together, left-padded, in the file's order; the last batch is filled up with the "
-            "first prompts."
-        },
+        help="Prompts decoded together, left-padded, in the file's order; the last batch is filled up with the "
+        "first prompts.",
     )
-    dtype: str = field(
-        default="auto",
-        metadata={"help": DTYPE_HELP, "choices": list(DTYPES)},
-    )
-    tree: list[str] = field(default_factory=lambda: ["dynamic"], metadata={"help": f"Token trees: {TREE_HELP}."})
-    acceptance: list[str] = field(
+    dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
+    tree: list[str] = option(default_factory=lambda: ["dynamic"], help=f"Token trees: {TREE_HELP}.")
+    acceptance: list[str] = option(
         default_factory=lambda: ["exact"],
-        metadata={
-            "help": f"Acceptance rules: {', '.join(RULES)}; at temperatures above 0 each is measured with every tree, "
-            "or gets a row that says why not."
-        },
+        help=f"Acceptance rules: {', '.join(RULES)}; at temperatures above 0 each is measured with every tree, "
+        "or gets a row that says why not.",
     )
-    compile: bool | None = field(
+    compile: bool | None = option(
         default=None,
-        metadata={
-            "help": "Compile drafters and plain decoding; none = only where compiled decoding is faster: on a CPU with "
-            "less than 1 GB of weights. Plain decoding and generate then run eagerly too.",
-            "nargs": "?",
-            "const": True,
-        },
+        help="Compile drafters and plain decoding; none = only where compiled decoding is faster: on a CPU with "
+        "less than 1 GB of weights. Plain decoding and generate then run eagerly too.",
+        metadata={"nargs": "?", "const": True},
     )
-    pack_weights: bool = field(
-        default=False,
-        metadata={"help": "On a CPU: pack the weights, for all contenders. It takes their memory once more."},
+    pack_weights: bool = option(
+        default=False, help="On a CPU: pack the weights, for all contenders. It takes their memory once more."
     )
-    distributed: bool = field(
-        default=False,
-        metadata={"help": "Under torchrun: measure every drafter also with the other ranks as servers of the target."},
+    distributed: bool = option(
+        default=False, help="Under torchrun: measure every drafter also with the other ranks as servers of the target."
     )
-    seed: int = field(default=0, metadata={"help": "Prompt i is sampled with the seed SEED + i."})
-    repeats: int = field(default=3, metadata={"help": "Rounds over all prompts."})
-    threads: int | None = field(default=None, metadata={"help": "CPU threads; none = torch's choice."})
-    device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
-    json: str | None = field(
-        default=None, metadata={"help": "Write rows, runs and environment of every report to this JSON file."}
-    )
-    plot: str | None = field(
+    seed: int = option(default=0, help="Prompt i is sampled with the seed SEED + i.")
+    repeats: int = option(default=3, help="Rounds over all prompts.")
+    threads: int | None = option(default=None, help="CPU threads; none = torch's choice.")
+    device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
+    json: str | None = option(default=None, help="Write rows, runs and environment of every report to this JSON file.")
+    plot: str | None = option(
         default=None,
-        metadata={
-            "help": "Draw a chart into this PNG file; several reports go into FILE-1.png, FILE-2.png, ..., and several "
-            "batch sizes also into FILE-batches.png or FILE-batches-1.png, ..."
-        },
+        help="Draw a chart into this PNG file; several reports go into FILE-1.png, FILE-2.png, ..., and several "
+        "batch sizes also into FILE-batches.png or FILE-batches-1.png, ...",
     )
-    markdown: str | None = field(default=None, metadata={"help": "Write the tables to this Markdown file."})
+    markdown: str | None = option(default=None, help="Write the tables to this Markdown file.")
 
     def __post_init__(self) -> None:
         counts = ("max_new_tokens", "repeats", "num_prompts", "threads")

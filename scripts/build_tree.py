@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.utils.data import DataLoader
@@ -23,21 +23,22 @@ from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
 from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.data.conversations import load_conversations
+from draftsmith.training.data.options import option
 from draftsmith.training.losses.rank_accuracy import measure_rank_accuracy
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 
 @dataclass
 class TreeArguments:
-    target: str = field(metadata={"help": "The frozen target: a folder or hub id."})
-    heads: str = field(metadata={"help": "Trained heads: a folder or hub id."})
-    dataset: list[str] = field(metadata={"help": "Files of conversations, as for training."})
-    output: str = field(metadata={"help": "The tree file to write (YAML)."})
-    num_nodes: int = field(default=24, metadata={"help": "Nodes of the tree, without the root."})
-    num_ranks: int = field(default=8, metadata={"help": "Candidates considered at each depth."})
-    num_samples: int = field(default=128, metadata={"help": "Conversations to measure on."})
-    max_length: int = field(default=384, metadata={"help": "Longest conversation in tokens; longer ones are cut."})
-    dtype: str = field(default="auto", metadata={"help": DTYPE_HELP, "choices": list(DTYPES)})
+    target: str = option(help="The frozen target: a folder or hub id.")
+    heads: str = option(help="Trained heads: a folder or hub id.")
+    dataset: list[str] = option(help="Files of conversations, as for training.")
+    output: str = option(help="The tree file to write (YAML).")
+    num_nodes: int = option(default=24, help="Nodes of the tree, without the root.")
+    num_ranks: int = option(default=8, help="Candidates considered at each depth.")
+    num_samples: int = option(default=128, help="Conversations to measure on.")
+    max_length: int = option(default=384, help="Longest conversation in tokens; longer ones are cut.")
+    dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "num_ranks", "num_samples", "max_length"):

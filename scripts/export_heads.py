@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from draftsmith.scripts.conversion.serving_card import fill_commands, fill_pytho
 from draftsmith.scripts.shared.model_loading import check_folder, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import check_new_folder
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 NAMES = list(dict.fromkeys(known.name for known in FORMATS if known.kinds))
 # Keys of a config that are about a file or a place, not about the heads.
@@ -50,15 +51,15 @@ _ADAPTER_NOTE = (
 class ExportArguments:
     """Options of export_heads.py."""
 
-    heads: str = field(metadata={"help": "Trained heads: a folder or a hub id."})
-    target: str = field(metadata={"help": "Their target: a folder or a hub id."})
-    format: str = field(metadata={"help": "Who reads them.", "choices": NAMES})
-    output: str = field(metadata={"help": "Folder to write, empty or not there yet."})
-    target_gguf: str | None = field(
-        default=None, metadata={"help": "The target's GGUF file, whose tokenizer the heads' file needs (format gguf)."}
+    heads: str = option(help="Trained heads: a folder or a hub id.")
+    target: str = option(help="Their target: a folder or a hub id.")
+    format: str = option(help="Who reads them.", metadata={"choices": NAMES})
+    output: str = option(help="Folder to write, empty or not there yet.")
+    target_gguf: str | None = option(
+        default=None, help="The target's GGUF file, whose tokenizer the heads' file needs (format gguf)."
     )
-    push_to_hub: bool = field(default=False, metadata={"help": "Upload the folder to the hub."})
-    repo_id: str | None = field(default=None, metadata={"help": "Hub repository; none = the folder's name."})
+    push_to_hub: bool = option(default=False, help="Upload the folder to the hub.")
+    repo_id: str | None = option(default=None, help="Hub repository; none = the folder's name.")
 
 
 def main(argv: list[str] | None = None) -> int:

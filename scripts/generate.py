@@ -32,7 +32,7 @@ from draftsmith.scripts.chat.commands import chat
 from draftsmith.scripts.chat.session import ChatSession
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.ranks import read_rank, serve_rank
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 GROUPS = {
     "target and drafter": "target heads drafter_model ngrams dtype device compile pack_weights batch_invariant",

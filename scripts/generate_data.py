@@ -38,7 +38,7 @@ from draftsmith.scripts.shared.model_loading import (
     resolve_dtype,
 )
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.synthesis.arguments import SynthesisArguments
 from draftsmith.training.synthesis.endpoint_replies import EndpointReplies
 from draftsmith.training.synthesis.output import SynthesisOutput

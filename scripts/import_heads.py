@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +28,28 @@ from draftsmith.scripts.conversion.conventions import compare_conventions, quest
 from draftsmith.scripts.shared.model_loading import DTYPES, check_folder, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import check_new_folder
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 
 @dataclass
 class ImportArguments:
     """Options of import_heads.py."""
 
-    checkpoint: str = field(metadata={"help": "Heads of another project: a folder, a hub id or a GGUF file."})
-    target: str = field(metadata={"help": "The target that they draft for: a folder or a hub id."})
-    output: str = field(metadata={"help": "Folder to write the heads to."})
-    check: bool = field(
-        default=False,
-        metadata={"help": "Decode a few prompts under every known convention; name the one that fits."},
+    checkpoint: str = option(help="Heads of another project: a folder, a hub id or a GGUF file.")
+    target: str = option(help="The target that they draft for: a folder or a hub id.")
+    output: str = option(help="Folder to write the heads to.")
+    check: bool = option(
+        default=False, help="Decode a few prompts under every known convention; name the one that fits."
     )
-    settings: list[str] = field(
+    settings: list[str] = option(
         default_factory=list,
-        metadata={"help": "Settings of the heads in place of those that were read, as key=value with JSON values."},
+        help="Settings of the heads in place of those that were read, as key=value with JSON values.",
     )
-    dtype: str = field(
-        default="auto",
-        metadata={"help": "The target's dtype; auto = as it was saved.", "choices": list(DTYPES)},
+    dtype: str = option(
+        default="auto", help="The target's dtype; auto = as it was saved.", metadata={"choices": list(DTYPES)}
     )
-    device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
+    device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
 
     def parse_settings(self) -> dict[str, Any]:
         parsed = {}

@@ -13,7 +13,7 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ if not __package__:  # launched as a file
 from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.data.options import DataArguments
+from draftsmith.training.data.options import DataArguments, option
 from draftsmith.training.data.reply_spans import find_special_ids
 from draftsmith.training.data.set_statistics import join_sets, measure_sets
 from draftsmith.training.data.training_sets import cut_to_limit
@@ -39,10 +39,10 @@ GROUPS = {
 
 @dataclass
 class InspectArguments:
-    target: str = field(metadata={"help": "The target whose tokenizer and chat template are used: a folder or hub id."})
-    num_rows: int = field(default=3, metadata={"help": "Conversations to show from each data set."})
-    json: str | None = field(default=None, metadata={"help": "JSON file to write the counts to."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the target."})
+    target: str = option(help="The target whose tokenizer and chat template are used: a folder or hub id.")
+    num_rows: int = option(default=3, help="Conversations to show from each data set.")
+    json: str | None = option(default=None, help="JSON file to write the counts to.")
+    trust_remote_code: bool = option(default=False, help="Run Python code that comes with the target.")
 
     def __post_init__(self) -> None:
         if self.num_rows < 0:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:  # launched as a file
@@ -23,12 +23,13 @@ import torch
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.request.model_settings import describe_model_settings, find_model_settings
 from draftsmith.inference.serving.app import create_app
-from draftsmith.inference.serving.row_maker import name_drafters
+from draftsmith.inference.serving.reply_maker import name_drafters
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.serving.server import new_server
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP, load_drafter, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"
 GROUPS = {
@@ -40,58 +41,40 @@ GROUPS = {
 
 @dataclass
 class ServeArguments:
-    target: str = field(metadata={"help": "The target: a folder or a hub id."})
-    heads: list[str] = field(
-        default_factory=list, metadata={"help": "Draft heads, the default first: folders or hub ids.", "nargs": "+"}
+    target: str = option(help="The target: a folder or a hub id.")
+    heads: list[str] = option(
+        default_factory=list, help="Draft heads, the default first: folders or hub ids.", metadata={"nargs": "+"}
     )
-    drafter_model: str | None = field(
-        default=None, metadata={"help": "A small causal LM with the target's tokenizer that also drafts."}
+    drafter_model: str | None = option(
+        default=None, help="A small causal LM with the target's tokenizer that also drafts."
     )
-    staged: bool = field(
-        default=False, metadata={"help": "N-grams draft for the --drafter_model; only with --tree chain or gamma."}
-    )
-    ngrams: bool = field(default=False, metadata={"help": "Also draft with n-grams of the text."})
-    tree: str | None = field(
+    staged: bool = option(default=False, help="N-grams draft for the --drafter_model; only with --tree chain or gamma.")
+    ngrams: bool = option(default=False, help="Also draft with n-grams of the text.")
+    tree: str | None = option(
         default=None,
-        metadata={
-            "help": "Token tree; none = auto, which measures once for a machine and drafts less the more replies run. "
-            f"All: {TREE_HELP}."
-        },
+        help=f"Token tree; none = auto, which drafts less the more replies run. All: {TREE_HELP}.",
     )
-    dtype: str = field(
-        default="auto",
-        metadata={"help": DTYPE_HELP, "choices": list(DTYPES)},
+    dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
+    device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
+    pack_weights: bool = option(
+        default=False, help="On a CPU: pack the weights for faster steps. It takes their memory once more."
     )
-    device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
-    pack_weights: bool = field(
-        default=False,
-        metadata={"help": "On a CPU: pack the weights for faster steps. It takes their memory once more."},
+    batch_invariant: bool = option(
+        default=False, help="Score tokens alike in passes of any width: other rows then change no bit. It is slower."
     )
-    batch_invariant: bool = field(
-        default=False,
-        metadata={"help": "Score tokens alike in passes of any width: other rows then change no bit. It is slower."},
+    host: str = option(default="127.0.0.1", help="Address; 0.0.0.0 = all networks (give an --api_key).")
+    port: int = option(default=8000, help="Port; 0 = any free one.")
+    api_key: str | None = option(
+        default=None, help=f"Key that requests must carry; none = ${API_KEY_VARIABLE}, and without it no key."
     )
-    host: str = field(default="127.0.0.1", metadata={"help": "Address; 0.0.0.0 = all networks (give an --api_key)."})
-    port: int = field(default=8000, metadata={"help": "Port; 0 = any free one."})
-    api_key: str | None = field(
-        default=None,
-        metadata={"help": f"Key that requests must carry; none = ${API_KEY_VARIABLE}, and without it no key."},
-    )
-    model_name: str | None = field(
-        default=None, metadata={"help": "The target's name for clients; none = the name of its folder."}
-    )
-    drain_seconds: float = field(
-        default=10.0, metadata={"help": "How long running replies may go on when the server ends."}
-    )
-    max_batch_size: int = field(default=8, metadata={"help": "Most replies of one drafter that are decoded at once."})
-    max_length: int = field(default=2048, metadata={"help": "Most tokens of a conversation, the reply included."})
-    max_queue: int = field(default=64, metadata={"help": "Most replies that wait; more are refused (429)."})
-    max_lanes: int = field(
-        default=2, metadata={"help": "Most pairs of drafter and tree at once; each has a cache of its own."}
-    )
-    threads: int | None = field(
-        default=None,
-        metadata={"help": "CPU threads of the engine; none = one fewer than torch's default, for the connections."},
+    model_name: str | None = option(default=None, help="The target's name for clients; none = the name of its folder.")
+    drain_seconds: float = option(default=10.0, help="How long running replies may go on when the server ends.")
+    max_batch_size: int = option(default=8, help="Most replies of one drafter that are decoded at once.")
+    max_length: int = option(default=2048, help="Most tokens of a conversation, the reply included.")
+    max_queue: int = option(default=64, help="Most replies that wait; more are refused (429).")
+    max_lanes: int = option(default=2, help="Most pairs of drafter and tree at once; each has a cache of its own.")
+    threads: int | None = option(
+        default=None, help="CPU threads of the engine; none = one fewer than torch's default, for the connections."
     )
 
     def __post_init__(self) -> None:
@@ -123,8 +106,6 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     limits = Limits(args.max_batch_size, args.max_length, args.max_queue, args.max_lanes)
     chains_only = any(drafter.drafts_chains_only for drafter in drafters.values())
     tree = args.tree or ("gamma" if chains_only else "auto")
-    if drafters and args.tree is None:
-        print(f"tree {tree}: measuring its costs, if this machine has not done so yet", flush=True)
     return Scheduler(target, name_drafters(drafters), tree=tree, limits=limits), tokenizer
 
 

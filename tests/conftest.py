@@ -56,7 +56,7 @@ def _same_random_numbers_in_any_order() -> None:
 @pytest.fixture
 def traced_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`compile=True` makes its graphs, and torch runs them as they are: a break, a read on the host or a stale number
-    shows in seconds. Inductor's code takes minutes for each decoder; the tests marked slow in test_step.py run it.
+    shows in seconds. Inductor's code takes minutes for each decoder; the tests marked slow in test_compiled.py run it.
     With a parameter, only functions whose names match this pattern are traced, since each graph takes a second."""
     compile_with, names = torch.compile, re.compile(getattr(request, "param", ""))
 

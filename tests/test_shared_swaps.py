@@ -14,8 +14,8 @@ from transformers import masking_utils
 from transformers.integrations import deepspeed as integration
 
 from draftsmith.inference import Target
-from draftsmith.inference.execution.compiled import CompiledExecutor
 from draftsmith.inference.kernels.attention import GROUPED, STOCK, grouped_attention
+from draftsmith.inference.runners.compiled import Compiler
 from draftsmith.training.features.encoding import _single_texts, encode, recomputing_layers
 from draftsmith.training.features.target_loading import loading_whole
 from tests.inference.serving.arrivals import SECONDS
@@ -109,7 +109,7 @@ def test_attention() -> None:
 
 
 def test_settings_of_the_compiler() -> None:
-    executor = CompiledExecutor([torch.nn.Linear(2, 2)])
+    executor = Compiler([torch.nn.Linear(2, 2)])
 
     def look() -> Any:
         return torch._dynamo.config.recompile_limit, torch._inductor.config.freezing

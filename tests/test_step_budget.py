@@ -72,8 +72,8 @@ class StepProfile:
 @pytest.mark.parametrize(
     ("heads", "budget"),
     [
-        ("mtp", Budget(calls=660, functions=180, files=32)),
-        (None, Budget(calls=280, functions=122, files=25)),
+        ("mtp", Budget(calls=450, functions=110, files=20)),
+        (None, Budget(calls=165, functions=75, files=14)),
     ],
 )
 def test_a_step_stays_within_its_budget(heads: str | None, budget: Budget, chat_target: PreTrainedModel) -> None:

@@ -148,7 +148,6 @@ RECURRENT_FAMILIES = recurrent_families.NAMES
 LEFT_OUT = tuple(family for family in _FAMILIES if family not in FAMILIES)  # tests cannot have them on this release
 # For tests whose subject is something else than the target: plain, biased, normalised queries, one window, two masks.
 CORE_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3")
-MOE_FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 
 
 def _find_family(family: str) -> tuple[str, dict[str, Any]]:

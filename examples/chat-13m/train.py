@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ from draftsmith.scripts.measuring.texts import share_of_repeated_ngrams
 from draftsmith.scripts.shared.model_loading import load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.training.data.conversations import load_conversations
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.run.optimizer import MuonWithAdamW
 
 FOLDER = Path(__file__).resolve().parent
@@ -42,31 +43,25 @@ FOLDER = Path(__file__).resolve().parent
 
 @dataclass
 class TargetArguments:
-    dataset: str = field(metadata={"help": "Conversations to learn, in any layout that training/train_heads.py reads."})
-    eval_dataset: str | None = field(default=None, metadata={"help": "Held-out conversations for the perplexity."})
-    model: str = field(default=str(FOLDER), metadata={"help": "The model to continue: a folder or a hub id."})
-    row_length: int = field(default=512, metadata={"help": "Tokens of a row; rows are cut from one long text."})
-    eval_tokens: int = field(default=32_768, metadata={"help": "Held-out tokens to measure the perplexity on."})
-    muon_learning_rate: float = field(default=0.01, metadata={"help": "Muon's rate, for all matrices but embeddings."})
-    tied_group_size: int | None = field(
-        default=None,
-        metadata={"help": "Tie the layers: every group of so many layers gets the weights of the first (SPEED)."},
+    dataset: str = option(help="Conversations to learn, in any layout that training/train_heads.py reads.")
+    eval_dataset: str | None = option(default=None, help="Held-out conversations for the perplexity.")
+    model: str = option(default=str(FOLDER), help="The model to continue: a folder or a hub id.")
+    row_length: int = option(default=512, help="Tokens of a row; rows are cut from one long text.")
+    eval_tokens: int = option(default=32_768, help="Held-out tokens to measure the perplexity on.")
+    muon_learning_rate: float = option(default=0.01, help="Muon's rate, for all matrices but embeddings.")
+    tied_group_size: int | None = option(
+        default=None, help="Tie the layers: every group of so many layers gets the weights of the first (SPEED)."
     )
-    compile_layers: bool = field(
-        default=False, metadata={"help": "Compile the layers: one graph for all, ready sooner than --torch_compile's."}
+    compile_layers: bool = option(
+        default=False, help="Compile the layers: one graph for all, ready sooner than --torch_compile's."
     )
-    early_weight: float = field(
-        default=0.5, metadata={"help": "With tied layers: weight of a loss on what leaves the first group."}
+    early_weight: float = option(default=0.5, help="With tied layers: weight of a loss on what leaves the first group.")
+    unlikelihood: float = option(
+        default=0.0, help="Weight of a loss on repeated 4-grams in the model's own greedy texts (their mean)."
     )
-    unlikelihood: float = field(
-        default=0.0,
-        metadata={"help": "Weight of a loss on repeated 4-grams in the model's own greedy texts (their mean)."},
-    )
-    own_texts: int = field(default=2048, metadata={"help": "Greedy texts that the model writes at a time."})
-    own_texts_steps: int = field(default=50, metadata={"help": "Steps after which it writes new ones."})
-    prompts: str = field(
-        default="examples/prompts.jsonl", metadata={"help": "Prompts for the share of repeated 4-grams at T = 0."}
-    )
+    own_texts: int = option(default=2048, help="Greedy texts that the model writes at a time.")
+    own_texts_steps: int = option(default=50, help="Steps after which it writes new ones.")
+    prompts: str = option(default="examples/prompts.jsonl", help="Prompts for the share of repeated 4-grams at T = 0.")
 
     def __post_init__(self) -> None:
         if self.row_length < 2 or self.unlikelihood < 0 or min(self.own_texts, self.own_texts_steps) < 1:

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from draftsmith.heads.config import name_of_target
 from draftsmith.heads.formats.eagle.llama_keys import (
     Reading,
     name_dtype,
@@ -27,6 +26,7 @@ from draftsmith.heads.formats.eagle.llama_keys import (
     refuse_unwritable,
     write_decoder,
 )
+from draftsmith.heads.formats.eagle.speculators_format import speculators_keys
 from draftsmith.heads.formats.format import Exported, Format, Imported
 from draftsmith.heads.formats.published import OWN_KEY, Published
 from draftsmith.heads.formats.tensors import as_wide_as, count_rows, is_targets_table, rename, take_copies
@@ -205,30 +205,16 @@ class BlockSpeculators(DFlash):
         dtype = written["fc.weight"].dtype
         written.setdefault(_EMBEDDING, _embedding_of(target).to(dtype))
         written["lm_head.weight"] = target.lm_head_weight().to(dtype).clone()  # tied to the embeddings in some targets
-        method = _method(config)
-        proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_depths, "verifier_accept_k": 1}
         settings = {
+            **speculators_keys(config, target, _method(config), config.num_depths),
             "architectures": ["DSparkDraftModel" if _is_spark(config) else "DFlashDraftModel"],
-            "speculators_model_type": method,
-            "speculators_version": "0.9.0",
             "block_size": config.block_size,
             "aux_hidden_state_layer_ids": config.feature_layers,
             "mask_token_id": mask_id,
             "draft_vocab_size": target.vocab_size,
-            "target_hidden_size": target.hidden_size,
             "sample_from_anchor": config.predicts_at_anchor,
             "sliding_window_non_causal": True,  # vLLM makes all layers causal where this is false
-            "tie_word_embeddings": False,
             "transformer_layer_config": _write_shape(config, tensors),
-            "speculators_config": {
-                "algorithm": method,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{**proposal, "accept_tolerance": 0.0}],
-                "verifier": {
-                    "name_or_path": name_of_target(target) or config.target_name_or_path,
-                    "architectures": [type(target.model).__name__],
-                },
-            },
             OWN_KEY: {name: getattr(config, name) for name in _OWN},
         }
         if _is_spark(config):

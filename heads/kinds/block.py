@@ -33,6 +33,7 @@ from draftsmith.heads.modules.host_tensors import send
 from draftsmith.heads.modules.layers import DraftCache, RMSNorm
 from draftsmith.heads.modules.vocabulary import mean_embedding, principal_embeddings, seldom_token
 from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
 # Rows over which loss weights fall to 1/e, by block size (DFlash).
@@ -173,7 +174,7 @@ class BlockConfig(DecoderConfig):
 
 
 @dataclass
-class BlockState:
+class BlockState(RowState):
     """The state of one batch.
 
     Attributes:
@@ -190,6 +191,7 @@ class BlockState:
     threshold: float | None
     hidden: Tensor | None = None
     logits: Tensor | None = None
+    row_fields = ("caches", "chances")
 
 
 class BlockHeads(DraftHeads):
@@ -197,7 +199,6 @@ class BlockHeads(DraftHeads):
 
     supports_gradient_checkpointing = True
     config_class = BlockConfig
-    row_tensors = ("chances",)
     default_loss = "cross_entropy"
     default_depth_weights = "d_pace"
 
@@ -332,9 +333,6 @@ class BlockHeads(DraftHeads):
         caches = [layer.self_attn.new_cache(batch_size, **sizes) for layer in self.each_layer]
         chances = torch.ones(batch_size, max(1, num_scratch), device=self.device)
         return BlockState(caches, chances, self.config.confidence_threshold)
-
-    def draft_caches(self, state: BlockState) -> list[DraftCache]:
-        return state.caches
 
     def extend(
         self, state: BlockState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int

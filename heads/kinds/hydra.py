@@ -29,6 +29,7 @@ from draftsmith.heads.kinds.medusa import ResidualBlock
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.layers import DecoderLayer, DraftCache, RMSNorm
 from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
 
@@ -198,7 +199,7 @@ class ConcatBlock(nn.Module):
 
 
 @dataclass
-class HydraState:
+class HydraState(RowState):
     """The state of one batch.
 
     Attributes:
@@ -211,6 +212,7 @@ class HydraState:
     hidden: Tensor
     paths: Tensor
     cache: DraftCache | None
+    row_fields = ("hidden", "paths", "cache")
 
 
 class HydraHeads(DraftHeads):
@@ -218,7 +220,6 @@ class HydraHeads(DraftHeads):
     the heads."""
 
     config_class = HydraConfig
-    row_tensors = ("hidden", "paths")
     default_step_decay = 1.0
     default_learning_rate = 1e-3  # as for Medusa, whose code the authors' extends
 
@@ -286,9 +287,6 @@ class HydraHeads(DraftHeads):
         hidden = torch.zeros(batch_size, 1, self.config.target_hidden_size, device=self.device, dtype=self.dtype)
         paths = torch.zeros(batch_size, max(1, num_scratch), self.max_depth, dtype=torch.long, device=self.device)
         return HydraState(hidden, paths, cache)
-
-    def draft_caches(self, state: HydraState) -> list[DraftCache]:
-        return [] if state.cache is None else [state.cache]
 
     def extend(
         self, state: HydraState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int

@@ -31,6 +31,7 @@ from draftsmith.heads.modules.layers import DraftAttention, DraftCache, GatedMLP
 from draftsmith.inference.cache.draft_rows import DraftRows
 from draftsmith.inference.cache.tree_cache import TreeCache
 from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.drafters.row_state import Level, RowState, TreeRows
 from draftsmith.inference.targets.target import Target
 
 
@@ -127,31 +128,29 @@ class KangarooAdapter(nn.Module):
 
 
 @dataclass
-class KangarooState:
+class KangarooState(RowState):
     """The state of one batch.
 
     Attributes:
         cache: the adapter's keys and values, with R scratch rows.
         rows: the same rows in the target's own cache; None until it is shared.
-        ancestors: [B, R, R] bool, which rows each row sees.
-        confidence: [B, R] float32, the chance of each row's best child.
+        tree: who sees whom among these rows. The root is the first level, of one row, after a first place for nothing.
+        confidence: [B, 1 + R] float32, the chance of each row's best child, from the second place on.
         threshold: the config's value at the start of the text; compiled graphs would not see a later change.
-        base: [1] the row at which the last level begins; a tensor, so that one compiled graph serves every level.
     """
 
     cache: DraftCache
     rows: DraftRows | None
-    ancestors: Tensor
+    tree: TreeRows
     confidence: Tensor
     threshold: float | None
-    base: Tensor
+    row_fields = ("cache", "tree", "confidence")
 
 
 class KangarooHeads(DraftHeads):
     """The adapter between the exit layer and the target's frozen LM head."""
 
     config_class = KangarooConfig
-    row_tensors = ("ancestors", "confidence")
     default_loss = "distillation"  # section 3.1: cross-entropy to the target's distribution
     runs_target_layers = True
     shares_target_cache = True
@@ -196,16 +195,12 @@ class KangarooHeads(DraftHeads):
         self.config.check_settings()
         num_rows = 1 + num_scratch
         cache = self.adapter.self_attn.new_cache(batch_size, num_slots=max_length, num_scratch=num_rows)
-        ancestors = torch.zeros(batch_size, num_rows, num_rows, dtype=torch.bool, device=self.device)
-        confidence = torch.ones(batch_size, num_rows, device=self.device)
-        base = torch.zeros(1, dtype=torch.long, device=self.device)
-        return KangarooState(cache, None, ancestors, confidence, self.config.confidence_threshold, base)
+        confidence = torch.ones(batch_size, 1 + num_rows, device=self.device)
+        tree = TreeRows(batch_size, num_rows, self.device)
+        return KangarooState(cache, None, tree, confidence, self.config.confidence_threshold)
 
     def share_cache(self, state: KangarooState, cache: TreeCache) -> None:
         state.rows = DraftRows(cache, state.cache.num_scratch)
-
-    def draft_caches(self, state: KangarooState) -> list[DraftCache]:
-        return [state.cache]
 
     def extend(
         self, state: KangarooState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
@@ -216,33 +211,29 @@ class KangarooHeads(DraftHeads):
         _, keys, values = self.adapter.project(features.to(self.compute_dtype), positions)
         state.cache.store(keys, values, counts, max_slots)
         state.rows.forget_levels(max_slots)
+        state.tree.forget_levels()
         root_ids = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
-        return DraftLogits(self._draft(state, root_ids, torch.zeros_like(state.ancestors[:, :1])))
+        return DraftLogits(self._draft(state, root_ids, state.tree.open_level(torch.zeros_like(root_ids))))
 
     def expand(self, state: KangarooState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        above = state.base + parents
-        ancestors = state.ancestors.gather(1, above[..., None].expand(-1, -1, state.ancestors.shape[-1]))
-        drawn_with = state.confidence.gather(1, above)
-        logits = self._draft(state, token_ids, ancestors)
+        level = state.tree.open_level(parents)
+        drawn_with = level.parents_of(state.confidence)
+        logits = self._draft(state, token_ids, level)
         if state.threshold is not None:
             logits = logits.masked_fill((drawn_with < state.threshold)[..., None], float("-inf"))
         return DraftLogits(logits)
 
-    def _draft(self, state: KangarooState, token_ids: Tensor, ancestors: Tensor) -> Tensor:
-        """Scores [B, W, V] of the children of one level's nodes [B, W]; a node sees its `ancestors` [B, W, R] and
-        itself."""
+    def _draft(self, state: KangarooState, token_ids: Tensor, level: Level) -> Tensor:
+        """Scores [B, W, V] of the children of one level's nodes [B, W]."""
         cache, rows = state.cache, state.rows
         assert rows is not None
-        own = rows.open_level(token_ids.shape[1])
-        ancestors = ancestors | (own[:, None] == rows.rows)
-        features = self.target.run_first_layers(rows, token_ids, ancestors, num_layers=self.config.exit_layer)
+        rows.open_level(token_ids.shape[1])
+        features = self.target.run_first_layers(rows, token_ids, level.ancestors, num_layers=self.config.exit_layer)
         hidden = features.to(self.compute_dtype)
-        positions = (cache.lengths[:, None] + rows.depth).expand_as(token_ids)
+        positions = (cache.lengths[:, None] + level.depth).expand_as(token_ids)
         q, keys, values = self.adapter.project(hidden, positions)
-        attended = self.adapter.self_attn.attend(q, *cache.append_scratch(keys, values, ancestors))
+        attended = self.adapter.self_attn.attend(q, *cache.append_scratch(keys, values, level.ancestors))
         logits = self.score(self.adapter.finish(hidden, attended))
         wide = logits.float()
-        state.ancestors.index_copy_(1, own, ancestors)
-        state.confidence.index_copy_(1, own, (wide.amax(-1) - wide.logsumexp(-1)).exp())
-        state.base = own[:1]
+        state.confidence.index_copy_(1, level.places, (wide.amax(-1) - wide.logsumexp(-1)).exp())
         return logits

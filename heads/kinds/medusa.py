@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DraftHeadsConfig
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import DraftCache
 from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
 
@@ -75,7 +75,7 @@ class MedusaHead(nn.Module):
 
 
 @dataclass
-class MedusaState:
+class MedusaState(RowState):
     """logits: [B, K, V] of all heads at each row's last slot."""
 
     logits: Tensor | None = None
@@ -118,9 +118,6 @@ class MedusaHeads(DraftHeads):
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> MedusaState:
         return MedusaState()
-
-    def draft_caches(self, state: MedusaState) -> list[DraftCache]:
-        return []
 
     def extend(
         self, state: MedusaState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int

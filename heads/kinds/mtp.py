@@ -49,6 +49,7 @@ from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.layers import DraftCache
 from draftsmith.heads.modules.mtp_block import MTPBlock, Rows
 from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
 
 FLOAT32_BUFFERS = {"e_score_correction_bias"}  # DeepSeek's routers keep it in float32
@@ -109,28 +110,29 @@ class MTPConfig(DecoderConfig):
 
 
 @dataclass
-class MTPState:
-    """The state of one batch. The level is in tensors of fixed shape, so that one compiled graph serves every level of
-    a shared block.
+class MTPState(RowState):
+    """The state of one batch.
 
     Attributes:
         caches: one per block, all of one length.
         states: [B, 1 + R, n, D], each block's output for the last accepted token (row 0) and for each scratch row.
         trail: [B, slots, n - 1, D], for every accepted token, the states that the next blocks read at the token after
             it, because a copied row may end there. None for a shared block, which does not read them.
-        ancestors: [B, 1 + R, R] bool, which scratch rows each row of `states` sees.
-        levels: [R] the level of each scratch row, from 0.
-        base: [1], where the last frontier begins in `states`.
-        depth: [1], how many levels there are so far.
+        tree: who sees whom among the scratch rows.
     """
 
     caches: list[DraftCache]
     states: Tensor
     trail: Tensor | None
-    ancestors: Tensor
-    levels: Tensor
-    base: Tensor
-    depth: Tensor
+    tree: TreeRows
+    row_fields = ("caches", "states", "tree")
+    slot_fields = ("trail",)
+
+    def copy_rows(self, source: MTPState, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
+        super().copy_rows(source, rows, lengths, max_slots)
+        if self.trail is not None:
+            last = (self.caches[0].lengths - 1).clamp(min=0)[:, None, None, None]
+            self.states[:, :1, :-1] = self.trail.gather(1, last.expand(-1, 1, *self.trail.shape[2:]))
 
 
 class MTPHeads(DraftHeads):
@@ -138,7 +140,6 @@ class MTPHeads(DraftHeads):
 
     supports_gradient_checkpointing = True
     config_class = MTPConfig
-    row_tensors = ("states", "trail", "ancestors")
     default_loss = "distillation"
     # FastMTP, section 3.2: beta 0.6. (FastMTP divides by the sum of all weights, which only scales the learning rate.)
     default_step_decay = 0.6
@@ -270,33 +271,19 @@ class MTPHeads(DraftHeads):
             block.layer.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch)
             for block in self.each_block
         ]
-        rows, zero = 1 + num_scratch, torch.zeros(1, dtype=torch.long, device=self.device)
         states, trail = (
             torch.zeros(batch_size, length, count, self.config.hidden_size, device=self.device, dtype=self.dtype)
-            for length, count in ((rows, len(caches)), (max_length + 1, len(caches) - 1))  # the last slot takes padding
+            for length, count in (
+                (1 + num_scratch, len(caches)),
+                (max_length + 1, len(caches) - 1),
+            )  # the last slot takes padding
         )
         return MTPState(
             caches,
             states=states,
             trail=trail if len(caches) > 1 else None,
-            ancestors=torch.zeros(batch_size, rows, num_scratch, dtype=torch.bool, device=self.device),
-            levels=torch.zeros(num_scratch, dtype=torch.long, device=self.device),
-            base=zero,
-            depth=zero.clone(),
+            tree=TreeRows(batch_size, num_scratch, self.device),
         )
-
-    def draft_caches(self, state: MTPState) -> list[DraftCache]:
-        return state.caches
-
-    def copy_rows(self, state: MTPState, source: MTPState, rows: Tensor, lengths: Tensor, *, max_slots: int) -> None:
-        super().copy_rows(state, source, rows, lengths, max_slots=max_slots)
-        if state.trail is None or source.trail is None:
-            return
-        width = min(max_slots, state.trail.shape[1] - 1, source.trail.shape[1] - 1)
-        here = rows.to(source.trail.device)
-        state.trail[:, :width] = source.trail[:, :width].index_select(0, here)
-        last = (state.caches[0].lengths - 1).clamp(min=0)[:, None, None, None]
-        state.states[:, :1, :-1] = state.trail.gather(1, last.expand(-1, 1, *state.trail.shape[2:]))
 
     def extend(
         self, state: MTPState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
@@ -325,37 +312,30 @@ class MTPHeads(DraftHeads):
             last = (here - 1).clamp(min=0)[:, None, None, None].expand(-1, 1, *states.shape[2:])
             last_BnD = torch.where((here > 0)[:, None, None], states.gather(1, last)[:, 0], last_BnD)
         state.states.narrow(1, 0, 1).copy_(last_BnD[:, None])
-        state.base, state.depth = torch.zeros_like(state.base), torch.zeros_like(state.depth)
+        state.tree.forget_levels()
         return DraftLogits(self.score(self.each_block[0], last_BnD[:, :1]))
 
     def expand(self, state: MTPState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        width, first = token_ids.shape[1], state.caches[0]
-        rows = state.base + parents
-        parent_states = state.states.gather(1, rows[..., None, None].expand(-1, -1, *state.states.shape[2:]))
-        own = first.used_scratch + torch.arange(width, device=token_ids.device)  # the scratch rows of this level
-        itself = own[:, None] == torch.arange(first.num_scratch, device=token_ids.device)
-        ancestors = state.ancestors.gather(1, rows[..., None].expand(-1, -1, first.num_scratch)) | itself
-        state.levels.index_copy_(0, own, state.depth.expand(width))
+        width, level = token_ids.shape[1], state.tree.open_level(parents)
+        parent_states = level.parents_of(state.states)
         # The last accepted column is lengths - 1, and level d of the tree is d columns after it.
-        positions = (first.lengths[:, None] + state.depth).expand(-1, width)
+        positions = (state.caches[0].lengths[:, None] + level.depth).expand(-1, width)
         embedded = self.embed_at(token_ids, positions)
         outputs = []
         begin = 0 if self.config.share_block else depth
         for index in range(begin, len(state.caches)):
             block, cache = self.each_block[index], state.caches[index]
-            seen = ancestors
+            seen = level.ancestors
             if index:
-                seen = ancestors & ((cache.lengths[:, None] + state.levels >= index)[:, None] | itself)
+                seen = seen & ((cache.lengths[:, None] + state.tree.depths >= index)[:, None] | level.itself)
             columns, mask = cache.open_scratch(width, seen)
             if index:
                 mask = _without_first(mask, columns, cache.num_scratch, index)
             x = block.join(parent_states[:, :, max(index - 1, 0)], embedded)
             outputs.append(block.next_state(block.layer.decode(x, positions, Rows(cache, columns, mask))))
         for cache in state.caches[:begin]:  # these columns are never read
-            cache.open_scratch(width, ancestors)
-        state.states.narrow(2, begin, len(outputs)).index_copy_(1, 1 + own, torch.stack(outputs, dim=2))
-        state.ancestors.index_copy_(1, 1 + own, ancestors)
-        state.base, state.depth = 1 + own[:1], state.depth + 1
+            cache.open_scratch(width, level.ancestors)
+        state.states.narrow(2, begin, len(outputs)).index_copy_(1, level.places, torch.stack(outputs, dim=2))
         return DraftLogits(self.score(self.each_block[begin], outputs[0]))
 
 

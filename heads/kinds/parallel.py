@@ -32,6 +32,7 @@ from draftsmith.heads.modules.host_tensors import send
 from draftsmith.heads.modules.layers import DecoderLayer, DraftAttention, DraftCache
 from draftsmith.heads.modules.vocabulary import mean_embedding
 from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
 Attend = Callable[[int, DraftAttention, Tensor, Tensor, Tensor], Tensor]
@@ -126,7 +127,7 @@ def _slots_with_row(bands: Sequence[Band], depth: int) -> Tensor:
 
 
 @dataclass
-class ParallelState:
+class ParallelState(RowState):
     """The state of one batch.
 
     Attributes:
@@ -138,13 +139,13 @@ class ParallelState:
     caches: list[DraftCache]
     hidden: Tensor
     logits: Tensor | None = None
+    row_fields = ("caches", "hidden")
 
 
 class ParallelHeads(Eagle3Heads):
     """EAGLE-3's projection, first layer, norm, LM head and draft vocabulary; `expand` only reads."""
 
     config_class = ParallelConfig
-    row_tensors = ("hidden",)
 
     def __init__(self, config: ParallelConfig) -> None:
         super().__init__(config)
@@ -288,9 +289,6 @@ class ParallelHeads(Eagle3Heads):
         hidden = torch.zeros(batch_size, self.max_depth, self.config.hidden_size, device=self.device, dtype=self.dtype)
         return ParallelState(caches, hidden)
 
-    def draft_caches(self, state: ParallelState) -> list[DraftCache]:  # type: ignore[override]
-        return state.caches
-
     def extend(  # type: ignore[override]
         self, state: ParallelState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
@@ -324,7 +322,7 @@ class ParallelHeads(Eagle3Heads):
         hidden = self.run_layers(*rows, torch.cat([lengths + steps[:width], mask_positions], dim=1), attend)
         last = (here - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
         drafted = torch.cat([hidden.gather(1, last), hidden[:, width:]], dim=1)
-        state.hidden = torch.where((here > 0)[:, None, None], drafted, state.hidden)
+        state.hidden.copy_(torch.where((here > 0)[:, None, None], drafted, state.hidden))
 
     def expand(  # type: ignore[override]
         self, state: ParallelState, token_ids: Tensor, parents: Tensor, depth: int

@@ -18,8 +18,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.heads.modules.unrolled_attention import attend_unrolled
-from draftsmith.inference.cache.tree_cache import pick_rows
-from draftsmith.inference.drafters.base import first_rows
+from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.kernels.attention import attend_masked
 
 
@@ -47,7 +46,8 @@ class RotaryEmbedding:
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [B, Q] int64 -> cos, sin [B, 1, Q, d] float32; the first half of the sines is negative."""
-        frequencies, scale = self._frequencies(positions.device)
+        found = self.frequencies.get(positions.device)
+        frequencies, scale = self._frequencies(positions.device) if found is None else found
         angles = positions[:, None, :, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
@@ -100,7 +100,7 @@ class RMSNorm(nn.Module):
         return cast(Tensor, _NormInFloat32.apply(x, self.weight, self.eps))
 
 
-class DraftCache:
+class DraftCache(RowState):
     """Keys and values of one draft layer: first R scratch rows for the tree, then one slot per accepted position.
 
     With the scratch rows first, both regions have fixed columns in rows of every length. A tree fills the scratch rows
@@ -112,6 +112,8 @@ class DraftCache:
         num_slots: accepted slots that a row can hold.
         num_scratch: R.
     """
+
+    row_fields = ("keys", "values", "lengths")
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class DraftCache:
         columns = (self.num_scratch + slots_BW).clamp(max=self.keys.shape[2] - 1)
         slot_of_column = self.columns[: self.num_scratch + max_slots] - self.num_scratch
         mask_BWS = (slot_of_column >= 0) & (slot_of_column <= slots_BW[..., None])
-        self.lengths = self.lengths + counts
+        self.lengths += counts  # in place: it is what a captured draft keeps from step to step
         self.max_slots = max_slots
         self.used_scratch = torch.zeros_like(self.used_scratch)
         self._num_used = 0
@@ -203,14 +205,11 @@ class DraftCache:
         self.lengths.copy_(lengths)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Row i becomes the present row rows[i] >= i, in place; the others are forgotten."""
-        self.keys, self.values = first_rows(self.keys, rows), first_rows(self.values, rows)
-        self.lengths, self.rows = pick_rows(self.lengths, rows), self.rows[: len(rows)]
+        super().keep_rows(rows)
+        self.rows = self.rows[: len(rows)]
 
-    def add_rows(self, other: DraftCache) -> None:
-        """The rows of a cache of the same sizes come after the present ones. The caches share nothing then."""
-        self.keys, self.values = torch.cat([self.keys, other.keys]), torch.cat([self.values, other.values])
-        self.lengths = torch.cat([self.lengths, other.lengths])
+    def add_rows(self, other: DraftCache, max_slots: int) -> None:
+        super().add_rows(other, max_slots)
         self.rows = torch.arange(len(self.lengths), device=self.keys.device)[:, None]
 
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,10 +258,10 @@ class DraftAttention(nn.Module):
     def project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, Q, input], positions [B, Q] -> q [B, H, Q, d], k and v [B, G, Q, d], rotated."""
         batch, length, _ = x.shape
-        q, k, v = (
-            projection(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        shape = batch, length, -1, self.head_dim
+        q = self.q_proj(x).view(shape).transpose(1, 2)
+        k = self.k_proj(x).view(shape).transpose(1, 2)
+        v = self.v_proj(x).view(shape).transpose(1, 2)
         cos, sin = self.rope(positions)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.drafters.sampling import GREEDY_TEMPERATURE
-from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.request.token_history import TokenHistory
 
 
 class JoinedSampler(Sampler):
@@ -25,10 +25,10 @@ class JoinedSampler(Sampler):
 
     Args:
         samplers: each of a call with one row.
-        texts: of all rows, which the loop commits to; their `rows` are 0, because each row is alone in its call.
+        texts: of all rows; their `rows` are 0, because each row is alone in its call.
     """
 
-    def __init__(self, samplers: Sequence[Sampler], texts: Texts) -> None:
+    def __init__(self, samplers: Sequence[Sampler], texts: TokenHistory) -> None:
         processors = [processor for sampler in samplers for processor in sampler.processors]
         no_seed = torch.zeros_like(texts.lengths[:1])
         seeds = [no_seed if one.row_seeds is None or not one.do_sample else one.row_seeds for one in samplers]
@@ -36,7 +36,6 @@ class JoinedSampler(Sampler):
         super().__init__(processors, do_sample=any(is_sampled), row_seeds=torch.cat(seeds))
         assert self.row_seeds is not None
         self.samplers = tuple(samplers)
-        self.all_texts = texts
         if any(one.texts is not None for one in samplers):
             self.texts = texts
         self._sampled = [row for row, is_random in enumerate(is_sampled) if is_random]
@@ -46,12 +45,8 @@ class JoinedSampler(Sampler):
             groups.setdefault((one.do_sample, _settings_of(one)), []).append(row)
         self._groups = list(groups.values())
 
-    def add(self, sampler: Sampler, texts: Texts) -> JoinedSampler:
-        """With one more row, whose texts [1, ...] have the same capacity."""
-        return JoinedSampler([*self.samplers, sampler], self.all_texts.add(texts))
-
-    def select(self, rows: Sequence[int], batch_size: int) -> JoinedSampler:
-        return JoinedSampler([self.samplers[row] for row in rows], self.all_texts.select(rows))
+    def select(self, rows: Sequence[int], batch_size: int, texts: TokenHistory) -> JoinedSampler:
+        return JoinedSampler([self.samplers[row] for row in rows], texts)
 
     def are_ends(self, tokens: Tensor) -> Tensor:
         return torch.cat([one.are_ends(tokens[row : row + 1]) for row, one in enumerate(self.samplers)])
@@ -77,7 +72,7 @@ class JoinedSampler(Sampler):
             warped[rows] = part.view(len(rows), *by_row.shape[1:])
         return warped.view_as(logits)
 
-    def process(self, scores: Tensor, texts: Texts | None = None, is_walking: Tensor | None = None) -> Tensor:
+    def process(self, scores: Tensor, texts: TokenHistory | None = None, is_walking: Tensor | None = None) -> Tensor:
         """As `Sampler.process`, on one node of each row: scores [B, V]."""
         if not self.processors:
             return scores
@@ -95,7 +90,7 @@ class JoinedSampler(Sampler):
         return scores
 
 
-def _slice_texts(texts: Texts, rows: slice) -> Texts:
+def _slice_texts(texts: TokenHistory, rows: slice) -> TokenHistory:
     """Some of the texts, in the same memory."""
     own = {name: getattr(texts, name)[rows] for name in ("token_ids", "lengths", "limits", "rows")}
     return replace(texts, **own)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftsmith.inference.acceptance.exact import Acceptance, TreeWalk
 from draftsmith.inference.acceptance.sampler import Sampler, pick_token
-from draftsmith.inference.acceptance.walk import Acceptance, Walk
 from draftsmith.inference.noise import derive_seeds, uniform_noise
 from draftsmith.inference.trees.token_tree import TokenTree
 
@@ -36,7 +36,7 @@ def accept_by_rejection(
     Arguments and result as in `accept_exact`; the target samples.
     """
     assert tree.drawn is not None
-    walk, width, num_ranks = Walk(sampler, logits), tree.path_width, tree.drawn.num_ranks
+    walk, width, num_ranks = TreeWalk(sampler, logits), tree.path_width, tree.drawn.num_ranks
     nodes = torch.arange(tree.num_nodes, device=logits.device)
     uniforms = _uniforms(sampler, root_positions, width * num_ranks).view(-1, width, num_ranks)
     for depth in range(width):

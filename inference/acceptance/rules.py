@@ -7,10 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.inference.acceptance.exact import accept_exact
+from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
 from draftsmith.inference.acceptance.rejection import accept_blocks, accept_by_rejection
 from draftsmith.inference.acceptance.typical import accept_typical
-from draftsmith.inference.acceptance.walk import Acceptance
 from draftsmith.inference.trees.policy import TreePolicy
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from draftsmith.inference.request.processors import COLUMN_FREE, NO_TOKEN, PREFI
 from draftsmith.inference.request.request import Request
 from draftsmith.inference.request.row_processors import processors_of_row
 from draftsmith.inference.request.text_processors import TextProcessor, read_processors
-from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.request.token_history import TokenHistory
 from draftsmith.inference.trees.token_tree import TokenTree
 
 
@@ -50,7 +50,7 @@ class Sampler:
         row_seeds: Tensor | None = None,
         eos_token_ids: Iterable[int] = (),
         keeps_scores: bool = False,
-        texts: Texts | None = None,
+        texts: TokenHistory | None = None,
     ) -> None:
         """
         Args:
@@ -78,28 +78,26 @@ class Sampler:
         )
 
     @classmethod
-    def of_request(cls, request: Request, row_seeds: Tensor | None, *, capacity: int, vocab_size: int) -> Sampler:
+    def of_request(cls, request: Request, row_seeds: Tensor | None, texts: TokenHistory, *, vocab_size: int) -> Sampler:
         """The sampler of a call.
 
         Args:
             row_seeds: read only if the call samples.
-            capacity: the most tokens, drafted ones and padding of the prompts included, that a text may reach.
+            texts: the call's rows.
         """
-        texts, processors = None, list(request.processors)
-        if any(type(processor) not in PREFIX_FREE for processor in processors):
-            texts = request.new_texts(capacity)
-            processors = read_processors(processors, texts, vocab_size)
+        processors = list(request.processors)
+        reads_texts = any(type(processor) not in PREFIX_FREE for processor in processors)
         return cls(
-            processors,
+            read_processors(processors, texts, vocab_size) if reads_texts else processors,
             do_sample=request.do_sample,
             row_seeds=row_seeds if request.do_sample else None,
             eos_token_ids=request.eos_token_ids,
             keeps_scores=request.keeps_scores,
-            texts=texts,
+            texts=texts if reads_texts else None,
         )
 
-    def select(self, rows: Sequence[int], batch_size: int) -> Sampler:
-        """This sampler for some of its `batch_size` rows; their processors keep their states."""
+    def select(self, rows: Sequence[int], batch_size: int, texts: TokenHistory) -> Sampler:
+        """This sampler for some of its `batch_size` rows, which `texts` holds; their processors keep their states."""
         chosen = copy.copy(self)
         if self.rows is None:
             chosen.rows, chosen.num_rows = tuple(rows), batch_size
@@ -108,7 +106,7 @@ class Sampler:
         if self.row_seeds is not None:
             chosen.row_seeds = pick_rows(self.row_seeds, rows)
         if self.texts is not None:
-            chosen.texts = self.texts.select(rows)
+            chosen.texts = texts
         return chosen
 
     def are_ends(self, tokens: Tensor) -> Tensor:
@@ -137,7 +135,7 @@ class Sampler:
             logits = processor(None, logits)
         return logits
 
-    def process(self, scores: Tensor, texts: Texts | None = None, is_walking: Tensor | None = None) -> Tensor:
+    def process(self, scores: Tensor, texts: TokenHistory | None = None, is_walking: Tensor | None = None) -> Tensor:
         """All processors in order on scores [R, V] in float32.
 
         Args:

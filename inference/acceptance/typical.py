@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftsmith.inference.acceptance.exact import Acceptance
 from draftsmith.inference.acceptance.sampler import Sampler, pick_token
-from draftsmith.inference.acceptance.walk import Acceptance
 from draftsmith.inference.trees.token_tree import TokenTree
 
 

@@ -28,8 +28,6 @@ class ScratchCache(TreeCache):
         num_scratch: R.
     """
 
-    fixed_entries = ()  # the next text has another cache
-
     def __init__(
         self,
         layers: Sequence[LayerSpec],
@@ -90,7 +88,7 @@ class ScratchCache(TreeCache):
 
     def keep_certain(self, counts: Tensor) -> None:
         """Keeps the first counts[b] tokens of the last `open_certain` pass."""
-        self.lengths = self.lengths + counts
+        self.lengths += counts
         self.slots = self.tree_slots = self.lengths[:, None]  # a prompt's length would make graphs of its own
 
     def slots_seen(self, window: int | None) -> tuple[Tensor, Tensor]:

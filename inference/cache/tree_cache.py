@@ -74,13 +74,6 @@ class TreeCache(Cache):
         states: of the recurrent layers; None for targets without any.
     """
 
-    # For captured steps (`Parts`): numbers that change from step to step and that no function of a step reads, and what
-    # never moves nor changes, so that nobody has to look inside.
-    host_numbers = ("length_bound", "length_floor", "_num_used")
-    fixed_entries: tuple[str, ...] = (
-        *("layer_specs", "_numbers", "_places", "_windows", "_shown", "_all_buffers", "_buffers", "_keys", "_values"),
-    )
-
     def __init__(
         self,
         layers: Sequence[LayerSpec | None],
@@ -170,13 +163,14 @@ class TreeCache(Cache):
         the view is slots 12 .. S - 1.
         """
         self.slots_in_view = self.view_slots(num_slots)
-        self._note_use(self.view)
+        size = self.slots_in_view.shape[0]
+        self._note_use(size)
         self.window_sizes: dict[int, Tensor] = {}
         for window in self._windows:
             if window is not None and window not in self.window_sizes:
                 start = max(0, length_floor - window + 1) // self.view_multiple * self.view_multiple
                 # The slice begins at slot 0, because compiled graphs guard a tensor's storage offset.
-                self.window_sizes[window] = self._every_slot[: self.view - start]
+                self.window_sizes[window] = self._every_slot[: size - start]
 
     def _note_use(self, num_slots: int) -> None:
         self._num_used = max(self._num_used, num_slots)
@@ -203,16 +197,18 @@ class TreeCache(Cache):
         # Rows below the floor write at the floor, which every window reaches: a query without keys could become NaN.
         first = self.lengths.clamp(min=floor) if self.window_sizes and floor else self.lengths
         self.slots = first[:, None] + torch.arange(num_nodes, device=self.lengths.device)
-        return self.view
+        return self.slots_in_view.shape[0]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by the model's layers: writes [B, H, N, width] rows into the open slots, returns the layer's view."""
-        start = self._view_start(self._windows[layer_idx])
         keys, values = self.write(layer_idx, self.slots, key_states, value_states)
-        size = self.view - start
-        return keys.narrow(2, start, size), values.narrow(2, start, size)
+        window, size = self._windows[layer_idx], self.slots_in_view.shape[0]
+        if window is None:
+            return keys[:, :, :size], values[:, :, :size]
+        start = size - self.window_sizes[window].shape[0]  # from shapes only, because compiled graphs contain it
+        return keys[:, :, start:size], values[:, :, start:size]
 
     def write(self, layer_idx: int, slots: Tensor, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Writes [B, H, N, width] rows into `slots` [B, N] of one layer; returns all its keys and values."""
@@ -279,6 +275,8 @@ class TreeCache(Cache):
             if row > place:
                 for buffer in self._buffers:
                     buffer[:, place, :, : self.length_bound] = buffer[:, row, :, : self.length_bound]
+                    # What the row that has left wrote there may be NaN.
+                    buffer[:, place, :, self.length_bound : self._num_used].zero_()
                 self.lengths[place] = self.lengths[row]
         self._show_rows(len(rows))
         if self.states is not None:

@@ -8,7 +8,6 @@ from contextlib import closing
 from functools import partial
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.acceptance.exact import accept_exact
@@ -20,13 +19,14 @@ from draftsmith.inference.distributed.gloo_link import GlooLink
 from draftsmith.inference.distributed.messages import Greeting, Prompt
 from draftsmith.inference.distributed.timeline import Timeline
 from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.execution.step import DecodeStep
-from draftsmith.inference.loop import GenerationOutput, StepTokens
+from draftsmith.inference.engine import GenerationOutput, StepTokens
 from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.prompts import PromptReader
+from draftsmith.inference.prefill import finish, prefill
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.request.request import Request
+from draftsmith.inference.request.row import Row
 from draftsmith.inference.stats import GenerationStats, PhaseClock
+from draftsmith.inference.step import Step
 from draftsmith.inference.streaming.token_stream import TokenStream
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.static import chain as chain_policy
@@ -82,7 +82,7 @@ class DistributedDecoder:
         self.target.refuse_recurrent("servers cannot cut their caches back to any length", "use generate")
         self.drafter = drafter.for_target(self.target)
         depth = 2 * max_ahead if self.drafter.max_depth is None else min(2 * max_ahead, self.drafter.max_depth)
-        self._step = DecodeStep(self.target, self.drafter, chain_policy(depth), is_coupled=is_coupled)
+        self._step = Step(self.target, self.drafter, chain_policy(depth), is_coupled=is_coupled)
         self.link: Link = link or GlooLink(Greeting.of_target(self.target), timeout=timeout)
         self._coordinator = Coordinator(self.link, lookahead=lookahead, max_ahead=max_ahead, timeout=timeout)
 
@@ -167,29 +167,37 @@ class DistributedDecoder:
 
     def _steps(self, request: Request, prompt: Prompt, clock: PhaseClock) -> Iterator[StepTokens]:
         """Yields what the prompt and each answer commit."""
-        cache = self._step.new_cache(1, request.max_length + self._step.num_slots_after)
-        sampler = prompt.make_sampler(self.target, cache.capacity)
+        (row,) = request.rows
+        state = self._step.new_state(1, request.max_length + self._step.num_slots_after, request.max_padded)
+        sampler = prompt.make_sampler(self.target, state.cache.capacity)
         self._coordinator.begin(prompt)
-        read = PromptReader(self._step, cache, request.prompts, None, clock.stats).read()
-        root = TokenTree.from_root(torch.tensor(prompt.token_ids[-1:], device=self.target.device))
-        first = accept_exact(sampler, root, read.logits, cache.lengths - 1).next_tokens
+        read = finish(prefill(state, self._step, request.rows, clock.stats))
+        root = TokenTree.from_root(state.roots)
+        first = accept_exact(sampler, root, read.logits, state.cache.lengths - 1).next_tokens
         clock.stop("prefill")
-        kept = request.emit([0], first.tolist())[0]
-        chain = DraftChain(request.text(0))
-        drafting = ChainDrafting(self._step, sampler, cache, read, len(prompt.token_ids))
+        new = StepTokens(first[0].tolist())
+        kept = new.cut(self._emit(row, new))
+        chain = DraftChain(row.text)
+        drafting = ChainDrafting(self._step, sampler, state, read.feature, len(prompt.token_ids))
         del read
         try:
-            yield StepTokens(kept)
-            if request.is_finished:
+            yield kept
+            if row.is_finished:
                 return
             for committed in self._coordinator.run(chain, drafting.draft, request.max_length):
                 has_own = chain.num_accepted == 0  # the round has ended
                 step = StepTokens(committed, [math.nan] * (len(committed) - has_own))
-                yield step.cut(len(request.emit([0], [committed])[0]))
-                if request.is_finished:
+                yield step.cut(self._emit(row, committed))
+                if row.is_finished:
                     return
         finally:
             self._count(clock.stats, request, chain)
+
+    @staticmethod
+    def _emit(row: Row, tokens: Sequence[int]) -> int:
+        num_kept = row.emit(tokens)
+        row.check()
+        return num_kept
 
     def _count(self, stats: GenerationStats, request: Request, chain: DraftChain) -> None:
         for accepted in chain.round_lengths:

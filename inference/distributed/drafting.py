@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.cache.tree_cache import TreeCache
 from draftsmith.inference.distributed.chain import DraftChain
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.execution.step import DecodeStep
-from draftsmith.inference.prompts import ReadPrompts
+from draftsmith.inference.state import DecodeState
+from draftsmith.inference.step import Step
 
 
 class ChainDrafting:
@@ -24,27 +23,27 @@ class ChainDrafting:
 
     Args:
         step: the drafter, and a chain policy as deep as its reach.
-        cache: rank 0's, which holds the prompt; only a drafter with `shares_target_cache` reads it.
-        read: what reading the prompt gave.
+        state: holds the prompt; only a drafter with `shares_target_cache` reads its cache.
+        prompt_feature: [1, 1, F] of the prompt's last token, or None.
         num_tokens: tokens of the prompt.
     """
 
     def __init__(
-        self, step: DecodeStep, sampler: Sampler, cache: TreeCache, read: ReadPrompts, num_tokens: int
+        self, step: Step, sampler: Sampler, state: DecodeState, prompt_feature: Tensor | None, num_tokens: int
     ) -> None:
         assert step.drafter is not None
         assert step.policy is not None
         self.drafter: Drafter = step.drafter
         self.reach = step.policy.num_scratch  # nodes that can be expanded
         self.vocab_size, self.is_coupled = step.target.vocab_size, step.is_coupled
-        self.sampler, self.cache, self.state = sampler, cache, read.state
+        self.sampler, self.cache, self.state = sampler, state.cache, state.draft
         self.device = step.target.device
         self.base, self.version = num_tokens, -1
         self.path: list[int] = []
         self.held = num_tokens  # positions of the text whose keys and values are in rank 0's cache
         self.is_stuck = False  # the drafter has no candidate
         self.scores: DraftLogits
-        self._prompt_feature = read.feature
+        self._prompt_feature = prompt_feature
 
     def draft(self, chain: DraftChain) -> int | None:
         """The token after the chain's last one; None when the text must grow first."""

@@ -13,7 +13,7 @@ from draftsmith.inference.distributed.processor_json import decode_processors, e
 from draftsmith.inference.request.processors import PREFIX_FREE
 from draftsmith.inference.request.request import Request
 from draftsmith.inference.request.text_processors import read_processors
-from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.request.token_history import TokenHistory
 from draftsmith.inference.targets.target import Target
 
 
@@ -60,8 +60,8 @@ class Prompt:
         """
         return cls(
             request.prompts[0],
-            request.shown(0),
-            max(1, request.budgets[0]),
+            request.rows[0].padded,
+            max(1, request.rows[0].budget),
             row_seed,
             encode_processors(request.processors),
             tuple(feature_layers),
@@ -82,7 +82,7 @@ class Prompt:
         texts, processors = None, decode_processors(self.processors, target.device)
         if any(type(processor) not in PREFIX_FREE for processor in processors):
             shown = torch.tensor([self.shown], device=target.device)
-            texts = Texts.of_prompts(shown, [self.max_new], self.num_hidden + capacity)
+            texts = TokenHistory.of_prompts(shown, [self.max_new], self.num_hidden + capacity)
             processors = read_processors(processors, texts, target.vocab_size)
         seeds = None if self.row_seed is None else torch.tensor([self.row_seed], device=target.device)
         return Sampler(processors, do_sample=seeds is not None, row_seeds=seeds, texts=texts)

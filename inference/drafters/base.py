@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
 
@@ -66,8 +67,13 @@ class Drafter(metaclass=ABCMeta):
     `share_cache`."""
 
     can_copy_rows: bool = False
-    """Whether `copy_rows`, `keep_rows` and `add_rows` work. Without them finished rows stay in the batch, a shared
-    beginning of several prompts is read once for each of them, and `reuse_cache` and serving are refused."""
+    """Whether `copy_rows`, `keep_rows` and `add_rows` work, which ask the state (a `RowState`, or None) by default.
+    Without them finished rows stay in the batch, a shared beginning of several prompts is read once for each of them,
+    and `reuse_cache` and serving are refused."""
+
+    has_static_state: bool = False
+    """Whether what a state holds from one `extend` to the next stays at its addresses, so that a runner can replay
+    drafts."""
 
     def for_target(self, target: Target) -> Drafter:
         """The drafter that a decoder of this target uses. The default is the drafter itself; trained heads return a
@@ -149,9 +155,11 @@ class Drafter(metaclass=ABCMeta):
             max_slots: the host's bound of `lengths`; nothing beyond it is copied.
 
         Raises:
-            NotImplementedError: `can_copy_rows` is false.
+            NotImplementedError: `can_copy_rows` is false, or the state is of a class that cannot.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot copy rows: can_copy_rows is False")
+        self._require_rows(state)
+        if state is not None:
+            state.copy_rows(source, rows, lengths, max_slots)
 
     def keep_rows(self, state: Any, rows: Sequence[int]) -> None:
         """Keeps some rows of a state, in place: row i becomes the present row rows[i] >= i. The others are forgotten.
@@ -160,9 +168,11 @@ class Drafter(metaclass=ABCMeta):
         `shares_target_cache` is lent the cache, which has lost the same rows, again.
 
         Raises:
-            NotImplementedError: `can_copy_rows` is false.
+            NotImplementedError: `can_copy_rows` is false, or the state is of a class that cannot.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot drop rows: can_copy_rows is False")
+        self._require_rows(state)
+        if state is not None:
+            state.keep_rows(rows)
 
     def add_rows(self, state: Any, other: Any, *, max_slots: int) -> None:
         """Adds the rows of another state, of the same `max_length` and `num_scratch`, after the present rows of
@@ -175,15 +185,18 @@ class Drafter(metaclass=ABCMeta):
             max_slots: no row of `other` has read more slots.
 
         Raises:
-            NotImplementedError: `can_copy_rows` is false.
+            NotImplementedError: `can_copy_rows` is false, or the state is of a class that cannot.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot add rows: can_copy_rows is False")
+        self._require_rows(state)
+        if state is not None:
+            state.add_rows(other, max_slots)
 
-
-def first_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Moves row rows[i] >= i of `values` [B, ...] to row i, in place, and returns a view of these rows."""
-    for place, row in enumerate(rows):
-        assert row >= place, "an earlier row would have been overwritten"
-        if row > place:
-            values[place] = values[row]
-    return values[: len(rows)]
+    def _require_rows(self, state: Any) -> None:
+        own = type(self).__name__
+        if not self.can_copy_rows:
+            raise NotImplementedError(f"{own} cannot copy, drop or add rows: can_copy_rows is False")
+        if state is not None and not isinstance(state, RowState):
+            raise NotImplementedError(
+                f"{own} has can_copy_rows, and its state is a {type(state).__name__}: derive it from RowState, or "
+                "implement copy_rows, keep_rows and add_rows"
+            )

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.cache.tree_cache import TreeCache, pick_rows
-from draftsmith.inference.drafters.base import Drafter, DraftLogits, first_rows
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.row_state import first_rows
 from draftsmith.inference.targets.target import Target
 
 # No weight falls to zero: a text may begin to repeat itself at any time.
@@ -82,6 +83,7 @@ class MergedDrafter(Drafter, nn.Module):
             )
         self.shares_target_cache = first.shares_target_cache or second.shares_target_cache
         self.can_copy_rows = first.can_copy_rows and second.can_copy_rows
+        self.has_static_state = first.has_static_state and second.has_static_state
         self.reads_first_token = first.reads_first_token or second.reads_first_token
         depths = [drafter.max_depth for drafter in self.drafters if drafter.max_depth is not None]
         self.max_depth = min(depths, default=None)
@@ -154,13 +156,15 @@ class MergedDrafter(Drafter, nn.Module):
         if state.weights is None:
             state.weights = self._first_weights(next_token_ids)
         if state.roots is not None and self.rate > 0:
-            state.weights = self._credit(state.weights, state.roots, next_token_ids[:, 0], counts > 0)
+            state.weights.copy_(self._credit(state.weights, state.roots, next_token_ids[:, 0], counts > 0))
         first, second = (
             drafter.extend(own, self._features_of(drafter, features), next_token_ids, counts, max_slots=max_slots)
             for drafter, own in zip(self.drafters, state.states, strict=True)
         )
-        old = state.roots or (_silence(first), _silence(second))
-        state.roots = (_choose_rows(counts > 0, first, old[0]), _choose_rows(counts > 0, second, old[1]))
+        if state.roots is None:
+            state.roots = _silence(first), _silence(second)
+        for root, new in zip(state.roots, (first, second), strict=True):
+            _write_rows(root, new, counts > 0)
         return self._merge(state, first, second)
 
     def expand(self, state: MergedState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
@@ -213,9 +217,12 @@ def _map_rows(function: Callable[..., Tensor], *drafts: DraftLogits) -> DraftLog
     return DraftLogits(function(*(draft.logits for draft in drafts)), token_ids, confidence)
 
 
-def _choose_rows(is_new: Tensor, new: DraftLogits, old: DraftLogits) -> DraftLogits:
-    """Of two drafts of one form, `new` in the rows where `is_new` [B] and `old` elsewhere."""
-    return _map_rows(lambda x, y: torch.where(is_new.view(-1, *[1] * (x.dim() - 1)), x, y), new, old)
+def _write_rows(old: DraftLogits, new: DraftLogits, is_new: Tensor) -> None:
+    """Writes one draft over another of its form, in the rows where `is_new` [B]."""
+    pairs = [(old.logits, new.logits), (old.token_ids, new.token_ids), (old.confidence, new.confidence)]
+    for values, others in pairs:
+        if values is not None and others is not None and values.shape[0] == len(is_new) and values.dim() > 1:
+            values.copy_(torch.where(is_new.view(-1, *[1] * (values.dim() - 1)), others, values))
 
 
 def _add_silent_rows(draft: DraftLogits, count: int) -> DraftLogits:
@@ -225,8 +232,8 @@ def _add_silent_rows(draft: DraftLogits, count: int) -> DraftLogits:
 
 
 def _silence(draft: DraftLogits) -> DraftLogits:
-    """The draft without candidates."""
-    return replace(draft, logits=torch.full_like(draft.logits, -torch.inf))
+    """The draft without candidates, in memory of its own."""
+    return replace(_map_rows(torch.clone, draft), logits=torch.full_like(draft.logits, -torch.inf))
 
 
 def to_chances(draft: DraftLogits) -> Tensor:

@@ -13,21 +13,21 @@ Legend: B batch, S slots of one call, W frontier nodes, C candidate columns, E p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftsmith.inference.drafters.base import Drafter, DraftLogits, first_rows
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.row_state import RowState
 
 BACKOFF = 0.4  # for each token that a match is shorter (the paper's)
 RECENCY = 1.0  # an occurrence at the end weighs 1 + RECENCY, one at the beginning 1
 
 
 @dataclass
-class NgramState:
-    """The texts so far.
+class NgramState(RowState):
+    """The texts so far. A state that has read nothing is on the host.
 
     Attributes:
         history: [B, capacity + 1] int64; padding is written to the last column.
@@ -40,6 +40,22 @@ class NgramState:
     lengths: Tensor
     view: int
     paths: Tensor
+    row_fields = ("lengths",)
+    slot_fields = ("history",)
+
+    def move(self, device: torch.device) -> None:
+        self.history, self.lengths = self.history.to(device), self.lengths.to(device)
+
+    def copy_rows(self, source: NgramState, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
+        self.move(source.history.device)
+        super().copy_rows(source, rows, lengths, max_slots)
+        self.lengths.copy_(lengths)
+
+    def add_rows(self, other: NgramState, max_slots: int) -> None:
+        device = self.history.device if self.history.device.type != "cpu" else other.history.device
+        for state in (self, other):
+            state.move(device)
+        super().add_rows(other, max_slots)
 
 
 class NgramDrafter(Drafter):
@@ -63,6 +79,7 @@ class NgramDrafter(Drafter):
     """
 
     can_copy_rows = True
+    has_static_state = True
 
     def __init__(self, *, max_ngram: int = 3, num_candidates: int = 4) -> None:
         """
@@ -84,35 +101,16 @@ class NgramDrafter(Drafter):
         self, state: NgramState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
         if state.history.device != next_token_ids.device:
-            state.history = state.history.to(next_token_ids.device)
-            state.lengths = state.lengths.to(next_token_ids.device)
+            state.move(next_token_ids.device)
         batch, num_slots = next_token_ids.shape
         steps = torch.arange(num_slots, device=next_token_ids.device)
         dump = state.history.shape[1] - 1
         slots = torch.where(steps < counts[:, None], state.lengths[:, None] + steps, dump)
         state.history.scatter_(1, slots, next_token_ids)
-        state.lengths = state.lengths + counts
+        state.lengths += counts
         state.view = max_slots
         state.paths = next_token_ids.new_zeros((batch, 1, 0))
         return self._look_up(state)
-
-    def copy_rows(
-        self, state: NgramState, source: NgramState, rows: Tensor, lengths: Tensor, *, max_slots: int
-    ) -> None:
-        device = source.history.device
-        width = min(max_slots, state.history.shape[1] - 1, source.history.shape[1] - 1)
-        state.history = state.history.to(device)
-        state.history[:, :width] = source.history[:, :width].index_select(0, rows.to(device))
-        state.lengths = torch.zeros_like(state.lengths, device=device).copy_(lengths)
-
-    def keep_rows(self, state: NgramState, rows: Sequence[int]) -> None:
-        state.history, state.lengths = first_rows(state.history, rows), first_rows(state.lengths, rows)
-
-    def add_rows(self, state: NgramState, other: NgramState, *, max_slots: int) -> None:
-        device = state.history.device  # a state that has read nothing is on the host
-        device = other.history.device if device.type == "cpu" else device
-        state.history = torch.cat([state.history.to(device), other.history.to(device)])
-        state.lengths = torch.cat([state.lengths.to(device), other.lengths.to(device)])
 
     def expand(self, state: NgramState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         index = parents[..., None].expand(*parents.shape, state.paths.shape[2])

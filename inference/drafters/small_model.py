@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.cache.scratch_cache import ScratchCache
-from draftsmith.inference.drafters.base import Drafter, DraftLogits, first_rows
+from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
 
 EXTEND_CHUNK = 512  # tokens of a prompt per pass
@@ -26,25 +27,32 @@ SHOWN_CONFLICTS = 3
 
 
 @dataclass
-class SmallModelState:
-    """The state of one batch. Tensors of fixed shape tell levels apart, so that one compiled graph serves every level.
+class SmallModelState(RowState):
+    """The state of one batch.
 
     Attributes:
         cache: the small model's keys and values, with R scratch rows.
-        ancestors: [B, 1 + R, R] bool, which scratch rows the root (row 0) and each scratch row see.
-        depths: [R] int64, the level of each scratch row, 0 = the root's children.
-        base: [1], where the last frontier begins in `ancestors`.
-        used, depth: [1], scratch rows and levels so far.
+        tree: who sees whom among the scratch rows.
         num_first: first tokens of texts in the cache, which no slot holds: 0 or 1.
     """
 
     cache: ScratchCache
-    ancestors: Tensor
-    depths: Tensor
-    base: Tensor
-    used: Tensor
-    depth: Tensor
+    tree: TreeRows
     num_first: int = 0
+    row_fields = ("tree",)
+
+    def copy_rows(self, source: SmallModelState, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
+        self.num_first = source.num_first
+        self.cache.copy_rows(source.cache, rows, lengths + self.num_first, max_length=max_slots + self.num_first)
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        super().keep_rows(rows)
+        self.cache.keep_rows(rows)
+
+    def add_rows(self, other: SmallModelState, max_slots: int) -> None:
+        assert self.num_first == other.num_first, "all rows have read their first tokens, or none"
+        super().add_rows(other, max_slots)
+        self.cache.add_rows(other.cache, max_length=max_slots + other.num_first)
 
 
 class SmallModelDrafter(Drafter, nn.Module):
@@ -64,6 +72,7 @@ class SmallModelDrafter(Drafter, nn.Module):
     """
 
     can_copy_rows = True
+    has_static_state = True
     reads_first_token = True
 
     def __init__(self, model: Target | nn.Module, *, tokenizer: Any = None, target_tokenizer: Any = None) -> None:
@@ -121,11 +130,7 @@ class SmallModelDrafter(Drafter, nn.Module):
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> SmallModelState:
         cache = self.small.new_scratch_cache(batch_size, max_tokens=max_length + 1, num_scratch=num_scratch)
-        device = cache.lengths.device
-        ancestors = torch.zeros(batch_size, 1 + num_scratch, num_scratch, dtype=torch.bool, device=device)
-        depths = torch.zeros(num_scratch, dtype=torch.long, device=device)
-        zero = torch.zeros(1, dtype=torch.long, device=device)
-        return SmallModelState(cache, ancestors, depths, zero, zero.clone(), zero.clone())
+        return SmallModelState(cache, TreeRows(batch_size, num_scratch, cache.lengths.device))
 
     def read_source(self, state: SmallModelState, token_ids: Tensor, mask: Tensor) -> None:
         self.small.read_source(state.cache, self.small.encode_source(self.to_small_ids(token_ids), mask))
@@ -134,21 +139,6 @@ class SmallModelDrafter(Drafter, nn.Module):
         """`Drafter.read_first`. Without this call, texts begin with their second token."""
         self.read_certain(state, token_ids[:, None], torch.ones_like(token_ids), max_tokens=1)
         state.num_first = 1
-
-    def copy_rows(
-        self, state: SmallModelState, source: SmallModelState, rows: Tensor, lengths: Tensor, *, max_slots: int
-    ) -> None:
-        num_first = state.num_first = source.num_first
-        state.cache.copy_rows(source.cache, rows, lengths + num_first, max_length=max_slots + num_first)
-
-    def keep_rows(self, state: SmallModelState, rows: Sequence[int]) -> None:
-        state.cache.keep_rows(rows)
-        state.ancestors = first_rows(state.ancestors, rows)
-
-    def add_rows(self, state: SmallModelState, other: SmallModelState, *, max_slots: int) -> None:
-        assert state.num_first == other.num_first, "all rows have read their first tokens, or none"
-        state.cache.add_rows(other.cache, max_length=max_slots + other.num_first)
-        state.ancestors = torch.cat([state.ancestors, other.ancestors])
 
     def extend(
         self, state: SmallModelState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
@@ -163,23 +153,15 @@ class SmallModelDrafter(Drafter, nn.Module):
         return self.to_draft(last)
 
     def expand(self, state: SmallModelState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        batch, width = token_ids.shape
-        num_scratch = state.depths.shape[0]
-        own = state.used + torch.arange(width, device=token_ids.device)  # the scratch rows of this level
-        itself = own[:, None] == torch.arange(num_scratch, device=own.device)
-        rows = (state.base + parents)[..., None].expand(-1, -1, num_scratch)
-        ancestors = state.ancestors.gather(1, rows) | itself
-        state.ancestors.index_copy_(1, 1 + own, ancestors)
-        state.depths.index_copy_(0, own, state.depth.expand(width))
-        state.cache.open_level(own)
+        level = state.tree.open_level(parents)
+        state.cache.open_level(level.own)
         logits = self.small.score_opened(
             state.cache,
             self.to_small_ids(token_ids),
-            state.depth.expand(batch, width),
-            ancestors,
-            tree_depths=state.depths[None],
+            level.depth.expand(token_ids.shape),
+            level.ancestors,
+            tree_depths=state.tree.depths[None],
         )
-        state.base, state.used, state.depth = 1 + state.used, state.used + width, state.depth + 1
         return self.to_draft(logits)
 
     def read_certain(
@@ -203,8 +185,7 @@ class SmallModelDrafter(Drafter, nn.Module):
         read = (counts - 1).clamp(min=0)[:, None] + torch.arange(1 + num_guesses, device=counts.device)
         logits = self.small.score_opened(cache, self.to_small_ids(token_ids), depths, causal, read=read)
         cache.keep_certain(counts)
-        state.base, state.used = torch.zeros_like(state.base), torch.zeros_like(state.used)
-        state.depth = torch.zeros_like(state.depth)
+        state.tree.forget_levels()
         return logits
 
     def to_small_ids(self, token_ids: Tensor) -> Tensor:

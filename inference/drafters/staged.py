@@ -6,7 +6,6 @@ Legend: B batch, S slots of one call, G guesses, Vs the small model's vocabulary
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +14,13 @@ from torch import Tensor, nn
 
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.ngram import NgramDrafter, NgramState
+from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.drafters.small_model import EXTEND_CHUNK, SmallModelDrafter, SmallModelState
 from draftsmith.inference.targets.target import Target
 
 
 @dataclass
-class StagedState:
+class StagedState(RowState):
     """The state of one batch.
 
     Attributes:
@@ -37,6 +37,7 @@ class StagedState:
     logits: Tensor
     guesses: Tensor
     first_depth: int
+    row_fields = ("small", "ngram")
 
 
 class StagedDrafter(Drafter, nn.Module):
@@ -46,7 +47,7 @@ class StagedDrafter(Drafter, nn.Module):
     the guessed tokens, the small model's scores are known and need no pass. The scores are always exactly the small
     model's; guesses only save passes.
 
-    The host decides at each level whether a pass is needed, so this drafter is never compiled.
+    The host decides at each level whether a pass is needed, so no runner can take this drafter's work over.
 
     Args:
         small: the small model's drafter.
@@ -96,20 +97,6 @@ class StagedDrafter(Drafter, nn.Module):
 
     def read_first(self, state: StagedState, token_ids: Tensor) -> None:
         self.small.read_first(state.small, token_ids)
-
-    def copy_rows(
-        self, state: StagedState, source: StagedState, rows: Tensor, lengths: Tensor, *, max_slots: int
-    ) -> None:
-        self.small.copy_rows(state.small, source.small, rows, lengths, max_slots=max_slots)
-        self.ngrams.copy_rows(state.ngram, source.ngram, rows, lengths, max_slots=max_slots)
-
-    def keep_rows(self, state: StagedState, rows: Sequence[int]) -> None:
-        self.small.keep_rows(state.small, rows)
-        self.ngrams.keep_rows(state.ngram, rows)
-
-    def add_rows(self, state: StagedState, other: StagedState, *, max_slots: int) -> None:
-        self.small.add_rows(state.small, other.small, max_slots=max_slots)
-        self.ngrams.add_rows(state.ngram, other.ngram, max_slots=max_slots)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
     def extend(
@@ -167,7 +154,7 @@ class StagedDrafter(Drafter, nn.Module):
     def _read_drafted(self, state: SmallModelState, token_ids: Tensor, depth: int) -> Tensor:
         """One pass over a drafted token of this depth and the guesses after it, [B, 1 + G]: logits [B, 1 + G, Vs]."""
         batch, width = token_ids.shape
-        nodes = torch.arange(state.depths.shape[0], device=token_ids.device)  # node r of a chain is scratch row r
+        nodes = torch.arange(state.tree.depths.shape[0], device=token_ids.device)  # node r of a chain is scratch row r
         own = nodes[depth - 1 : depth - 1 + width]
         state.cache.open_level(own)
         ancestors = (nodes <= own[:, None]).expand(batch, -1, -1)

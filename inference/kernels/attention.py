@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,13 +24,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.inference.kernels.packed_masks import WORDS, is_packed, unpack_even_chain, unpack_mask
+from draftsmith.inference.kernels.packed_masks import PACKED, WORDS, unpack_even_chain, unpack_mask
 from draftsmith.inference.shared_swaps import SharedSwap
 
 STOCK = "sdpa"
 GROUPED = "sdpa_grouped_rows"
 MAX_ROW_BYTES = 512  # of a key or value in the Triton kernels
 LONG_PASS = 128  # in passes of this many tokens, repeating the mask costs more than repeating the keys
+# The ids of configs whose models run in grouped attention anyway.
+_HELD: ContextVar[tuple[int, ...]] = ContextVar("held", default=())
 EXACT_ROWS = 64  # tokens that attend_exactly computes at a time, which bounds its memory in prompts
 
 
@@ -56,9 +60,9 @@ def attend_grouped(
         exact = [attend(rows, key, value, mask, scale) for rows, mask in parts]
         return torch.cat(exact, dim=2).transpose(1, 2).contiguous(), None
     num_heads, num_groups = query.shape[1], key.shape[1]
-    special = ("position_bias", "s_aux", "softcap")
-    is_plain = not dropout and all(value is None for name, value in kwargs.items() if name in special)
-    if attention_mask is not None and is_packed(attention_mask):
+    get = kwargs.get
+    is_plain = not dropout and get("position_bias") is None and get("s_aux") is None and get("softcap") is None
+    if attention_mask is not None and attention_mask.dtype == PACKED:
         if is_plain:
             return _attend_packed(query, key, value, attention_mask, scaling), None
         attention_mask = unpack_mask(attention_mask, key.shape[2], query.dtype)
@@ -181,8 +185,20 @@ def grouped_attention(config: Any) -> AbstractContextManager[None]:
     """A context in which layers of `config` call `attend_grouped` instead of transformers' sdpa.
 
     Another thread that runs the model itself at the same time gets the same results from either function. While a graph
-    is traced it does nothing, since torch 2.11 does not see what is set there: `CompiledExecutor.active` is inside it
-    already."""
-    if torch.compiler.is_compiling() or config._attn_implementation_internal not in (STOCK, GROUPED):
+    is traced it does nothing, since torch 2.11 does not see what is set there: compiled steps are inside it already."""
+    if torch.compiler.is_compiling() or id(config) in _HELD.get():
+        return nullcontext()
+    if config._attn_implementation_internal not in (STOCK, GROUPED):
         return nullcontext()
     return SharedSwap(config, "_attn_implementation_internal", GROUPED)
+
+
+@contextmanager
+def hold_grouped_attention(config: Any) -> Iterator[None]:
+    """`grouped_attention` for many passes: within it, passes of this thread need not ask for it again."""
+    with grouped_attention(config):
+        token = _HELD.set((*_HELD.get(), id(config)))
+        try:
+            yield
+        finally:
+            _HELD.reset(token)

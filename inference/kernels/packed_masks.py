@@ -21,8 +21,7 @@ WORDS = 5  # from here on its ancestors: bit j of word w is node 64 * w + j
 WORD_BITS = 64
 
 
-def is_packed(mask: Tensor | None) -> bool:
-    return mask is not None and mask.dtype == torch.long
+PACKED = torch.long  # the dtype that tells packed masks from additive ones
 
 
 def pack_tree(ancestors: Tensor, committed: Tensor, first: Tensor, *, origin: Tensor, window: int | None) -> Tensor:

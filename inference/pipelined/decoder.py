@@ -138,22 +138,23 @@ class PipelinedDecoder:
 
     def _decode(self, request: Request, sampler: Sampler) -> PipelineStats:
         num_groups, device = self.groups.num_groups, self.target.device
-        longest = max(map(len, request.prompts))
+        prompts = request.prompts
+        longest = max(map(len, prompts))
         size = min(LONGEST_SEGMENT, -(-longest // (SEGMENTS_PER_GROUP * num_groups)))
-        texts = [TextInFlight(prompt, num_groups, size) for prompt in request.prompts]
+        texts = [TextInFlight(prompt, num_groups, size) for prompt in prompts]
         stats = PipelineStats(num_groups, batch_size=len(texts))
         cache = self.groups.new_cache(len(texts) * num_groups, request.max_length + num_groups + size)
         left = torch.zeros((len(texts), num_groups, 1, self.target.hidden_size), dtype=self.target.dtype, device=device)
         bound = 0
         while not request.is_finished:
-            running = [texts[row] for row in sorted(request.unfinished)]
+            running = [text for text, row in zip(texts, request.rows, strict=True) if not row.is_finished]
             counts = [[0 if s is None else len(s.token_ids) for s in text.groups] for text in texts]
             width = max(map(max, counts))
             left = self._run(texts, left, width, cache)
             in_place = torch.tensor(counts, device=device)
             predicted, own = self._pick(sampler, texts, left, in_place)
             stats.num_passes += 1
-            stats.num_prompt_passes += any(text.known == len(p) for text, p in zip(texts, request.prompts, strict=True))
+            stats.num_prompt_passes += any(text.known == len(p) for text, p in zip(texts, prompts, strict=True))
             stats.occupied += sum(one is not None for text in running for one in text.groups)
             cache.advance(in_place.flatten(), width)
             reached = max(one.end for text in running for one in text.groups if one is not None)
@@ -202,16 +203,18 @@ class PipelinedDecoder:
     ) -> None:
         """Moves all texts on, emits their tokens, and forgets the keys of dropped ones."""
         void_from = [cache.capacity] * len(texts)
-        for row in sorted(request.unfinished):
-            text = texts[row]
+        for number, (text, row) in enumerate(zip(texts, request.rows, strict=True)):
+            if row.is_finished:
+                continue
             emits = text.may_emit
             # A prediction is no token where scores are NaN; the target's own is refused by `emit`.
-            if text.move(max(predicted[row], 0), own[row]):
+            if text.move(max(predicted[number], 0), own[number]):
                 stats.num_refuted += 1
-                void_from[row] = text.known - 1
+                void_from[number] = text.known - 1
             if emits:
-                request.emit([row], [[own[row]]])
-            if row not in request.unfinished:
+                row.emit([own[number]])
+                row.check()
+            if row.is_finished:
                 text.groups = [None] * len(text.groups)
         if min(void_from) < cache.capacity:
             limits = torch.tensor(void_from, device=cache.lengths.device).repeat_interleave(self.groups.num_groups)

@@ -1,178 +1,157 @@
-"""TreePlanner: which tree is worth drafting, from measured costs and measured acceptance.
-
-A step with a tree that is expected to emit t tokens in c seconds decodes at t / c tokens a second. The planner takes
-the fastest candidate, or plain decoding, and chooses again every few steps. The expected tokens are measured, not taken
-from the drafter's probabilities (which say little under coupled drafting at temperature > 0): one step with a large
-tree tells how many tokens every smaller tree would have accepted (`AutoTree.count_accepted`).
-"""
+"""Planner: which of a few trees the next step drafts, or none of them, from what steps took and accepted so far."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
 
-from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.execution.drafting import TreeChoice
-from draftsmith.inference.execution.step import DecodeStep
-from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.planning.accepted_lengths import AcceptedLengths
-from draftsmith.inference.planning.costs import StepCosts, find_costs
-from draftsmith.inference.request.processors import PREFIX_FREE
+from draftsmith.inference.planning.costs import StepCosts
+from draftsmith.inference.planning.memory import load_learned, store_learned
 from draftsmith.inference.trees.policy import TreePolicy
 
-# Steps that a choice holds.
-CHOICE_STEPS = 16
-# A step tells nothing about trees that its tree does not contain. So the largest tree is drafted first, until this many
-# rows have shown how much it accepts.
-FIRST_TRIALS = 8
-# Later other trees are tried for one step now and then, and where drafting does not gain the best tree for a few, since
-# texts change. Trials may cost this share of the time.
-TRIAL_SHARE, PROBE_STEPS = 0.01, 2
-# The tree that is tried is the one that would be fastest with HOPE / sqrt(rows it was seen on) more tokens. HOPE is
-# about the spread of the difference between two trees in one step.
-HOPE = 0.5
-# Drafting must be expected to gain this much over plain decoding: by itself, and in a batch, whose rows then end at
-# different times and leave the others with steps that cost nearly as much (at 4 and 16 rows about 15% of the time).
-MIN_GAIN, MIN_BATCH_GAIN = 0.03, 0.15
-# A probe weighs as much as this many rows before it.
-PROBE_WINDOW = 8
-# Costs are doubted when the fastest of so many steps with a tree (or without one) took this factor more or less. Other
-# work on the machine slows down many steps, but seldom all of them.
-COMPARED_STEPS, MOST_APART = 64, 1.5
-# A tree whose cost in plain steps exceeds this share of the most tokens it can emit is never worth it.
-MOST_ACCEPTED = 0.8
+HOLD = 4  # steps that a choice holds
+WINDOW = 128  # rows that means are of, about
+MIN_GAIN = 0.03  # drafting must be expected to gain this much over plain decoding
+# A policy that has not run lately may be faster than it looks: by HOPE / sqrt(1 + its steps). Then it is tried for a
+# few steps. Trials may cost this share of the time, and FIRST_TRIALS plain steps at the beginning.
+HOPE, TRIAL_SHARE, FIRST_TRIALS = 0.3, 0.01, 1.0
+TOKENS_PER_DOUBLING = 0.4  # a first guess: what twice as many nodes accept more
+PRIOR_ROWS = 4.0  # that the first guess of accepted tokens weighs as much as
+STORE_SECONDS = 1.0  # what was learned is stored not more often than this
 
 
-class TreePlanner(TreeChoice):
-    """Chooses among a policy's candidates, or none of them; keeps what it has learned from text to text."""
+class AcceptedTokens:
+    """Tokens of a step with each policy, as the product of ratios to the next smaller policy.
 
-    def __init__(self, policy: TreePolicy) -> None:
-        super().__init__(policy)
-        self.trees = policy.candidates
-        # Greedy and sampled texts accept differently.
-        self._learned = {do_sample: AcceptedLengths(self.trees) for do_sample in (False, True)}
-        self._do_sample = False  # the present text's kind
-        self._lengths = self._learned[False]
-        self.accepted = [0.0] * len(self.trees)  # drafted tokens that each candidate is expected to accept
-        self._costs: dict[tuple[object, ...], StepCosts] = {}
-        self._by_kind: dict[bool, dict[int, StepCosts]] = {}  # by `do_sample` and batch size
-        self._by_rows: dict[int, StepCosts] = {}  # of the present kind
-        self._doubted: set[StepCosts] = set()
-        self._confirmed: set[StepCosts] = set()  # measured again, with the same result: steps differ for other reasons
-        self._ratios: dict[tuple[bool, int | None], list[float]] = {}  # seconds that steps took, in those expected
-        self._chosen: int | None = None  # the present choice: an index, or None for plain decoding
-        self._best = 0  # the last choice of several steps
-        self._num_rows = 0  # that the choice was made for
-        self._steps_left = 0
-        self._is_probe = False  # whether the present choice is a trial of several steps
-        self._trial_seconds = 0.0  # that trials may cost now
-        self._started, self._expected = 0.0, 0.0  # of the present step: when, and for how many seconds
+    A step tells what its tree and all smaller ones would have accepted, and nothing about larger ones. These keep their
+    ratios, which change less from text to text than numbers of tokens.
+    """
 
-    def begin(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> None:
-        # Finished rows leave; costs in between are interpolated.
-        sizes = {batch_size, 1} if step.rows_may_leave else {batch_size}
-        self._is_probe = False
-        self._by_kind[sampler.do_sample] = {size: self.find_costs(step, sampler, size) for size in sizes}
-        self.change(do_sample=sampler.do_sample)
+    def __init__(self, tokens: Sequence[float]) -> None:
+        self.sums = [[PRIOR_ROWS * most, PRIOR_ROWS * few] for few, most in zip([1.0, *tokens], tokens, strict=False)]
 
-    def change(self, *, do_sample: bool) -> None:
+    def expect(self) -> list[float]:
+        """Tokens a step with each policy emits, after 1.0 for plain decoding."""
+        return [1.0, *accumulate((most / few for most, few in self.sums), mul)]
+
+    def learn(self, drafted: int, row: Sequence[int]) -> None:
+        """Takes in how many tokens of each policy a row has accepted in a step with policy `drafted`."""
+        for sums, few, most in zip(self.sums[: drafted + 1], [0, *row], row, strict=False):
+            for place, accepted in enumerate((most, few)):
+                sums[place] += 1.0 + accepted - sums[place] / WINDOW
+
+
+class Planner:
+    """Chooses among nested policies, or none of them; keeps what it has learned from text to text, and in a file.
+
+    It measures nothing by itself: it times the steps of the texts. In the beginning it guesses, takes small trees, and
+    tries others when that costs little. Place 0 of all lists is plain decoding.
+
+    Args:
+        policies: from small to large; each contains those before it.
+        file: what other processes have learned; None = nothing is kept.
+        node_cost: a first guess of what a node of one row costs, in plain steps.
+        clock: seconds.
+
+    Attributes:
+        is_counting: whether the present step is to tell what all policies would have accepted.
+    """
+
+    def __init__(
+        self,
+        policies: Sequence[TreePolicy],
+        file: Path | None = None,
+        *,
+        node_cost: float = 0.05,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.policies = (None, *policies)
+        self._file, self._clock = file, clock
+        costs, tokens = ({}, {}) if file is None else load_learned(file, len(policies))
+        self._costs = StepCosts(policies, node_cost, costs)
+        guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.num_nodes) for policy in policies]
+        self._tokens = {kind: AcceptedTokens(tokens.get(kind, guess)) for kind in (False, True)}
+        self._stored = -STORE_SECONDS
+        self.is_counting = False
+        self._runs = [0] * len(self.policies)  # steps with each policy
+        self._seen = [0.0] * len(self.policies)  # the same, of late
+        self._place = self._last = 0  # this step's policy; the last step's
+        self._hold = 0  # steps for which the choice holds
+        self._allowance = FIRST_TRIALS  # what trials may cost now, in plain steps
+        self.begin(do_sample=False)
+
+    def begin(self, *, do_sample: bool) -> None:
+        """The next steps are of other rows. Greedy and sampled steps differ in costs and tokens."""
         self._do_sample = do_sample
-        self._lengths, self._by_rows = self._learned[do_sample], self._by_kind[do_sample]
-        self._num_rows = 0  # they may have other costs
+        self._last = -1  # the next step is not timed
 
-    def find_costs(self, step: DecodeStep, sampler: Sampler, batch_size: int) -> StepCosts:
-        """Costs for texts drawn like the sampler's, measured or read when first asked for, and when they are due."""
-        processors = [processor for processor in sampler.processors if type(processor) in PREFIX_FREE]
-        key = (batch_size, sampler.do_sample, *map(type, processors))
-        held = self._costs.get(key)
-        if held is None or held.is_due(self._doubted):
-            seeds = row_seeds(0, batch_size, step.target.device) if sampler.do_sample else None
-            blank = Sampler(processors, do_sample=sampler.do_sample, row_seeds=seeds)
-            found = self._costs[key] = find_costs(step, batch_size, blank, self._doubted)
-            if held in self._doubted and _agree(held, found):
-                self._confirmed.add(found)
-            self._doubted -= {held}
-        return self._costs[key]
+    def costs(self, num_rows: int, length: int, *, do_sample: bool) -> list[float]:
+        """The ratios of costs that the planner decides with under these conditions."""
+        self._costs.enter(do_sample=do_sample, num_rows=num_rows, length=length)
+        return [*self._costs.expect()]
 
     def choose(self, num_rows: int, length: int) -> TreePolicy | None:
-        if self._steps_left == 0 or (num_rows != self._num_rows and not self._is_probe):
-            self._chosen, self._steps_left = self._decide(num_rows, length)
-        self._num_rows = num_rows
-        self._steps_left -= 1
-        # As many outcomes as one row has steps are enough to learn from.
-        self.is_counting = self._chosen is not None and self._steps_left % num_rows == 0
-        self._expected, self._started = self._seconds(self._chosen, num_rows, length), time.perf_counter()
-        return None if self._chosen is None else self.trees[self._chosen]
+        """The next step's policy; None = plain decoding.
 
-    def _decide(self, num_rows: int, length: int) -> tuple[int | None, int]:
-        """The next choice, and for how many steps it holds. When rows have changed, it holds for the steps that are
-        left, so that trials get their share of the time only."""
-        is_new, num_steps = self._steps_left == 0, self._steps_left or CHOICE_STEPS
-        self._is_probe = False
-        plain = self._seconds(None, num_rows, length)
-        seconds = [self._seconds(index, num_rows, length) for index in range(len(self.trees))]
-        affordable = [i for i, s in enumerate(seconds) if s < MOST_ACCEPTED * (self.trees[i].max_depth + 1) * plain]
-        chosen: int | None = None
-        if affordable:
-            if untried := [i for i in affordable if self._lengths.counts[i] < FIRST_TRIALS]:
-                self._best = max(untried, key=lambda i: (self.trees[i].num_nodes, self.trees[i].max_depth))
-                return self._best, 1
-            self.accepted = self._lengths.estimate(self._best)
-            best = self._best = max(affordable, key=lambda i: (1.0 + self.accepted[i]) / seconds[i])
-            gain = plain * (1.0 + self.accepted[best]) / seconds[best] - 1.0
-            if gain > (MIN_GAIN if num_rows == 1 else MIN_BATCH_GAIN):
-                chosen = best
-                if is_new and (trial := self._find_trial(best, affordable, seconds)) is not None:
-                    return trial, 1
-            elif is_new and self._may_cost(PROBE_STEPS * (seconds[best] - plain * (1.0 + self.accepted[best]))):
-                self._lengths.forget(PROBE_WINDOW)
-                self._is_probe = True
-                return best, PROBE_STEPS
-        if is_new:
-            self._trial_seconds += TRIAL_SHARE * CHOICE_STEPS * (plain if chosen is None else seconds[chosen])
-        return chosen, num_steps
+        Args:
+            num_rows: rows in the batch; length: tokens in the longest of them.
+        """
+        self._costs.enter(do_sample=self._do_sample, num_rows=num_rows, length=length)
+        if self._hold == 0:
+            self._decide()
+        self._hold -= 1
+        self._allowance += TRIAL_SHARE * self._costs.expect()[self._place]
+        self.is_counting = self._place > 0
+        self._started = self._clock()
+        return self.policies[self._place]
 
-    def _find_trial(self, best: int, affordable: Sequence[int], seconds: Sequence[float]) -> int | None:
-        """The tree to try for a step, if there is one that trials may cost now."""
-        others = [i for i in affordable if not self.trees[best].contains(self.trees[i])]
-        if not others:
-            return None
-        hopes = {i: (1.0 + self.accepted[i] + HOPE / self._lengths.weights[i] ** 0.5) / seconds[i] for i in others}
-        trial = max(others, key=lambda i: hopes[i])
-        # The best tree takes so much less time for as many tokens.
-        cost = seconds[trial] - seconds[best] * (1.0 + self.accepted[trial]) / (1.0 + self.accepted[best])
-        return trial if self._may_cost(cost) else None
+    def _decide(self) -> None:
+        tokens, costs = self._tokens[self._do_sample].expect(), self._costs.expect()
+        rates = [number / cost for number, cost in zip(tokens, costs, strict=True)]
+        best = max(range(len(rates)), key=rates.__getitem__)
+        if rates[best] < (1.0 + MIN_GAIN) * rates[0]:
+            best = 0
+        self._place, self._hold = best, HOLD
+        hopes = [rate * (1.0 + HOPE / (1.0 + seen) ** 0.5) for rate, seen in zip(rates, self._seen, strict=True)]
+        if self._seen[0] < 1.0:  # all is compared with plain decoding, so it is tried again whatever it promises
+            hopes[0] = math.inf
+        trial = max((i for i in range(len(rates)) if i != best), key=hopes.__getitem__)
+        num_steps = 2 if self._is_warm(trial) else 3
+        price = num_steps * (costs[trial] - tokens[trial] / rates[best])
+        if self._costs.is_ready and hopes[trial] > rates[best] and price <= self._allowance:
+            self._allowance -= max(0.0, price)
+            self._place, self._hold = trial, num_steps
 
-    def _may_cost(self, seconds: float) -> bool:
-        """Whether trials may cost this now; then it is spent. Never twice without a choice in between."""
-        if self._trial_seconds <= 0.0 or seconds > self._trial_seconds:
-            return False
-        self._trial_seconds = min(self._trial_seconds - seconds, 0.0)
-        return True
+    def _is_warm(self, place: int) -> bool:
+        """Whether the policy has graphs and buffers by now."""
+        return self._runs[place] >= 2
 
-    def _seconds(self, index: int | None, num_rows: int, length: int) -> float:
-        """Of a step with this tree (None: without one); linear in the number of rows, between the two measured."""
-        few, many = min(self._by_rows), max(self._by_rows)
-        low, high = (self._by_rows[size].seconds(index, length) for size in (few, many))
-        return low if many == few else low + (high - low) * (num_rows - few) / (many - few)
+    def learn(self, policy: TreePolicy | None, counted: Sequence[Sequence[int]], left: Sequence[int]) -> None:
+        """Takes in the outcome of the step just chosen, as soon as the host has read it.
 
-    def learn(self, counted: Sequence[Sequence[int]], left: Sequence[int]) -> None:
-        self._compare(time.perf_counter() - self._started)
-        if self._chosen is not None:
+        Args:
+            policy: of the step.
+            counted: `TreePolicy.count_accepted` of each row that was unfinished, in any order; nothing of a plain step.
+            left: the tokens that each of these rows had to go.
+        """
+        seconds, place = self._clock() - self._started, self.policies.index(policy)
+        # The first step after another one finds other weights in the processor's caches.
+        if place == self._last and self._is_warm(place):
+            self._costs.learn(place, seconds)
+        self._last = place
+        self._runs[place] += 1
+        self._seen = [seen * (1.0 - 1.0 / WINDOW) for seen in self._seen]
+        self._seen[place] += 1.0
+        if place:
             # A batch takes as long as its slowest rows: larger trees would look better from those that end early.
             slowest = sorted(zip(left, counted, strict=True), key=lambda one: -one[0])[: (len(counted) + 1) // 2]
-            self._lengths.learn(self._chosen, [row for _, row in slowest])
-
-    def _compare(self, seconds: float) -> None:
-        """Doubts the present costs if steps do not take so long."""
-        ratios = self._ratios.setdefault((self._do_sample, self._chosen), [])
-        ratios.append(seconds / self._expected)
-        if len(ratios) == COMPARED_STEPS:
-            if not 1 / MOST_APART < min(ratios) < MOST_APART:
-                self._doubted |= {*self._by_rows.values()} - self._confirmed
-            ratios.clear()
-
-
-def _agree(costs: StepCosts, others: StepCosts) -> bool:
-    pairs = zip((*costs.plain, *costs.largest), (*others.plain, *others.largest), strict=True)
-    return all(1 / MOST_APART < one / other < MOST_APART for one, other in pairs)
+            for _, row in slowest:
+                self._tokens[self._do_sample].learn(place - 1, row)
+        if self._file is not None and self._hold == 0 and self._clock() - self._stored > STORE_SECONDS:
+            tokens = {kind: each.expect()[1:] for kind, each in self._tokens.items()}
+            store_learned(self._file, (self._costs.learned(), tokens))
+            self._stored = self._clock()

@@ -50,12 +50,16 @@ class OccurrencePenaltiesLogitsProcessor(LogitsProcessor):  # type: ignore[misc,
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         emitted = input_ids[:, self.prompt_length :]
-        return self.penalise(scores, emitted, torch.ones_like(emitted, dtype=torch.bool))
+        every = torch.ones_like(emitted, dtype=torch.bool)
+        return penalise_occurrences(scores, emitted, every, self.presence, self.frequency)
 
-    def penalise(self, scores: Tensor, token_ids: Tensor, is_emitted: Tensor) -> Tensor:
-        """Scores [R, V] after texts [R, S], of which only the tokens count that `is_emitted` [R, S]."""
-        vocab_size = scores.shape[1]
-        columns = torch.where(is_emitted, token_ids.clamp(max=vocab_size), vocab_size)  # a spare column for the others
-        counts = scores.new_zeros(scores.shape[0], vocab_size + 1)
-        counts = counts.scatter_add(1, columns, torch.ones_like(columns, dtype=scores.dtype))[:, :vocab_size]
-        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+def penalise_occurrences(
+    scores: Tensor, token_ids: Tensor, is_emitted: Tensor, presence: float, frequency: float
+) -> Tensor:
+    """Scores [R, V] after texts [R, S], of which only the tokens count that `is_emitted` [R, S]."""
+    vocab_size = scores.shape[1]
+    columns = torch.where(is_emitted, token_ids.clamp(max=vocab_size), vocab_size)  # a spare column for the others
+    counts = scores.new_zeros(scores.shape[0], vocab_size + 1)
+    counts = counts.scatter_add(1, columns, torch.ones_like(columns, dtype=scores.dtype))[:, :vocab_size]
+    return scores - frequency * counts - presence * (counts > 0)

@@ -6,7 +6,8 @@ Legend: B batch, L padded prompt length as given.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,9 @@ from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria
 
 from draftsmith.inference.cache.source import Source
-from draftsmith.inference.request.processors import NO_TOKEN
 from draftsmith.inference.request.prompt_checks import check_token_ids, pad_left
+from draftsmith.inference.request.row import Row
 from draftsmith.inference.request.stopping import Stopping
-from draftsmith.inference.request.texts import Texts
 from draftsmith.inference.targets.multimodal import Media
 from draftsmith.inference.targets.target import Target
 
@@ -25,13 +25,12 @@ logger = logging.getLogger(__name__)
 
 
 class Request:
-    """The rows of one call and the tokens emitted so far. Its state is on the host.
+    """What one call of transformers' generate asks for.
 
     Attributes:
-        prompts: the real tokens of each row.
+        rows: its texts.
         processors: transformers' logits processors, in order.
-        max_length: the most tokens of any row, prompt without padding included.
-        unfinished: rows still decoding.
+        eos_token_ids: tokens that end the rows (`end_at`).
         source: of an encoder-decoder target; the prompts are then the first tokens of its decoder.
         media: the prompts as a model reads them together with images, video or audio; None for text.
         given_ids: [B, L], the prompts with the caller's padding, as `sequences` returns them.
@@ -59,10 +58,10 @@ class Request:
             raise ValueError(
                 f"row {counts.index(min(counts))} of the prompt is all padding: give each row at least 1 token"
             )
-        self._left_padded = pad_left(self.input_ids, mask)[0]
-        rows: list[list[int]] = self._left_padded.tolist()
-        self.prompts = [row[len(row) - count :] for row, count in zip(rows, counts, strict=True)]
-        check_token_ids(self.prompts, target.num_embeddings)
+        padded: list[list[int]] = pad_left(self.input_ids, mask)[0].tolist()
+        check_token_ids(
+            [row[len(row) - count :] for row, count in zip(padded, counts, strict=True)], target.num_embeddings
+        )
         self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
         self.processors = processors
@@ -82,30 +81,27 @@ class Request:
         if limit is None:
             raise ValueError("there is no length limit: pass max_new_tokens or max_length")
         self.pad_token_id = _pad_token_id(config)
-        self._prompt_lengths = counts
-        self._new: list[list[int]] = [[] for _ in counts]
-        self.unfinished = set(range(len(counts)))
-        self.budgets = [limit - self.input_ids.shape[1]] * len(counts)
+        budgets = [limit - self.input_ids.shape[1]] * len(counts)
         if target.max_length is not None:
-            self._cut_budgets(target.max_length, target.length_limit_reason)
-        self._stopping = Stopping(others, rows, max(1, *self.budgets), target.device)
-        # A prompt beyond the limit still gets one token, as in transformers.
-        self.max_length = max(count + max(budget, 1) for count, budget in zip(counts, self.budgets, strict=True))
+            budgets = _cut_budgets(budgets, counts, target.max_length, target.length_limit_reason)
+        stopping = Stopping(others, padded, max(1, *budgets), target.device) if others else None
+        self.rows = [
+            Row(
+                index,
+                padded[index],
+                len(padded[index]) - count,
+                budget,
+                self.eos_token_ids,
+                None if stopping is None else partial(stopping.ends, index),
+                None if streamer is None else lambda token: streamer.put(torch.tensor([token])),
+            )
+            for index, (count, budget) in enumerate(zip(counts, budgets, strict=True))
+        ]
 
-    def _cut_budgets(self, max_length: int, reason: str) -> None:
-        longest = max(self._prompt_lengths)
-        if longest >= max_length:
-            raise ValueError(
-                f"the prompt has {longest} tokens; this target reads fewer than {max_length} ({reason}): shorten it"
-            )
-        cut = [min(b, max_length - n) for b, n in zip(self.budgets, self._prompt_lengths, strict=True)]
-        if cut != self.budgets:
-            logger.warning(
-                "generation will stop at the target's limit of %d tokens (%s), before max_new_tokens",
-                max_length,
-                reason,
-            )
-        self.budgets = cut
+    def end_at(self, token_ids: Iterable[int]) -> None:
+        """Texts end at these tokens, instead of those of the generation config."""
+        self.eos_token_ids.clear()
+        self.eos_token_ids.update(token_ids)
 
     def refuse_media(self, purpose: str) -> None:
         """Refuses (ValueError) prompts with images, video or audio."""
@@ -114,74 +110,51 @@ class Request:
 
     @property
     def batch_size(self) -> int:
-        return len(self._new)
+        return len(self.rows)
 
     @property
     def is_finished(self) -> bool:
-        return not self.unfinished
+        return all(row.is_finished for row in self.rows)
 
     @property
     def num_new_tokens(self) -> int:
-        return sum(map(len, self._new))
-
-    def num_committed(self, row: int) -> int:
-        """The number of a row's tokens in the cache: all but the newest, which is the next tree's root."""
-        return self._prompt_lengths[row] + len(self._new[row]) - 1
-
-    def text(self, row: int) -> list[int]:
-        """The row's tokens so far, prompt without padding included."""
-        return self.prompts[row] + self._new[row]
-
-    def shown(self, row: int) -> list[int]:
-        """The row's prompt as transformers shows it to a processor: padding on the left."""
-        tokens: list[int] = self._left_padded[row].tolist()
-        return tokens
-
-    def num_shown(self, row: int) -> int:
-        """The number of a row's tokens as transformers shows them to a processor, padding included."""
-        return self._left_padded.shape[1] + len(self._new[row])
+        return sum(len(row.new) for row in self.rows)
 
     @property
-    def max_shown(self) -> int:
-        """The most tokens, padding included, that any row will have."""
-        return self._left_padded.shape[1] + max(1, *self.budgets)
+    def prompts(self) -> list[list[int]]:
+        """The real tokens of each row's prompt."""
+        return [row.prompt for row in self.rows]
 
-    def new_texts(self, capacity: int) -> Texts:
-        """The rows as transformers shows them to a processor, before their first new token."""
-        return Texts.of_prompts(self._left_padded, [max(1, budget) for budget in self.budgets], capacity)
+    @property
+    def max_length(self) -> int:
+        """The most tokens of any row, prompt without padding included."""
+        return max(row.max_padded - row.num_padding for row in self.rows)
 
-    def emit(self, rows: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Adds the tokens that each of these rows emitted, up to the row's end; returns the tokens that were kept.
-
-        Raises:
-            ValueError: a row that has not ended has no next token.
-        """
-        kept: list[list[int]] = [[] for _ in rows]
-        for place, row in enumerate(rows):
-            for token in tokens[place]:
-                if token == NO_TOKEN:
-                    raise ValueError(
-                        f"no token can follow the {len(self.text(row))} tokens of row {row}: the target's logits are "
-                        "NaN (a token drafted in the same pass can cause this), or logits processors forbid every "
-                        "token. Look at target(**inputs).logits (half-precision weights that overflow give NaN), and "
-                        "at the processors (bad words, prefixes, a grammar)"
-                    )
-                self._new[row].append(token)
-                kept[place].append(token)
-                self.budgets[row] -= 1
-                if self.streamer is not None:
-                    self.streamer.put(torch.tensor([token]))
-                if token in self.eos_token_ids or self.budgets[row] <= 0 or self._stopping.ends(row, token):
-                    self.unfinished.remove(row)
-                    break
-        return kept
+    @property
+    def max_padded(self) -> int:
+        """The most tokens of any row, padding included."""
+        return max(row.max_padded for row in self.rows)
 
     def sequences(self) -> Tensor:
         """[B, L + longest continuation], padded on the right."""
-        longest = max(map(len, self._new))
-        rows = [new + [self.pad_token_id] * (longest - len(new)) for new in self._new]
+        longest = max(len(row.new) for row in self.rows)
+        rows = [row.new + [self.pad_token_id] * (longest - len(row.new)) for row in self.rows]
         new_ids = torch.tensor(rows, dtype=torch.long, device=self.input_ids.device)
         return torch.cat([self.given_ids, new_ids], dim=1)
+
+
+def _cut_budgets(budgets: list[int], counts: list[int], max_length: int, reason: str) -> list[int]:
+    longest = max(counts)
+    if longest >= max_length:
+        raise ValueError(
+            f"the prompt has {longest} tokens; this target reads fewer than {max_length} ({reason}): shorten it"
+        )
+    cut = [min(budget, max_length - count) for budget, count in zip(budgets, counts, strict=True)]
+    if cut != budgets:
+        logger.warning(
+            "generation will stop at the target's limit of %d tokens (%s), before max_new_tokens", max_length, reason
+        )
+    return cut
 
 
 def _pad_token_id(config: GenerationConfig) -> int:

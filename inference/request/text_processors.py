@@ -1,6 +1,6 @@
 """transformers' logits processors that read the text, as functions of tensors: for all texts at once, on the device.
 
-transformers' classes take texts of one length and some of them read values on the host. These take ragged `Texts`,
+transformers' classes take texts of one length and some of them read values on the host. These take a `TokenHistory`,
 read nothing, and give the same scores bit for bit in float32. A number that depends on the prompt is a tensor, so that
 compiled steps need no graph for each of its values.
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
-from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor, penalise_occurrences
+from draftsmith.inference.request.token_history import TokenHistory
 
 NEVER = float("-inf")
 
@@ -26,11 +26,11 @@ NEVER = float("-inf")
 class TextProcessor:
     """Adjusts scores [R, V] float32 by the texts that they follow."""
 
-    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+    def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
         raise NotImplementedError
 
 
-def read_processors(processors: Sequence[Any], texts: Texts, vocab_size: int) -> list[Any]:
+def read_processors(processors: Sequence[Any], texts: TokenHistory, vocab_size: int) -> list[Any]:
     """The processors, with a `TextProcessor` in place of each that has one.
 
     Args:
@@ -59,12 +59,12 @@ class Replacement(TextProcessor):
     is_replaced: Tensor
     values: Tensor
 
-    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+    def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
         is_due = (texts.lengths >= self.low) & (texts.lengths < self.high)
         return torch.where(is_due[:, None] & self.is_replaced, self.values, scores)
 
 
-def _forbid(token_ids: Tensor, low: int, high: int, texts: Texts, vocab_size: int) -> Replacement:
+def _forbid(token_ids: Tensor, low: int, high: int, texts: TokenHistory, vocab_size: int) -> Replacement:
     """No token of these after texts of `low` to `high` - 1 tokens."""
     bounds = torch.tensor([low, high], device=texts.rows.device)
     vocabulary = torch.arange(vocab_size, device=texts.rows.device)
@@ -72,7 +72,7 @@ def _forbid(token_ids: Tensor, low: int, high: int, texts: Texts, vocab_size: in
     return Replacement(bounds[0], bounds[1], is_replaced, torch.full_like(vocabulary, NEVER, dtype=torch.float32))
 
 
-def _force(token_ids: Any, length: int, texts: Texts, vocab_size: int) -> Replacement:
+def _force(token_ids: Any, length: int, texts: TokenHistory, vocab_size: int) -> Replacement:
     """One token of these after texts of `length` tokens."""
     forbidding = _forbid(torch.arange(vocab_size), length, length + 1, texts, vocab_size)
     forbidding.values[token_ids] = 0.0
@@ -89,7 +89,7 @@ class RepetitionPenalty(TextProcessor):
     ignored: Tensor
 
     @classmethod
-    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> RepetitionPenalty:
+    def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> RepetitionPenalty:
         ignored = processor.prompt_ignore_length
         if isinstance(ignored, Tensor):
             ignored = _per_row(ignored.to(texts.rows.device), texts)
@@ -97,7 +97,7 @@ class RepetitionPenalty(TextProcessor):
             ignored = torch.full_like(texts.rows, ignored or 0)
         return cls(processor.penalty, ignored)
 
-    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+    def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
         counts = texts.is_text & (texts.places >= self.ignored[texts.rows][:, None])
         return _penalise(scores, texts.tokens, counts, self.penalty)
 
@@ -112,10 +112,10 @@ class EncoderRepetitionPenalty(TextProcessor):
     token_ids: Tensor
 
     @classmethod
-    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> EncoderRepetitionPenalty:
+    def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> EncoderRepetitionPenalty:
         return cls(processor.penalty, _per_row(processor.encoder_input_ids.to(texts.rows.device), texts))
 
-    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+    def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
         token_ids = self.token_ids[texts.rows]
         return _penalise(scores, token_ids, torch.ones_like(token_ids, dtype=torch.bool), self.penalty)
 
@@ -123,18 +123,22 @@ class EncoderRepetitionPenalty(TextProcessor):
 @dataclass(frozen=True)
 class OccurrencePenalties(TextProcessor):
     """Attributes:
+    presence, frequency: as the processor's.
     begin: [] long, where the emitted tokens begin.
     """
 
-    processor: OccurrencePenaltiesLogitsProcessor
+    presence: float
+    frequency: float
     begin: Tensor
 
     @classmethod
-    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> OccurrencePenalties:
-        return cls(processor, torch.tensor(processor.prompt_length, device=texts.rows.device))
+    def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> OccurrencePenalties:
+        begin = torch.tensor(processor.prompt_length, device=texts.rows.device)
+        return cls(processor.presence, processor.frequency, begin)
 
-    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
-        return self.processor.penalise(scores, texts.tokens, texts.is_text & (texts.places >= self.begin))
+    def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
+        is_emitted = texts.is_text & (texts.places >= self.begin)
+        return penalise_occurrences(scores, texts.tokens, is_emitted, self.presence, self.frequency)
 
 
 def _penalise(scores: Tensor, token_ids: Tensor, counts: Tensor, penalty: float) -> Tensor:
@@ -155,10 +159,10 @@ class NoRepeatedNgrams(TextProcessor):
     size: int
 
     @classmethod
-    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> NoRepeatedNgrams:
+    def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> NoRepeatedNgrams:
         return cls(processor.ngram_size)
 
-    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+    def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
         tokens, end = texts.tokens, texts.last(self.size)
         matches = texts.is_text & (texts.places >= self.size - 1)  # by the last token of the window
         for back in range(1, self.size):
@@ -176,7 +180,7 @@ class NoEncoderNgrams(TextProcessor):
     is_real: Tensor
 
     @classmethod
-    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> NoEncoderNgrams:
+    def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> NoEncoderNgrams:
         listed = [[(*start, end) for start, ends in one.items() for end in ends] for one in processor.generated_ngrams]
         width, nothing = max(1, *map(len, listed)), (0,) * processor.ngram_size
         ngrams = [one + [nothing] * (width - len(one)) for one in listed]
@@ -184,7 +188,7 @@ class NoEncoderNgrams(TextProcessor):
         device = texts.rows.device
         return cls(*(_per_row(torch.tensor(values, device=device), texts) for values in (ngrams, is_real)))
 
-    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+    def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
         ngrams, size = self.ngrams[texts.rows], self.ngrams.shape[2]
         matches = self.is_real[texts.rows] & (texts.lengths >= size - 1)[:, None]
         if size > 1:
@@ -211,7 +215,7 @@ class SequenceBias(TextProcessor):
     groups: tuple[tuple[Tensor, Tensor, Tensor], ...]
 
     @classmethod
-    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> SequenceBias:
+    def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> SequenceBias:
         device = texts.rows.device
         # After a text that no sequence begins with. transformers checks the tokens here.
         nothing = torch.zeros(1, vocab_size, device=device)
@@ -227,7 +231,7 @@ class SequenceBias(TextProcessor):
                 groups.append((token_ids[:, :-1], token_ids[:, -1], biases))
         return cls(single, tuple(groups))
 
-    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+    def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
         bias = self.single.expand_as(scores)
         for starts, ends, biases in self.groups:
             size = starts.shape[1]
@@ -248,7 +252,7 @@ class ExponentialDecay(TextProcessor):
     token_ids: Tensor
 
     @classmethod
-    def read(cls, processor: Any, texts: Texts, vocab_size: int) -> ExponentialDecay:
+    def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> ExponentialDecay:
         start, device = processor.regulation_start, texts.rows.device
         lengths = range(texts.token_ids.shape[1] + 1)
         factors = [_power(processor.regulation_factor, length - start) - 1.0 for length in lengths]
@@ -258,7 +262,7 @@ class ExponentialDecay(TextProcessor):
             processor.eos_token_id.to(device),
         )
 
-    def __call__(self, texts: Texts, scores: Tensor) -> Tensor:
+    def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
         own = scores[:, self.token_ids]
         added = (own.abs() * self.factors[texts.lengths][:, None]).masked_fill(~own.isfinite(), 0.0)
         added = torch.zeros_like(scores).scatter(1, self.token_ids.expand_as(added), added)
@@ -273,12 +277,12 @@ def _power(factor: float, exponent: int) -> float:
         return float("inf")
 
 
-def _per_row(values: Tensor, texts: Texts) -> Tensor:
+def _per_row(values: Tensor, texts: TokenHistory) -> Tensor:
     """Values [X, ...] of sources as [B, ...] of rows; the `num_return_sequences` rows of a source stand together."""
     return values.repeat_interleave(texts.rows.shape[0] // values.shape[0], dim=0)
 
 
-READERS: dict[type, Callable[[Any, Texts, int], TextProcessor]] = {
+READERS: dict[type, Callable[[Any, TokenHistory, int], TextProcessor]] = {
     stock.RepetitionPenaltyLogitsProcessor: RepetitionPenalty.read,
     stock.EncoderRepetitionPenaltyLogitsProcessor: EncoderRepetitionPenalty.read,
     OccurrencePenaltiesLogitsProcessor: OccurrencePenalties.read,

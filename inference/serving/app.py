@@ -1,7 +1,7 @@
 """The HTTP side of a server: OpenAI's routes, Prometheus metrics and the chat page.
 
-A request becomes rows, which the scheduler's thread decodes. Their pieces come back through an asyncio queue. When a
-client goes away, its rows are cancelled and leave before the engine's next step.
+A request becomes replies, which the scheduler's thread decodes. Their pieces come back through an asyncio queue. When a
+client goes away, its replies are cancelled and leave before the engine's next step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,8 +28,8 @@ from starlette.requests import ClientDisconnect
 from draftsmith.inference.serving.errors import RequestError, error_body
 from draftsmith.inference.serving.protocol import ChatRequest, CompletionOptions, CompletionRequest
 from draftsmith.inference.serving.replies import ReplyWriter
-from draftsmith.inference.serving.row import Piece, Row
-from draftsmith.inference.serving.row_maker import RowMaker
+from draftsmith.inference.serving.reply import Piece, Reply
+from draftsmith.inference.serving.reply_maker import ReplyMaker
 from draftsmith.inference.serving.scheduler import QueueFullError, Scheduler, StoppingError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Server:
     """What the routes share."""
 
     scheduler: Scheduler
-    maker: RowMaker
+    maker: ReplyMaker
     model: str
     api_key: str | None
 
@@ -60,7 +61,7 @@ def create_app(scheduler: Scheduler, tokenizer: Any, *, model: str, api_key: str
         model: the name under which clients know the target.
         api_key: that requests must carry as `Authorization: Bearer KEY`; None = no key.
     """
-    maker = RowMaker(scheduler.target, tokenizer, scheduler.drafters, max_length=scheduler.limits.max_length)
+    maker = ReplyMaker(scheduler.target, tokenizer, scheduler.drafters, max_length=scheduler.limits.max_length)
     server = Server(scheduler, maker, model, api_key)
 
     @asynccontextmanager
@@ -194,39 +195,38 @@ async def _reply(
     events: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
-    def send(index: int, piece: Piece) -> None:
+    def send(first: int, number: int, piece: Piece) -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(events.put_nowait, (index, piece))
+            loop.call_soon_threadsafe(events.put_nowait, (first + number, piece))
 
-    def make_rows() -> list[Row]:
-        rows: list[Row] = []
+    def make_replies() -> list[Reply]:
+        replies: list[Reply] = []
         for prompt in encode():
-            first = len(rows)
-            rows += server.maker.make_rows(prompt, body, lambda number, piece, first=first: send(first + number, piece))  # type: ignore[misc]
-        return rows
+            replies += server.maker.make_replies(prompt, body, partial(send, len(replies)))
+        return replies
 
     most = server.scheduler.limits.max_waiting
     if body.num_prompts * body.n > most:
         raise RequestError(f"the request asks for more than {most} replies: send several", param="n")
     lane = server.maker.choose_lane(body)
-    rows = await run_in_threadpool(make_rows)
+    replies = await run_in_threadpool(make_replies)
     try:
-        server.scheduler.submit(rows, lane)
+        server.scheduler.submit(replies, lane)
     except QueueFullError as error:
         headers = {"Retry-After": str(error.retry_seconds)}
         raise RequestError(f"{error}: try again later", status=429, headers=headers) from error
     except StoppingError as error:
         raise RequestError(str(error), status=503) from error
-    writer = ReplyWriter(body, rows, server.model, server.maker.token_texts)
+    writer = ReplyWriter(body, replies, server.model, server.maker.token_texts)
     if body.stream:
-        return StreamingResponse(_stream(writer, rows, events), media_type="text/event-stream")
-    return await _collect(request, writer, rows, events)
+        return StreamingResponse(_stream(writer, replies, events), media_type="text/event-stream")
+    return await _collect(request, writer, replies, events)
 
 
 async def _stream(
-    writer: ReplyWriter, rows: Sequence[Row], events: asyncio.Queue[tuple[int, Piece]]
+    writer: ReplyWriter, replies: Sequence[Reply], events: asyncio.Queue[tuple[int, Piece]]
 ) -> AsyncIterator[str]:
-    left = len(rows)
+    left = len(replies)
     try:
         while left:
             index, piece = await events.get()
@@ -240,14 +240,14 @@ async def _stream(
             yield f"data: {json.dumps(writer.usage_chunk())}\n\n"
         yield "data: [DONE]\n\n"
     finally:
-        for row in rows:
-            row.cancel()
+        for reply in replies:
+            reply.cancel()
 
 
 async def _collect(
-    request: Request, writer: ReplyWriter, rows: Sequence[Row], events: asyncio.Queue[tuple[int, Piece]]
+    request: Request, writer: ReplyWriter, replies: Sequence[Reply], events: asyncio.Queue[tuple[int, Piece]]
 ) -> Response:
-    pieces: list[list[Piece]] = [[] for _ in rows]
+    pieces: list[list[Piece]] = [[] for _ in replies]
 
     async def collect() -> str | None:
         while not all(own and own[-1].is_last for own in pieces):
@@ -269,8 +269,8 @@ async def _collect(
     finally:
         collecting.cancel()
         leaving.cancel()
-        for row in rows:
-            row.cancel()
+        for reply in replies:
+            reply.cancel()
 
 
 async def _wait_until_gone(request: Request) -> None:

@@ -1,10 +1,8 @@
-"""Lane: rows that share a drafter, a tree and a cache, and so every pass. Rows join and leave between steps.
+"""Lane: rows that share a drafter, a tree and a state, and so every pass. Rows join and leave between steps.
 
-A joining row's prompt is read in a buffer, so that running rows wait for one chunk at most. Then its keys and values,
-its drafter state and its sampler come after those of the present rows. A step serves all rows, whatever their sampling
-options are: each row keeps its own sampler and seed (`JoinedSampler`), so its text is the one it would get by itself.
-
-Legend: B rows of the lane, N tree nodes, P path length, V target vocabulary.
+A joining row's prompt is read in a state of its own, so that running rows wait for one chunk at most. Then it joins the
+others (`DecodeState.add`). A step serves all rows, whatever their sampling options are: each row keeps its own sampler
+and seed (`JoinedSampler`), so its text is the one it would get by itself.
 """
 
 from __future__ import annotations
@@ -13,23 +11,19 @@ import time
 from collections.abc import Generator
 
 import torch
-from torch import Tensor
 
-from draftsmith.inference.acceptance.exact import accept_exact
-from draftsmith.inference.acceptance.joined_sampler import JoinedSampler
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.acceptance.walk import Acceptance
-from draftsmith.inference.batch import close_ranks
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.drafters.slots import NewSlots
-from draftsmith.inference.execution.drafting import Drafting
-from draftsmith.inference.loop import Emission, StepTokens
-from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.prompts import HeldTexts, ReadPrompts
-from draftsmith.inference.request.texts import Texts
-from draftsmith.inference.serving.prompt_buffers import NUM_BUFFERS, PromptBuffer, PromptBuffers
-from draftsmith.inference.serving.row import Row, RowToken
-from draftsmith.inference.trees.token_tree import TokenTree
+from draftsmith.inference.engine import Engine, StepTokens
+from draftsmith.inference.prefill import MIN_SHARED, prefill
+from draftsmith.inference.prefix_cache import PrefixHit, match
+from draftsmith.inference.serving.reply import Reply, ReplyToken
+from draftsmith.inference.stats import GenerationStats, PhaseClock
+from draftsmith.inference.step import StepOutput
+
+# States in which prompts are read. Each keeps its prompt until it is needed for another one, so that a prompt that
+# begins alike reads only the rest; one would forget a conversation whenever another prompt comes in between.
+NUM_READERS = 2
 
 
 class Lane:
@@ -41,14 +35,14 @@ class Lane:
         max_length: the most tokens of a row, prompt included.
 
     Attributes:
-        rows: those that are running.
+        replies: those that are running.
 
     Raises:
         ValueError: for a decoder that cannot serve.
     """
 
     def __init__(self, decoder: Decoder, *, max_rows: int, max_length: int) -> None:
-        self.step, self.choice = decoder.step, decoder.choice
+        self.step, self.planner = decoder.step, decoder.planner
         if not self.step.rows_may_leave:
             raise ValueError(
                 f"rows join and leave a served batch, and {type(decoder.drafter).__name__} cannot copy rows (or the "
@@ -56,119 +50,86 @@ class Lane:
             )
         self.max_rows = max_rows
         # A row's last step may go beyond its end.
-        self._capacity = self.step.round_capacity(max_length + self.step.num_slots_after + self.step.num_depths)
-        self._cache = self.step.new_cache(max_rows, self._capacity)
-        self._cache.reset(0)
-        self._buffers = PromptBuffers(self.step, self._capacity)
-        self.rows: list[Row] = []
+        sizes = max_length + self.step.num_slots_after + self.step.path_width, max_length + self.step.path_width
+        clock = PhaseClock(GenerationStats(), self.step.target.device)
+        states = [self.step.new_state(num_rows, *sizes) for num_rows in (max_rows, *[1] * NUM_READERS)]
+        self._engine = Engine(self.step, states[0], clock, planner=self.planner, records_probabilities=True)
+        self._readers = states[1:]  # the one that was used longest ago first
+        self.replies: list[Reply] = []
         self.last_used = time.perf_counter()
-        self._sampler: JoinedSampler
-        self._drafting: Drafting
 
     @property
     def num_bytes(self) -> int:
         """Of the target's keys and values, for all rows and prompts."""
-        planes = [plane for spec in self._cache.layer_specs if spec for plane in (spec.keys, spec.values)]
+        cache = self._engine.state.cache
+        planes = [plane for spec in cache.layer_specs if spec for plane in (spec.keys, spec.values)]
         per_slot = sum(plane.num_heads * plane.width * plane.dtype.itemsize for plane in planes)
-        return per_slot * self._capacity * (self.max_rows + NUM_BUFFERS)
+        return per_slot * cache.capacity * (self.max_rows + NUM_READERS)
 
-    def measure(self) -> None:
-        """Measures, for trees that are chosen while decoding, what they cost: for seconds at first, and again when the
-        costs are old or wrong. Only while no row runs."""
-        seeds = row_seeds(0, self.max_rows, self.step.target.device)
-        for do_sample in (False, True):
-            self.choice.begin(self.step, Sampler(do_sample=do_sample, row_seeds=seeds), self.max_rows)
-
-    def join(self, row: Row) -> Generator[int]:
-        """Reads a row's prompt, emits its first token, and adds the row to the others unless it has ended. Yields the
+    def join(self, reply: Reply) -> Generator[int]:
+        """Reads a reply's prompt, emits its first token, and adds the row to the others unless it has ended. Yields the
         size of each chunk after it was read; other rows may join, leave and step in between, one such call at a
         time."""
-        row.started = time.perf_counter()
-        running = self._held_texts() if self.rows else None
-        buffer, read = yield from self._buffers.read(row.prompt, running)
+        reply.started = time.perf_counter()
+        hit = self._find_hit(reply.prompt)
+        state = self._readers.pop(0)
+        self._readers.append(state)
+        read = yield from prefill(state, self.step, [reply.row], GenerationStats(), hit=hit)
         sampler = Sampler.of_request(
-            row.request, row.row_seed, capacity=self._capacity, vocab_size=self.step.target.vocab_size
+            reply.request, reply.row_seed, state.history, vocab_size=self.step.target.vocab_size
         )
-        texts = sampler.texts or row.request.new_texts(self._capacity)
-        first = TokenTree.from_root(torch.tensor([row.prompt[-1]], device=buffer.cache.lengths.device))
-        accepted = accept_exact(sampler, first, read.logits, buffer.cache.lengths - 1)
-        texts.commit(accepted.next_tokens, accepted.counts)
-        row.take(self._tokens_of(row, 0, accepted, read.logits, StepTokens(accepted.next_tokens[0].tolist())))
-        if not row.is_over:
-            slots = NewSlots(read.feature, accepted.next_tokens.clamp(min=0), accepted.counts)
-            self._add(row, buffer, read, sampler, texts, slots)
+        output = self.step.first(state, read.logits, read.feature, sampler)
+        state.is_whole = True
+        new = StepTokens(output.emitted[0, :1].tolist())
+        kept = new.cut(reply.row.emit(new))
+        reply.publish(self._tokens_of(reply, 0, output, kept))
+        if not reply.is_over:
+            self._engine.add(state, sampler)
+            self.replies.append(reply)
 
-    def _add(
-        self, row: Row, buffer: PromptBuffer, read: ReadPrompts, sampler: Sampler, texts: Texts, slots: NewSlots
-    ) -> None:
-        num_read = len(row.prompt)
-        if self.rows:
-            self._cache.add_rows(buffer.cache, max_length=num_read)
-            self._drafting.add_rows(read.state, slots, self._cache, max_slots=num_read)
-            self._sampler = self._sampler.add(sampler, texts)
-        else:
-            self.measure()
-            self._cache.reset(0)
-            self._cache.add_rows(buffer.cache, max_length=num_read)
-            state = self.step.copy_state(self._cache, read.state, [0], [num_read - 1])
-            self._drafting = Drafting(self.step, self.choice, state)
-            self._drafting.take(slots)
-            self._sampler = JoinedSampler([sampler], texts)
-        self.rows.append(row)
-        self.choice.change(do_sample=self._sampler.do_sample)
-
-    def _held_texts(self) -> HeldTexts:
-        """The running texts. The drafter has certainly read the slots of the prompts."""
-        num_taken = None if self.step.drafter is None else [len(row.prompt) - 1 for row in self.rows]
-        return HeldTexts(self._cache, self._drafting.state, [row.request.text(0) for row in self.rows], num_taken)
+    def _find_hit(self, prompt: list[int]) -> PrefixHit | None:
+        """The longest beginning of the prompt that is held somewhere, if it saves enough."""
+        states = [*([self._engine.state] if self.replies else []), *self._readers]
+        room = min(self._readers[0].cache.capacity, self.step.target.max_length or self._readers[0].cache.capacity)
+        hits = [match(state, [prompt], room=room, least=MIN_SHARED) for state in states]
+        return max((hit for hit in hits if hit is not None), key=lambda hit: hit.num_cached[0], default=None)
 
     def advance(self) -> None:
         """One step of all rows; those that have ended leave."""
         self.last_used = time.perf_counter()
-        cache, sampler, step = self._cache, self._sampler, self.step
-        committed = [row.request.num_committed(0) for row in self.rows]
-        cache.length_bound, cache.length_floor = max(committed), min(committed)
-        sampler.all_texts.open_view(max(committed) + 1 + step.num_depths)
-        tree, noise = self._drafting.draft(cache, sampler)
-        output = step.verify(cache, tree)
-        accepted = step.accept(sampler, tree, output.logits, cache.lengths, noise=noise)
-        is_counting = self.choice.is_counting
-        features, counted = step.commit(
-            cache, tree, accepted, accepted.counts, output.features, is_counting=is_counting
-        )
-        self._drafting.take(NewSlots(features, accepted.next_tokens.clamp(min=0), accepted.counts))
-        sampler.all_texts.commit(accepted.next_tokens, accepted.counts)
-        log_probs = tree.log_probs.gather(1, accepted.path)
-        tokens, counts = Emission(accepted.next_tokens, accepted.counts, log_probs, None, None, counted).read()
-        self.choice.learn(counts, [row.request.budgets[0] for row in self.rows])
-        for place, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
-            row.stats.count_step(len(new) - 1)
-            row.stats.num_drafted += tree.num_nodes - 1
-            row.num_drafts += tree.num_nodes > 1
-            row.take(self._tokens_of(row, place, accepted, output.logits, new))
-        self.drop_rows()
+        replies = {reply.row: reply for reply in self.replies}
+        with self.step.active():
+            emission = self._engine.advance()
+        num_nodes = emission.output.tree.num_nodes
+        for row, place, new, kept in zip(emission.rows, emission.places, emission.tokens, emission.kept, strict=True):
+            reply = replies[row]
+            reply.stats.count_step(len(new) - 1)
+            reply.stats.num_drafted += num_nodes - 1
+            reply.num_drafts += num_nodes > 1
+            reply.publish(self._tokens_of(reply, place, emission.output, kept))
+        self._forget_ended()
 
-    def _tokens_of(self, row: Row, place: int, accepted: Acceptance, logits: Tensor, new: StepTokens) -> list[RowToken]:
-        """A row's emitted tokens, with what the request wants to know of them."""
+    def _tokens_of(self, reply: Reply, place: int, output: StepOutput, new: StepTokens) -> list[ReplyToken]:
+        """A row's tokens, with what the request wants to know of them."""
         told = (new, [""] * len(new), new.depths, new.probabilities)
-        if row.num_top is None:
-            return [RowToken(*each) for each in zip(*told, strict=True)]
-        path = accepted.path[place, : len(new)]
-        log_probs = logits[place, path].float().log_softmax(-1)
-        own = log_probs.gather(1, torch.tensor(new, device=path.device).clamp(min=0)[:, None])[:, 0].tolist()
-        values, ids = (part.tolist() for part in log_probs.topk(row.num_top, dim=-1))
+        if reply.num_top is None or not new:
+            return [ReplyToken(*each) for each in zip(*told, strict=True)]
+        path = output.accepted.path[place, : len(new)]
+        log_probs = output.target.logits[place, path].float().log_softmax(-1)
+        own = log_probs.gather(1, torch.tensor(new, device=path.device)[:, None])[:, 0].tolist()
+        values, ids = (part.tolist() for part in log_probs.topk(reply.num_top, dim=-1))
         tops = [tuple(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]
-        return [RowToken(*each) for each in zip(*told, own, tops, strict=True)]
+        return [ReplyToken(*each) for each in zip(*told, own, tops, strict=True)]
 
-    def drop_rows(self) -> None:
-        """Rows that have ended, or been cancelled, leave."""
-        places = close_ranks([not row.is_over for row in self.rows])
-        if not places:
-            self.rows = []
-        elif len(places) < len(self.rows):
-            self._sampler = self._sampler.select(places, len(self.rows))
-            self._cache.length_bound = max(row.request.num_committed(0) for row in self.rows)
-            self._cache.keep_rows(places)
-            self._drafting.keep_rows(places, self._cache)
-            self.rows = [self.rows[place] for place in places]
-            self.choice.change(do_sample=self._sampler.do_sample)
+    def drop_replies(self) -> None:
+        """Rows of replies that have been cancelled leave."""
+        self._engine.settle_rows()
+        self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        going = [reply for reply in self.replies if not reply.is_over]
+        if len(going) == len(self.replies):
+            return
+        self.replies = going
+        if not going:
+            self._engine.state.rows.clear()

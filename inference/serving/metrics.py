@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from draftsmith.inference.serving.row import Row
+from draftsmith.inference.serving.reply import Reply
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -53,23 +53,23 @@ class Metrics:
     def _histogram(self, name: str, help_text: str) -> Histogram:
         return Histogram(f"draftsmith:{name}", help_text, buckets=SECONDS, registry=self.registry)
 
-    def count_reply(self, row: Row) -> None:
+    def count_reply(self, reply: Reply) -> None:
         """Counts a reply that has ended."""
-        self.ended.labels(row.end_reason).inc()
-        self.prompt_tokens.inc(len(row.prompt))
-        self.new_tokens.inc(row.request.num_new_tokens)
-        self.drafts.inc(row.num_drafts)
-        self.draft_tokens.inc(row.stats.num_drafted)
-        for position, count in enumerate(row.accepted_per_depth):
+        self.ended.labels(reply.end_reason).inc()
+        self.prompt_tokens.inc(len(reply.prompt))
+        self.new_tokens.inc(len(reply.row.new))
+        self.drafts.inc(reply.num_drafts)
+        self.draft_tokens.inc(reply.stats.num_drafted)
+        for position, count in enumerate(reply.accepted_per_depth):
             self.accepted.inc(count)
             self.accepted_per_pos.labels(position).inc(count)
         for histogram, moment in (
-            (self.queue_seconds, row.started),
-            (self.first_token_seconds, row.first_token),
-            (self.seconds, row.ended),
+            (self.queue_seconds, reply.started),
+            (self.first_token_seconds, reply.first_token),
+            (self.seconds, reply.ended),
         ):
             if moment is not None:
-                histogram.observe(moment - row.arrived)
+                histogram.observe(moment - reply.arrived)
 
     def render(self) -> bytes:
         """In Prometheus' text format."""

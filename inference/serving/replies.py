@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.inference.serving.protocol import ChatRequest, CompletionOptions
-from draftsmith.inference.serving.row import Piece, Row, RowToken
+from draftsmith.inference.serving.reply import Piece, Reply, ReplyToken
 from draftsmith.inference.streaming.token_texts import TokenTexts
 
 
@@ -16,11 +16,11 @@ class ReplyWriter:
     """Writes the replies of one request.
 
     Args:
-        rows: of all choices, in their order.
+        replies: of all choices, in their order.
     """
 
-    def __init__(self, body: CompletionOptions, rows: Sequence[Row], model: str, token_texts: TokenTexts) -> None:
-        self.body, self.rows, self.model, self.token_texts = body, rows, model, token_texts
+    def __init__(self, body: CompletionOptions, replies: Sequence[Reply], model: str, token_texts: TokenTexts) -> None:
+        self.body, self.replies, self.model, self.token_texts = body, replies, model, token_texts
         self.is_chat = isinstance(body, ChatRequest)
         self._head = {
             "id": ("chatcmpl-" if self.is_chat else "cmpl-") + secrets.token_hex(12),
@@ -29,12 +29,12 @@ class ReplyWriter:
         }
         self._begun: set[int] = set()
         self._scored: set[int] = set()  # choices with log-probabilities so far
-        self._offsets = [0] * len(rows)  # of the text so far, for completions' text_offset
+        self._offsets = [0] * len(replies)  # of the text so far, for completions' text_offset
 
     def usage(self) -> dict[str, int]:
-        # The n rows of a prompt share it.
-        prompt = sum(len(row.prompt) for row in self.rows[:: self.body.n])
-        new = sum(row.request.num_new_tokens for row in self.rows)
+        # The n replies of a prompt share it.
+        prompt = sum(len(reply.prompt) for reply in self.replies[:: self.body.n])
+        new = sum(len(reply.row.new) for reply in self.replies)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def chunks(self, index: int, piece: Piece) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ class ReplyWriter:
         if piece.finish_reason is not None:
             chunk = self._chunk(self._choice(index, {} if self.is_chat else "", None, piece.finish_reason))
             if self.body.draft_report:
-                chunk["drafting"] = summarise(self.rows[index])
+                chunk["drafting"] = summarise(self.replies[index])
             chunks.append(chunk)
         return chunks
 
@@ -82,19 +82,19 @@ class ReplyWriter:
         kind = "chat.completion" if self.is_chat else "text_completion"
         response = {**self._head, "object": kind, "choices": choices, "usage": self.usage()}
         if self.body.draft_report:
-            response["drafting"] = summarise(*self.rows)
+            response["drafting"] = summarise(*self.replies)
         return response
 
-    def _logprobs(self, index: int, tokens: Sequence[RowToken]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, tokens: Sequence[ReplyToken]) -> dict[str, Any] | None:
         """Of all tokens but the one that ends the text, which is not shown."""
-        if self.rows[index].num_top is None:
+        if self.replies[index].num_top is None:
             return None
-        ends = self.rows[index].request.eos_token_ids
+        ends = self.replies[index].row.end_ids
         entries, by_text, offsets = [], [], []
         for token in tokens:
             if token.id in ends:
                 continue
-            is_first = index not in self._scored and not self.rows[index].detokenizer.context
+            is_first = index not in self._scored and not self.replies[index].detokenizer.context
             self._scored.add(index)
             top = [self._score(*each, is_first=is_first) for each in token.top]
             entries.append({**self._score(token.id, token.logprob, is_first=is_first), "top_logprobs": top})
@@ -123,15 +123,15 @@ def _key_by_text(token_ids: Sequence[int], top: Sequence[dict[str, Any]]) -> dic
     return found
 
 
-def _report_token(token: RowToken) -> dict[str, Any]:
+def _report_token(token: ReplyToken) -> dict[str, Any]:
     return {"id": token.id, "text": token.text, "depth": token.depth, "probability": token.probability}
 
 
-def summarise(*rows: Row) -> dict[str, Any]:
-    """What drafting did for some rows, together."""
-    stats = sum((row.stats for row in rows[1:]), rows[0].stats)
-    starts = [row.started for row in rows if row.started is not None]
-    ends = [row.ended for row in rows if row.ended is not None]
+def summarise(*replies: Reply) -> dict[str, Any]:
+    """What drafting did for some replies, together."""
+    stats = sum((reply.stats for reply in replies[1:]), replies[0].stats)
+    starts = [reply.started for reply in replies if reply.started is not None]
+    ends = [reply.ended for reply in replies if reply.ended is not None]
     histogram = stats.accepted_histogram
     return {
         "acceptance_length": stats.acceptance_length,

@@ -1,10 +1,10 @@
-"""Scheduler: continuous batching. One thread owns the decoders, and serves rows of all requests in rounds.
+"""Scheduler: continuous batching. One thread owns the decoders, and serves replies of all requests in rounds.
 
-A round drops the rows that nobody waits for, reads prompts for as many tokens as one chunk has, and makes one step of
-every lane. A lane is the rows of one drafter and tree (`Lane`): rows of any sampling options share its passes, but
-plain decoding and other drafters or trees have passes of their own. Lanes take turns, step by step. Waiting rows start
-in the order of their arrival; a row whose lane is full lets rows of other lanes pass. A row for which there is no lane
-lets them pass for some seconds, and then waits for the first lane that is idle.
+A round drops the replies that nobody waits for, reads prompts for as many tokens as one chunk has, and makes one step
+of every lane. A lane is the replies of one drafter and tree (`Lane`): replies of any sampling options share its passes,
+but plain decoding and other drafters or trees have passes of their own. Lanes take turns, step by step. Waiting replies
+start in the order of their arrival; a reply whose lane is full lets those of other lanes pass. A reply for which there
+is no lane lets them pass for some seconds, and then waits for the first lane that is idle.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from functools import partial
 
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.prompts import PREFILL_CHUNK
+from draftsmith.inference.prefix_cache import PREFILL_CHUNK
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.metrics import Metrics
-from draftsmith.inference.serving.row import Row
+from draftsmith.inference.serving.reply import Reply
 from draftsmith.inference.targets.target import Target
 
 logger = logging.getLogger(__name__)
@@ -32,12 +32,12 @@ LaneName = tuple[str, str | None]
 
 PLAIN = "none"
 INTERNAL_ERROR = "internal error: see the server's log"
-PATIENCE_SECONDS = 5.0  # how long rows of other lanes may pass a row for which there is no lane
+PATIENCE_SECONDS = 5.0  # how long replies of other lanes may pass a reply for which there is no lane
 IDLE_SECONDS = 0.5  # how often an idle engine looks whether it is to stop
 
 
 class QueueFullError(Exception):
-    """Too many rows wait. `retry_seconds` is about how long until some have started."""
+    """Too many replies wait. `retry_seconds` is about how long until some have started."""
 
     def __init__(self, retry_seconds: int) -> None:
         super().__init__("the server's queue is full")
@@ -53,10 +53,10 @@ class Limits:
     """What a server holds at once.
 
     Attributes:
-        max_rows: running rows of one lane.
-        max_length: tokens of a row, prompt included.
-        max_waiting: rows that wait for a lane.
-        max_lanes: pairs of drafter and tree with running rows.
+        max_rows: running replies of one lane.
+        max_length: tokens of a reply, prompt included.
+        max_waiting: replies that wait for a lane.
+        max_lanes: pairs of drafter and tree with running replies.
     """
 
     max_rows: int = 8
@@ -66,7 +66,7 @@ class Limits:
 
 
 class Scheduler:
-    """Decodes rows in a thread of its own.
+    """Decodes replies in a thread of its own.
 
     Args:
         drafters: by name, the default one first; None = plain decoding.
@@ -89,19 +89,19 @@ class Scheduler:
         if target.is_encoder_decoder:
             raise ValueError(f"{type(target.model).__name__} reads sources; the server is for decoder-only targets")
         target.refuse_recurrent(
-            "rows cannot join a running batch", "decode with generate, or serve with vLLM or SGLang"
+            "replies cannot join a running batch", "decode with generate, or serve with vLLM or SGLang"
         )
         self.target, self.drafters, self.tree = target, dict(drafters), tree
         self.limits, self.metrics = limits or Limits(), metrics or Metrics()
         self.default_name = next(iter(self.drafters))
         self._lanes: dict[LaneName, Lane] = {}
-        self._waiting: deque[tuple[Row, LaneName]] = deque()
-        self._rows: list[Row] = []  # submitted and not yet counted as ended
-        self._reading: tuple[Row, LaneName, Generator[int]] | None = None
+        self._waiting: deque[tuple[Reply, LaneName]] = deque()
+        self._replies: list[Reply] = []  # submitted and not yet counted as ended
+        self._reading: tuple[Reply, LaneName, Generator[int]] | None = None
         self._changed = threading.Condition()
         self._deadline: float | None = None  # set while stopping
         self._mean_seconds = 1.0  # of replies
-        # All drafters, the default one last: what cannot be served shows now, and costs of trees are measured.
+        # All drafters, the default one last: what cannot be served shows now.
         for name, drafter in reversed(self.drafters.items()):
             if drafter is not None or name == self.default_name:
                 self._find_lane((name, None))
@@ -113,9 +113,9 @@ class Scheduler:
         return self.limits.max_lanes * max(lane.num_bytes for lane in self._lanes.values())
 
     @property
-    def num_rows(self) -> int:
+    def num_replies(self) -> int:
         """Rows that have been submitted and have not ended."""
-        return len(self._rows)
+        return len(self._replies)
 
     @property
     def is_running(self) -> bool:
@@ -124,8 +124,8 @@ class Scheduler:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, rows: Sequence[Row], lane: LaneName) -> None:
-        """Queues the rows of one request. For any thread.
+    def submit(self, replies: Sequence[Reply], lane: LaneName) -> None:
+        """Queues the replies of one request. For any thread.
 
         Raises:
             QueueFullError: they do not all fit.
@@ -134,15 +134,15 @@ class Scheduler:
         with self._changed:
             if self._deadline is not None or not self.is_running:
                 raise StoppingError("the server is shutting down")
-            if len(self._waiting) + len(rows) > self.limits.max_waiting:
+            if len(self._waiting) + len(replies) > self.limits.max_waiting:
                 num_turns = 1 + len(self._waiting) // self.limits.max_rows
                 raise QueueFullError(min(60, max(1, round(self._mean_seconds * num_turns))))
-            self._waiting.extend((row, lane) for row in rows)
-            self._rows.extend(rows)
+            self._waiting.extend((reply, lane) for reply in replies)
+            self._replies.extend(replies)
             self._changed.notify_all()
 
     def stop(self, seconds: float) -> None:
-        """Takes no more rows, and ends those that are not finished after so many seconds. For any thread."""
+        """Takes no more replies, and ends those that are not finished after so many seconds. For any thread."""
         with self._changed:
             self._deadline = time.perf_counter() + seconds
             self._changed.notify_all()
@@ -159,41 +159,41 @@ class Scheduler:
         finally:
             with self._changed:
                 self._deadline = self._deadline or 0.0
-                for row in self._rows:
-                    row.fail("the server is shutting down")
+                for reply in self._replies:
+                    reply.fail("the server is shutting down")
                 self._count_ended()
 
     def _wait_for_rows(self) -> bool:
         """Whether there is something to do; False when the thread is to end."""
         with self._changed:
-            while not self._rows and self._deadline is None:
+            while not self._replies and self._deadline is None:
                 self._changed.wait(IDLE_SECONDS)
             if self._deadline is None:
                 return True
-            return bool(self._rows) and time.perf_counter() < self._deadline
+            return bool(self._replies) and time.perf_counter() < self._deadline
 
     def _round(self) -> None:
         self._drop_cancelled()
         self._read_prompts()
         for name, lane in list(self._lanes.items()):
-            if lane.rows:
+            if lane.replies:
                 self._guard(name, lane.advance)
         self._count_ended()
 
     def _drop_cancelled(self) -> None:
-        for row in list(self._rows):
-            if row.is_cancelled:
-                row.fail("cancelled")
+        for reply in list(self._replies):
+            if reply.is_cancelled:
+                reply.fail("cancelled")
         if self._reading is not None and self._reading[0].is_over:
             self._stop_reading()
         with self._changed:
             self._waiting = deque(each for each in self._waiting if not each[0].is_over)
         for name, lane in list(self._lanes.items()):
-            if lane.rows:
-                self._guard(name, lane.drop_rows)
+            if lane.replies:
+                self._guard(name, lane.drop_replies)
 
     def _read_prompts(self) -> None:
-        """Reads for as many tokens as a chunk has; rows whose prompts end join."""
+        """Reads for as many tokens as a chunk has; replies whose prompts end join."""
         left = PREFILL_CHUNK
         while left > 0:
             self._reading = self._reading or self._start_next()
@@ -210,24 +210,24 @@ class Scheduler:
             self._reading[2].close()
             self._reading = None
 
-    def _start_next(self) -> tuple[Row, LaneName, Generator[int]] | None:
-        """The first waiting row whose lane has room."""
+    def _start_next(self) -> tuple[Reply, LaneName, Generator[int]] | None:
+        """The first waiting reply whose lane has room."""
         with self._changed:
             waiting = list(self._waiting)
         for each in waiting:
-            row, name = each
+            reply, name = each
             try:
                 lane = self._find_lane(name)
             except Exception:  # such as too little memory
                 logger.exception("no lane could be made for %s", name)
-                row.fail(INTERNAL_ERROR)
+                reply.fail(INTERNAL_ERROR)
                 lane = None
-            if row.is_over or (lane is not None and len(lane.rows) < lane.max_rows):
+            if reply.is_over or (lane is not None and len(lane.replies) < lane.max_rows):
                 with self._changed:
                     self._waiting.remove(each)
-            if lane is not None and len(lane.rows) < lane.max_rows:
-                return row, name, lane.join(row)
-            if lane is None and time.perf_counter() - row.arrived > PATIENCE_SECONDS:
+            if lane is not None and len(lane.replies) < lane.max_rows:
+                return reply, name, lane.join(reply)
+            if lane is None and time.perf_counter() - reply.arrived > PATIENCE_SECONDS:
                 return None  # until a lane is idle
         return None
 
@@ -236,7 +236,7 @@ class Scheduler:
         if name in self._lanes:
             return self._lanes[name]
         if len(self._lanes) >= self.limits.max_lanes:
-            idle = [other for other, lane in self._lanes.items() if not lane.rows]
+            idle = [other for other, lane in self._lanes.items() if not lane.replies]
             if not idle:
                 return None
             del self._lanes[min(idle, key=lambda other: self._lanes[other].last_used)]
@@ -246,35 +246,33 @@ class Scheduler:
         drafter, tree = self.drafters.get(name[0]), name[1] or self.tree
         decoder = Decoder(self.target, drafter, tree=tree if drafter is not None else None)
         lane = Lane(decoder, max_rows=self.limits.max_rows, max_length=self.limits.max_length)
-        with self.target.without_autograd():
-            lane.measure()
         self._lanes[name] = lane
         return lane
 
     def _guard(self, name: LaneName, function: Callable[[], int | None]) -> int | None:
-        """Runs a part of a round. If it fails, the lane's rows end with an error, and the lane is made anew."""
+        """Runs a part of a round. If it fails, the lane's replies end with an error, and the lane is made anew."""
         try:
             return function()
         except Exception:  # a server outlives what a request can bring about
             lane = self._lanes.pop(name, None)
-            rows = [*(lane.rows if lane is not None else [])]
+            replies = [*(lane.replies if lane is not None else [])]
             if self._reading is not None and self._reading[1] == name:
-                rows.append(self._reading[0])
+                replies.append(self._reading[0])
                 self._stop_reading()
-            logger.exception("a step failed, and %d replies end with an error", len(rows))
-            for row in rows:
-                row.fail(INTERNAL_ERROR)
+            logger.exception("a step failed, and %d replies end with an error", len(replies))
+            for reply in replies:
+                reply.fail(INTERNAL_ERROR)
             return None
 
     def _count_ended(self) -> None:
         with self._changed:
-            ended = [row for row in self._rows if row.is_over]
-            self._rows = [row for row in self._rows if not row.is_over]
+            ended = [reply for reply in self._replies if reply.is_over]
+            self._replies = [reply for reply in self._replies if not reply.is_over]
             self.metrics.waiting.set(len(self._waiting))
-        for row in ended:
-            self.metrics.count_reply(row)
-            if row.started is not None and row.ended is not None:
-                self._mean_seconds += 0.1 * (row.ended - row.started - self._mean_seconds)
-        num_running = sum(len(lane.rows) for lane in self._lanes.values())
+        for reply in ended:
+            self.metrics.count_reply(reply)
+            if reply.started is not None and reply.ended is not None:
+                self._mean_seconds += 0.1 * (reply.ended - reply.started - self._mean_seconds)
+        num_running = sum(len(lane.replies) for lane in self._lanes.values())
         self.metrics.running.set(num_running + (self._reading is not None))
         self.metrics.cache_rows.set(num_running)

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from draftsmith.inference.loop import GenerationOutput, StepTokens
+    from draftsmith.inference.engine import GenerationOutput, StepTokens
 
 
 class TokenStream:

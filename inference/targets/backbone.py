@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from draftsmith.inference.kernels.attention import grouped_attention
+from draftsmith.inference.kernels.attention import grouped_attention, hold_grouped_attention
 from draftsmith.inference.targets.forward_names import ForwardNames
 from draftsmith.inference.targets.model_config import has_attention_interface, refuse_training, request_states
 
@@ -83,10 +83,14 @@ class Backbone:
             output = self.run(self.causal_lm, token_ids, positions, masks, cache, [*feature_layers, end])
             last = self._take(output.hidden_states[end])
         else:  # the last state is `last_hidden_state`: asking for it by number would keep it twice
-            layers = [layer for layer in feature_layers if layer != end]
+            layers = list(feature_layers)
+            while end in layers:
+                layers.remove(end)
             output = self.run(self.causal_lm.base_model, token_ids, positions, masks, cache, layers, media)
             last = self._take(output.last_hidden_state)
-        states = [last if layer == end else self._take(output.hidden_states[layer]) for layer in feature_layers]
+        states = []
+        for layer in feature_layers:
+            states.append(last if layer == end else self._take(output.hidden_states[layer]))
         features = torch.cat(states, dim=-1) if states else None
         return PassOutput(last, features, output.logits.to(self.device) if with_logits else None)
 
@@ -108,21 +112,27 @@ class Backbone:
         Raises:
             ValueError: the model is in training mode.
         """
-        refuse_training(self.model)
+        if self.model.training:
+            refuse_training(self.model)
         names = self._names if module is self.causal_lm else self._decoder_names
+        seen = {"attention_mask": masks, "position_ids": positions} if names.has_positions else {}
         with self.attention():
             return module(
-                **names.name(token_ids, masks, positions, cache),
+                input_ids=token_ids,
+                **{**seen, names.cache: cache},
                 **(media or {}),
                 use_cache=cache is not None,
-                output_hidden_states=request_states(layers),
+                output_hidden_states=request_states(layers) if layers else False,
                 return_dict=True,
             )
 
     def attention(self) -> AbstractContextManager[Any]:
-        """Active while the model runs: grouped attention in the place of transformers' sdpa. Graphs get it from
-        `CompiledExecutor.active`."""
+        """Active while the model runs: grouped attention in the place of transformers' sdpa."""
         return grouped_attention(self._text_config) if self.has_attention_interface else nullcontext()
+
+    def hold_attention(self) -> AbstractContextManager[None]:
+        """`attention` for many passes."""
+        return hold_grouped_attention(self._text_config) if self.has_attention_interface else nullcontext()
 
 
 def narrow(states: Tensor, dtype: torch.dtype) -> Tensor:

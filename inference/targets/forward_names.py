@@ -44,15 +44,19 @@ class ForwardNames:
 
     Args:
         module: a model, or its decoder. With code of its own, a model may have another name than its decoder.
+
+    Attributes:
+        cache: the name of the cache.
+        has_positions: whether there are positions and masks.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._cache = find_cache_name(module)
+        self.cache = find_cache_name(module)
         # Recurrent models without attention have neither positions nor masks. Other forwards must take both.
         is_stateful = getattr(module, "_is_stateful", False)
-        self._has_positions = not is_stateful or "position_ids" in _list_arguments(module)
+        self.has_positions = not is_stateful or "position_ids" in _list_arguments(module)
 
     def name(self, token_ids: Tensor, masks: Any, positions: Tensor | None, cache: Cache | None) -> dict[str, Any]:
         """The arguments of a pass over [B, T] tokens. A model without attention gets no masks and no positions."""
-        seen = {"attention_mask": masks, "position_ids": positions} if self._has_positions else {}
-        return {"input_ids": token_ids, **seen, self._cache: cache}
+        seen = {"attention_mask": masks, "position_ids": positions} if self.has_positions else {}
+        return {"input_ids": token_ids, **seen, self.cache: cache}

@@ -100,7 +100,10 @@ class TreeMasks:
     def _make_each(self, make: Callable[[int | None], Tensor]) -> Any:
         """One mask, or a dict per layer type for models with several types, from each type's window; None for models
         without attention."""
-        return join_masks({layer_type: make(window) for layer_type, window in self.windows.items()}, self.without)
+        masks = {}
+        for layer_type, window in self.windows.items():
+            masks[layer_type] = make(window)
+        return join_masks(masks, self.without)
 
     def _make_mask(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
         seen = allowed

@@ -6,7 +6,6 @@ Legend: D width of the states that the LM head reads, V target vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,6 @@ from draftsmith.inference.kernels.packed_weights import PackedLinear
 from draftsmith.inference.targets.model_config import find_device
 from draftsmith.inference.targets.refusals import draw_ids, is_single, refusing
 
-ScaleLogits = Callable[[Tensor], Tensor]
 _ROWS = 256  # rows of the identity matrix that go through the LM head at a time
 
 
@@ -58,7 +56,7 @@ def read_weight(lm_head: Any, shape: tuple[int, int], dtype: torch.dtype, device
     return columns.T.to(device)
 
 
-def find_logit_scaling(config: Any, lm_head: Any, hidden: Tensor, logits: Tensor) -> ScaleLogits | None:
+def find_logit_scaling(config: Any, lm_head: Any, hidden: Tensor, logits: Tensor) -> LogitScaling | None:
     """The scaling that turns the LM head's output for `hidden` [1, 2, D] into the model's `logits` [1, 2, V], or None.
 
     The names in the config do not suffice: `logits_scaling` divides in Granite and multiplies in HyperCLOVA X.
@@ -74,18 +72,23 @@ def find_logit_scaling(config: Any, lm_head: Any, hidden: Tensor, logits: Tensor
         if isinstance(value, (int, float)) and value not in (0, 1):
             factors += [float(value), 1.0 / float(value)]
     for factor in factors:
-        scale = _LogitScaling(factor, cap)
+        scale = LogitScaling(factor, cap)
         if raw.shape == logits.shape and torch.allclose(scale(raw).float(), logits.float(), rtol=1e-3, atol=1e-3):
             return scale
     return None
 
 
 @dataclass(frozen=True)
-class _LogitScaling:
+class LogitScaling:
     """logits = cap * tanh(raw * factor / cap), in the models' own order of operations and dtype."""
 
     factor: float
     cap: float | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the logits are what the LM head gives."""
+        return self.factor == 1.0 and self.cap is None
 
     def __call__(self, raw: Tensor) -> Tensor:
         logits = raw if self.factor == 1.0 else raw * self.factor

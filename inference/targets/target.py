@@ -117,6 +117,8 @@ class Target:
             self.num_layers = len(self.findings.layer_specs)  # the config's number may be the encoder's
         self.vocab_size: int = self.findings.vocab_size
         self.state_size = self.findings.state_size
+        scaling = self.findings.scale_logits
+        self._has_plain_logits = scaling is not None and scaling.is_plain
         self.backbone = Backbone(
             model, self._runnable, num_layers=self.num_layers, device=self.device, dtype=self.dtype
         )
@@ -411,7 +413,10 @@ class Target:
                 f"{type(self._causal_lm).__name__} does more between its last hidden state and its logits than an LM "
                 f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states"
             )
-        return self.findings.scale_logits(run_frozen(self.lm_head, hidden))
+        if torch.is_grad_enabled() or not self._has_plain_logits:
+            return self.findings.scale_logits(run_frozen(self.lm_head, hidden))
+        logits: Tensor = self.lm_head(hidden)
+        return logits.to(hidden.device)
 
     def lm_head_weight(self) -> Tensor:
         """[V, D] in the target's dtype, however the LM head stores it (see `read_weight`). Do not change it."""

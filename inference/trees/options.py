@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftsmith.inference.trees.auto import AutoTree, gamma_chain
+from draftsmith.inference.trees.candidates import CandidateTrees, gamma_chain
 from draftsmith.inference.trees.dynamic import DynamicTree
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.static import StaticTree, chain
@@ -45,7 +45,7 @@ def resolve_policy(tree: TreeOption, max_depth: int | None) -> TreePolicy:
 
 def _parse(text: str, max_depth: int | None) -> TreePolicy:
     if text == "auto":
-        return AutoTree()
+        return CandidateTrees()
     match = re.fullmatch(r"(dynamic|chain|gamma)(?::(\d+(?:,\d+)*))?", text)
     name, sizes = (match[1], [int(size) for size in (match[2] or "").split(",") if size]) if match else ("", [])
     if name == "dynamic" and len(sizes) in (0, 3):

@@ -6,8 +6,6 @@ Legend: B batch, N tree nodes (root included), W frontier nodes of one level, C 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -15,13 +13,6 @@ from torch import Tensor
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.trees.token_tree import TokenTree
-
-Run = Callable[..., Any]
-"""Runs a function of tensors: `run(function, *args)` is `function(*args)`, eagerly or compiled."""
-
-
-def run_eagerly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 class TreePolicy(ABC):
@@ -33,6 +24,7 @@ class TreePolicy(ABC):
         num_scratch: frontier nodes (nodes whose children are scored by `expand`) of all levels together.
         has_fixed_shape: whether the shape of its trees does not depend on what is drafted.
         skips_ranks: whether a node may stand in its trees without its better siblings.
+        level_functions: names of attributes, functions of tensors that `grow` calls: a runner may put others there.
         is_chosen: whether a planner chooses among `candidates`, or none of them, while decoding.
     """
 
@@ -42,6 +34,7 @@ class TreePolicy(ABC):
     has_fixed_shape: bool = False
     skips_ranks: bool = False
     is_chosen: bool = False
+    level_functions: tuple[str, ...] = ()
 
     @property
     def is_chain(self) -> bool:
@@ -66,8 +59,6 @@ class TreePolicy(ABC):
         root_ids: Tensor,
         draft: DraftLogits,
         sampling: DraftSampling,
-        *,
-        run: Run = run_eagerly,
     ) -> TokenTree:
         """Drafts the tree, level by level.
 
@@ -75,7 +66,6 @@ class TreePolicy(ABC):
             root_ids: [B] the last accepted tokens.
             draft: scores of the root's children, as `drafter.extend` returned them.
             sampling: how scores become candidates.
-            run: runs each level's function of tensors.
         """
 
     def contains(self, other: TreePolicy) -> bool:
@@ -103,10 +93,3 @@ class TreePolicy(ABC):
                 "use a shallower tree, or heads with more levels"
             )
         return self
-
-
-def mask_absent(tree: TokenTree) -> TokenTree:
-    """Turns nodes of score -inf (the drafter had no such candidate) into padding, which has no parent."""
-    absent = tree.log_probs.isneginf()
-    parents, depths = tree.parents.masked_fill(absent, -1), tree.depths.masked_fill(absent, 0)
-    return replace(tree, parents=parents, depths=depths)

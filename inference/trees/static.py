@@ -15,82 +15,8 @@ from torch import Tensor
 
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.trees.policy import Run, TreePolicy, mask_absent, run_eagerly
-from draftsmith.inference.trees.token_tree import DrawnFrom, TokenTree
-
-
-class StaticTree(TreePolicy):
-    """A fixed shape (Medusa, arXiv 2401.10774, section 2.1.2): node [0, 2] is the third-best child of the best child.
-
-    Args:
-        paths: one rank path for each node, as in `order_paths`.
-
-    Attributes:
-        paths: as `order_paths` returns them.
-    """
-
-    has_fixed_shape = True
-
-    def __init__(self, paths: Sequence[Sequence[int]]) -> None:
-        self.paths = order_paths(paths)
-        self.max_depth = len(self.paths[-1])
-        self.num_nodes = len(self.paths)
-        if self.num_nodes < 2:
-            raise ValueError("a static tree needs at least one path, such as [[0]]")
-        self.num_scratch = len({path[:-1] for path in self.paths if len(path) > 1})
-        known = set(self.paths)
-        self.skips_ranks = any((*path[:-1], path[-1] - 1) not in known for path in known if path and path[-1])
-        self._plans: dict[torch.device, _StaticPlan] = {}
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> StaticTree:
-        """Reads `paths: [[0], [0, 0], [1], ...]` from a YAML file (see configs/trees)."""
-        import yaml
-
-        content = yaml.safe_load(Path(path).read_text())
-        if not isinstance(content, dict) or set(content) != {"paths"}:
-            raise ValueError(
-                f"{path}: a tree file holds one key `paths`, a list of rank paths such as [[0], [0, 0], [1]]"
-            )
-        return cls(content["paths"])
-
-    @property
-    def is_chain(self) -> bool:
-        return self.num_nodes == self.max_depth + 1
-
-    def grow(
-        self,
-        drafter: Drafter,
-        state: Any,
-        root_ids: Tensor,
-        draft: DraftLogits,
-        sampling: DraftSampling,
-        *,
-        run: Run = run_eagerly,
-    ) -> TokenTree:
-        batch, device = root_ids.shape[0], root_ids.device
-        if device not in self._plans:
-            self._plans[device] = _StaticPlan.build(self.paths, device)
-        plan = self._plans[device]
-        levels = [_Nodes(root_ids[:, None], torch.zeros(batch, 1, device=device))]
-        for depth, level in enumerate(plan.levels):
-            here = sampling.at_depth(depth)
-            if depth == 0:
-                levels.append(run(_take_ranks, draft, levels[-1], level, depth, here))
-            else:
-                levels.append(run(_draft_ranks, drafter, state, levels[-1], level, depth, here))
-        drawn_from = [level.log_q for level in levels if level.log_q is not None]
-        drawn = DrawnFrom(torch.cat(drawn_from, dim=1), plan.draft_rows, plan.num_ranks) if drawn_from else None
-        return mask_absent(
-            TokenTree(
-                torch.cat([level.token_ids for level in levels], dim=1),
-                plan.parents.expand(batch, -1),
-                plan.depths.expand(batch, -1),
-                torch.cat([level.log_probs for level in levels], dim=1),
-                max_depth=self.max_depth,
-                drawn=drawn,
-            )
-        )
+from draftsmith.inference.trees.policy import TreePolicy
+from draftsmith.inference.trees.token_tree import DrawnFrom, TokenTree, mask_absent
 
 
 @dataclass(frozen=True)
@@ -170,16 +96,16 @@ class _StaticPlan:
         return cls(levels, parents[None], depths[None], rows, max(level.num_ranks for level in levels))
 
 
-def _draft_ranks(
+def draft_ranks(
     drafter: Drafter, state: Any, above: _Nodes, level: _Level, depth: int, sampling: DraftSampling
 ) -> _Nodes:
     """Scores the children of one depth's frontier, and takes the tree's."""
     frontier_ids = above.token_ids[:, level.frontier]
     parents = level.frontier_parents.expand(frontier_ids.shape[0], -1)
-    return _take_ranks(drafter.expand(state, frontier_ids, parents, depth), above, level, depth, sampling)
+    return take_ranks(drafter.expand(state, frontier_ids, parents, depth), above, level, depth, sampling)
 
 
-def _take_ranks(draft: DraftLogits, above: _Nodes, level: _Level, depth: int, sampling: DraftSampling) -> _Nodes:
+def take_ranks(draft: DraftLogits, above: _Nodes, level: _Level, depth: int, sampling: DraftSampling) -> _Nodes:
     """The candidates of the ranks that the tree has at this depth, from the scores of their parents' children."""
     log_q = None
     if sampling.seeds is None:
@@ -193,6 +119,81 @@ def _take_ranks(draft: DraftLogits, above: _Nodes, level: _Level, depth: int, sa
     which = level.child_frontier if top.shape[1] > 1 else torch.zeros_like(level.child_frontier)
     log_probs = above.log_probs[:, level.frontier[level.child_frontier]] + top[:, which, level.child_ranks]
     return _Nodes(ids[:, which, level.child_ranks], log_probs, log_q)
+
+
+class StaticTree(TreePolicy):
+    """A fixed shape (Medusa, arXiv 2401.10774, section 2.1.2): node [0, 2] is the third-best child of the best child.
+
+    Args:
+        paths: one rank path for each node, as in `order_paths`.
+
+    Attributes:
+        paths: as `order_paths` returns them.
+    """
+
+    has_fixed_shape = True
+    level_functions = ("take_ranks", "draft_ranks")
+    take_ranks = staticmethod(take_ranks)
+    draft_ranks = staticmethod(draft_ranks)
+
+    def __init__(self, paths: Sequence[Sequence[int]]) -> None:
+        self.paths = order_paths(paths)
+        self.max_depth = len(self.paths[-1])
+        self.num_nodes = len(self.paths)
+        if self.num_nodes < 2:
+            raise ValueError("a static tree needs at least one path, such as [[0]]")
+        self.num_scratch = len({path[:-1] for path in self.paths if len(path) > 1})
+        known = set(self.paths)
+        self.skips_ranks = any((*path[:-1], path[-1] - 1) not in known for path in known if path and path[-1])
+        self._plans: dict[torch.device, _StaticPlan] = {}
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> StaticTree:
+        """Reads `paths: [[0], [0, 0], [1], ...]` from a YAML file (see configs/trees)."""
+        import yaml
+
+        content = yaml.safe_load(Path(path).read_text())
+        if not isinstance(content, dict) or set(content) != {"paths"}:
+            raise ValueError(
+                f"{path}: a tree file holds one key `paths`, a list of rank paths such as [[0], [0, 0], [1]]"
+            )
+        return cls(content["paths"])
+
+    @property
+    def is_chain(self) -> bool:
+        return self.num_nodes == self.max_depth + 1
+
+    def grow(
+        self,
+        drafter: Drafter,
+        state: Any,
+        root_ids: Tensor,
+        draft: DraftLogits,
+        sampling: DraftSampling,
+    ) -> TokenTree:
+        batch, device = root_ids.shape[0], root_ids.device
+        if device not in self._plans:
+            self._plans[device] = _StaticPlan.build(self.paths, device)
+        plan = self._plans[device]
+        levels = [_Nodes(root_ids[:, None], torch.zeros(batch, 1, device=device))]
+        for depth, level in enumerate(plan.levels):
+            here = sampling.at_depth(depth)
+            if depth == 0:
+                levels.append(self.take_ranks(draft, levels[-1], level, depth, here))
+            else:
+                levels.append(self.draft_ranks(drafter, state, levels[-1], level, depth, here))
+        drawn_from = [level.log_q for level in levels if level.log_q is not None]
+        drawn = DrawnFrom(torch.cat(drawn_from, dim=1), plan.draft_rows, plan.num_ranks) if drawn_from else None
+        return mask_absent(
+            TokenTree(
+                torch.cat([level.token_ids for level in levels], dim=1),
+                plan.parents.expand(batch, -1),
+                plan.depths.expand(batch, -1),
+                torch.cat([level.log_probs for level in levels], dim=1),
+                max_depth=self.max_depth,
+                drawn=drawn,
+            )
+        )
 
 
 def chain(depth: int) -> StaticTree:

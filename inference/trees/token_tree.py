@@ -5,7 +5,7 @@ Legend: B batch, N tree nodes, I nodes with children, K depth, V target vocabula
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,8 +53,6 @@ class TokenTree:
         depths: [B, N] long, edges between the root and the node.
         log_probs: [B, N] float32, the drafter's log-probability of the path from the root to the node (root 0).
         max_depth: a bound of `depths` that the host knows (it sizes paths without a synchronisation); None = N - 1.
-        widths: [B, N] long, the narrowest beam (`DynamicTree.top_k`) that would have drafted the node (root, padding:
-            any number); None for trees of other policies.
     """
 
     token_ids: Tensor
@@ -62,7 +60,6 @@ class TokenTree:
     depths: Tensor
     log_probs: Tensor
     max_depth: int | None = None
-    widths: Tensor | None = None
     drawn: DrawnFrom | None = None
 
     @classmethod
@@ -93,8 +90,15 @@ class TokenTree:
     @property
     def ancestors(self) -> Tensor:
         """[B, N, N] bool: row i is True at j if j is i or an ancestor of i."""
-        # The bound itself, even where fewer nodes cannot reach it: one compiled graph then serves all numbers of nodes.
+        # The bound itself, even where fewer nodes cannot reach it: so it is the same for all numbers of nodes.
         return compute_ancestors(self.parents, max_depth=self.max_depth)
+
+
+def mask_absent(tree: TokenTree) -> TokenTree:
+    """Turns nodes of score -inf (the drafter had no such candidate) into padding, which has no parent."""
+    absent = tree.log_probs.isneginf()
+    parents, depths = tree.parents.masked_fill(absent, -1), tree.depths.masked_fill(absent, 0)
+    return replace(tree, parents=parents, depths=depths)
 
 
 def compute_ancestors(parents: Tensor, *, max_depth: int | None = None) -> Tensor:

@@ -31,8 +31,8 @@ from rich.progress import track
 
 from draftsmith.inference import Drafter, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.execution.compiled import count_graphs
 from draftsmith.inference.noise import gumbel_noise, row_seeds
+from draftsmith.inference.runners.compiled import count_graphs
 from draftsmith.scripts.measuring.contenders import OurDecoding, TransformersDecoding
 from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.matrix import load_all_heads
@@ -46,13 +46,14 @@ from draftsmith.scripts.measuring.measure import (
     load_prompts,
     make_batches,
 )
-from draftsmith.scripts.measuring.render import Grid
+from draftsmith.scripts.measuring.table import Grid
 from draftsmith.scripts.measuring.texts import find_step
 from draftsmith.scripts.shared.clock import read_clock
 from draftsmith.scripts.shared.model_loading import fit_tree, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 DTYPES = ("bfloat16", "float16", "float32")
 # In bfloat16, two passes over the same text move the lead of one token over another by up to 3 steps where both choose
@@ -68,30 +69,24 @@ Decode = Callable[[list[list[int]], int], list[list[int]]]  # prefixes and how m
 
 @dataclass
 class DivergenceArguments:
-    target: str = field(default="examples/chat-13m", metadata={"help": "Target: a folder or hub id."})
-    prompts: list[str] = field(
-        default_factory=lambda: ["examples/prompts.jsonl"], metadata={"help": "Files of prompts or conversations."}
+    target: str = option(default="examples/chat-13m", help="Target: a folder or hub id.")
+    prompts: list[str] = option(
+        default_factory=lambda: ["examples/prompts.jsonl"], help="Files of prompts or conversations."
     )
-    heads: list[str] = field(default_factory=list, metadata={"help": "Draft heads: folders or hub ids."})
-    tree: list[str] = field(
+    heads: list[str] = option(default_factory=list, help="Draft heads: folders or hub ids.")
+    tree: list[str] = option(
         default_factory=lambda: ["chain:4", "dynamic:4,4,16", "dynamic:5,8,60"],
-        metadata={"help": "Trees for the heads, as in `draftsmith bench`; n-grams draft the first one."},
+        help="Trees for the heads, as in `draftsmith bench`; n-grams draft the first one.",
     )
-    dtype: list[str] = field(
-        default_factory=lambda: ["bfloat16"], metadata={"help": f"Dtypes to compare: {', '.join(DTYPES)}."}
-    )
-    num_prompts: int | None = field(default=None, metadata={"help": "Use only the first N prompts; none = all."})
-    batch_size: int = field(
-        default=1, metadata={"help": "Prompts decoded together; references decode each prompt by itself."}
-    )
-    max_new_tokens: int = field(default=64, metadata={"help": "Longest text in tokens."})
-    temperature: float = field(default=0.0, metadata={"help": "Sampling temperature; 0 = greedy."})
-    batch_invariant: bool = field(
-        default=False, metadata={"help": "Decode in batch-invariant mode, in the plain reference too."}
-    )
-    compile: bool = field(default=False, metadata={"help": "Compile the heads and plain decoding."})
-    device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
-    output: str = field(default="outputs/divergence.md", metadata={"help": "Markdown file for the tables."})
+    dtype: list[str] = option(default_factory=lambda: ["bfloat16"], help=f"Dtypes to compare: {', '.join(DTYPES)}.")
+    num_prompts: int | None = option(default=None, help="Use only the first N prompts; none = all.")
+    batch_size: int = option(default=1, help="Prompts decoded together; references decode each prompt by itself.")
+    max_new_tokens: int = option(default=64, help="Longest text in tokens.")
+    temperature: float = option(default=0.0, help="Sampling temperature; 0 = greedy.")
+    batch_invariant: bool = option(default=False, help="Decode in batch-invariant mode, in the plain reference too.")
+    compile: bool = option(default=False, help="Compile the heads and plain decoding.")
+    device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
+    output: str = option(default="outputs/divergence.md", help="Markdown file for the tables.")
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.dtype if name not in DTYPES]:

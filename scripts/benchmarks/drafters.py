@@ -14,7 +14,7 @@ import itertools
 import json
 import statistics
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,12 @@ from draftsmith.scripts.measuring.matrix import (
     name_heads,
 )
 from draftsmith.scripts.measuring.measure import PLAIN, Contender, Settings
-from draftsmith.scripts.measuring.render import Grid, format_number
+from draftsmith.scripts.measuring.table import Grid, format_number
 from draftsmith.scripts.shared.model_loading import DTYPES, TREE_HELP
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 HEADS_FOLDER = Path("examples/heads")
 PARTS = ("draft", "verify", "step")
@@ -51,32 +52,24 @@ KEPT = ("tree", "problem", "tokens_per_second", "over_transformers", "over_trans
 
 @dataclass
 class DraftersArguments:
-    target: str = field(default="examples/chat-13m", metadata={"help": "Target: a folder or hub id."})
-    heads: list[str] = field(
-        default_factory=list, metadata={"help": "Folders of draft heads; none = all in examples/heads."}
-    )
-    prompts: list[str] = field(
+    target: str = option(default="examples/chat-13m", help="Target: a folder or hub id.")
+    heads: list[str] = option(default_factory=list, help="Folders of draft heads; none = all in examples/heads.")
+    prompts: list[str] = option(
         default_factory=lambda: ["examples/prompts.jsonl"],
-        metadata={"help": "Files of prompts or conversations (JSON lines, .gz or not); the first user turns are used."},
+        help="Files of prompts or conversations (JSON lines, .gz or not); the first user turns are used.",
     )
-    num_prompts: int | None = field(
-        default=None, metadata={"help": "Use only the first N prompts of each file; none = all."}
-    )
-    max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
-    temperature: list[float] = field(
-        default_factory=lambda: [0.0, 1.0], metadata={"help": "Sampling temperatures; 0 = greedy."}
-    )
-    dtype: str = field(default="float32", metadata={"help": "Dtype of target and heads.", "choices": list(DTYPES[1:])})
-    tree: str = field(default="dynamic:4,4,16", metadata={"help": f"Token tree: {TREE_HELP}."})
-    compile: bool = field(default=True, metadata={"help": "Compile the drafters. Acceptance stays the same."})
-    seed: int = field(default=0, metadata={"help": "Prompt i is sampled with the seed SEED + i."})
-    repeats: int = field(default=3, metadata={"help": "Rounds over all prompts."})
-    threads: int | None = field(default=None, metadata={"help": "CPU threads; none = torch's choice."})
-    device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
-    output: str = field(default="outputs/drafters", metadata={"help": "Write OUTPUT.md and OUTPUT.json."})
-    overwrite: bool = field(
-        default=False, metadata={"help": "Ignore an existing OUTPUT.json and measure everything again."}
-    )
+    num_prompts: int | None = option(default=None, help="Use only the first N prompts of each file; none = all.")
+    max_new_tokens: int = option(default=128, help="Tokens decoded for each prompt (fewer after an EOS).")
+    temperature: list[float] = option(default_factory=lambda: [0.0, 1.0], help="Sampling temperatures; 0 = greedy.")
+    dtype: str = option(default="float32", help="Dtype of target and heads.", metadata={"choices": list(DTYPES[1:])})
+    tree: str = option(default="dynamic:4,4,16", help=f"Token tree: {TREE_HELP}.")
+    compile: bool = option(default=True, help="Compile the drafters. Acceptance stays the same.")
+    seed: int = option(default=0, help="Prompt i is sampled with the seed SEED + i.")
+    repeats: int = option(default=3, help="Rounds over all prompts.")
+    threads: int | None = option(default=None, help="CPU threads; none = torch's choice.")
+    device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
+    output: str = option(default="outputs/drafters", help="Write OUTPUT.md and OUTPUT.json.")
+    overwrite: bool = option(default=False, help="Ignore an existing OUTPUT.json and measure everything again.")
 
     def __post_init__(self) -> None:
         counts = ("max_new_tokens", "repeats", "num_prompts", "threads")

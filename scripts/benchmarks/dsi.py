@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ from draftsmith.scripts.measuring.measure import load_prompts
 from draftsmith.scripts.shared.model_loading import DTYPES, load_drafter, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 LENGTHS = (2, 4, 8)  # of chains that wait for their verification
 CONTEXT = 64  # tokens of a prompt for --shape
@@ -56,35 +57,28 @@ CONTEXT = 64  # tokens of a prompt for --shape
 
 @dataclass
 class DsiArguments:
-    sweep: bool = field(default=False, metadata={"help": "Simulate over costs, acceptances and numbers of GPUs."})
-    emulate: bool = field(default=False, metadata={"help": "Under torchrun: real messages, and passes that sleep."})
-    target: str | None = field(default=None, metadata={"help": "Under torchrun: a real target, a folder or hub id."})
-    shape: str | None = field(
-        default=None, metadata={"help": f"Under torchrun: random weights in a shape: {', '.join(SHAPES)}."}
+    sweep: bool = option(default=False, help="Simulate over costs, acceptances and numbers of GPUs.")
+    emulate: bool = option(default=False, help="Under torchrun: real messages, and passes that sleep.")
+    target: str | None = option(default=None, help="Under torchrun: a real target, a folder or hub id.")
+    shape: str | None = option(default=None, help=f"Under torchrun: random weights in a shape: {', '.join(SHAPES)}.")
+    dtype: str = option(default="bfloat16", help="Dtype of --shape.", metadata={"choices": list(DTYPES[1:])})
+    heads: str | None = option(default=None, help="Heads that draft for --target; none = n-grams.")
+    prompts: str = option(default="examples/prompts.jsonl", help="Prompts for --target.")
+    num_prompts: int = option(default=4, help="Use the first N prompts; of --shape, so many texts.")
+    num_tokens: int = option(default=100, help="Tokens of each text (of the sweep: ten times as many).")
+    verify_ms: float = option(default=100.0, help="Of --emulate: milliseconds of a pass of the target.")
+    draft_ms: list[float] = option(default_factory=lambda: [10.0, 25.0], help="Of --emulate: milliseconds of a draft.")
+    acceptances: list[float] = option(
+        default_factory=lambda: [0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95], help="Chances that a draft is right."
     )
-    dtype: str = field(default="bfloat16", metadata={"help": "Dtype of --shape.", "choices": list(DTYPES[1:])})
-    heads: str | None = field(default=None, metadata={"help": "Heads that draft for --target; none = n-grams."})
-    prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Prompts for --target."})
-    num_prompts: int = field(default=4, metadata={"help": "Use the first N prompts; of --shape, so many texts."})
-    num_tokens: int = field(default=100, metadata={"help": "Tokens of each text (of the sweep: ten times as many)."})
-    verify_ms: float = field(default=100.0, metadata={"help": "Of --emulate: milliseconds of a pass of the target."})
-    draft_ms: list[float] = field(
-        default_factory=lambda: [10.0, 25.0], metadata={"help": "Of --emulate: milliseconds of a draft."}
-    )
-    acceptances: list[float] = field(
-        default_factory=lambda: [0.0, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95],
-        metadata={"help": "Chances that a draft is right."},
-    )
-    ratios: list[float] = field(
+    ratios: list[float] = option(
         default_factory=lambda: [0.02, 0.05, 0.1, 0.2, 0.4],
-        metadata={"help": "Of --sweep: the time of a draft over the time of a pass of the target."},
+        help="Of --sweep: the time of a draft over the time of a pass of the target.",
     )
-    draw: list[str] = field(
-        default_factory=list, metadata={"help": "Draw the JSON of a run of --target and of a --sweep."}
-    )
-    picture: str = field(default="outputs/dsi.png", metadata={"help": "The file that --draw writes."})
-    shown_ms: float = field(default=120.0, metadata={"help": "Milliseconds of the timeline that --draw shows."})
-    json: str = field(default="outputs/dsi.json", metadata={"help": "The file that the other modes write."})
+    draw: list[str] = option(default_factory=list, help="Draw the JSON of a run of --target and of a --sweep.")
+    picture: str = option(default="outputs/dsi.png", help="The file that --draw writes.")
+    shown_ms: float = option(default=120.0, help="Milliseconds of the timeline that --draw shows.")
+    json: str = option(default="outputs/dsi.json", help="The file that the other modes write.")
 
     def __post_init__(self) -> None:
         modes = [self.sweep, self.emulate, self.target is not None, self.shape is not None, bool(self.draw)]

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,8 @@ from draftsmith.scripts.measuring.environment import ROOT, describe_machine, des
 from draftsmith.scripts.shared.model_loading import check_device
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 # A part of a card's name -> its dense bfloat16 operations per second, in 1e12 (data sheets). The first that fits.
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "RTX 4090": 165}
@@ -41,14 +42,13 @@ CHAT = "--target examples/chat-13m --prompts examples/prompts.jsonl --heads exam
 
 @dataclass
 class GpuArguments:
-    device: str = field(default="cuda", metadata={"help": "Device; cpu only rehearses."})
-    tiny: bool = field(default=False, metadata={"help": "Toys in the place of the 1B and 8B shapes: a rehearsal."})
-    peak_tflops: float | None = field(
-        default=None, metadata={"help": "Dense bfloat16 TFLOP/s of the card, for the MFU; none = of known cards."}
+    device: str = option(default="cuda", help="Device; cpu only rehearses.")
+    tiny: bool = option(default=False, help="Toys in the place of the 1B and 8B shapes: a rehearsal.")
+    peak_tflops: float | None = option(
+        default=None, help="Dense bfloat16 TFLOP/s of the card, for the MFU; none = of known cards."
     )
-    output: str | None = field(
-        default=None,
-        metadata={"help": "Write OUTPUT.json and OUTPUT.md; none = docs/benchmarks/gpu (rehearsals: outputs/gpu)."},
+    output: str | None = option(
+        default=None, help="Write OUTPUT.json and OUTPUT.md; none = docs/benchmarks/gpu (rehearsals: outputs/gpu)."
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +33,8 @@ from draftsmith.scripts.shared.clock import read_clock
 from draftsmith.scripts.shared.model_loading import DTYPES, check_device, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 RIGHT = (0.5, 0.6, 0.7, 0.8, 0.9)  # shares of right predictions whose speed is computed
 CONTEXT = 64  # tokens of a prompt for a shape
@@ -41,17 +42,17 @@ CONTEXT = 64  # tokens of a prompt for a shape
 
 @dataclass
 class PipelinedArguments:
-    target: str | None = field(default=None, metadata={"help": "A model with tied layers: a folder or a hub id."})
-    prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "Prompts, for --target."})
-    num_prompts: int = field(default=20, metadata={"help": "How many of the prompts."})
-    shape: str | None = field(default=None, metadata={"help": f"Random weights: {', '.join(SHAPES)}."})
-    group_size: int = field(default=8, metadata={"help": "Layers of a group, for --shape."})
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0], metadata={"help": "0 = greedy."})
-    max_new_tokens: int = field(default=64, metadata={"help": "Tokens of a text."})
-    dtype: str = field(default="auto", metadata={"help": f"{', '.join(DTYPES)}; for a shape, auto is bfloat16."})
-    compile: bool = field(default=False, metadata={"help": "Plain decoding compiled, too."})
-    device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
-    output: str = field(default="outputs/pipelined.json", metadata={"help": "JSON file."})
+    target: str | None = option(default=None, help="A model with tied layers: a folder or a hub id.")
+    prompts: str = option(default="examples/prompts.jsonl", help="Prompts, for --target.")
+    num_prompts: int = option(default=20, help="How many of the prompts.")
+    shape: str | None = option(default=None, help=f"Random weights: {', '.join(SHAPES)}.")
+    group_size: int = option(default=8, help="Layers of a group, for --shape.")
+    temperatures: list[float] = option(default_factory=lambda: [0.0, 1.0], help="0 = greedy.")
+    max_new_tokens: int = option(default=64, help="Tokens of a text.")
+    dtype: str = option(default="auto", help=f"{', '.join(DTYPES)}; for a shape, auto is bfloat16.")
+    compile: bool = option(default=False, help="Plain decoding compiled, too.")
+    device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
+    output: str = option(default="outputs/pipelined.json", help="JSON file.")
 
     def __post_init__(self) -> None:
         if (self.target is None) == (self.shape is None):

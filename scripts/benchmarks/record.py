@@ -9,7 +9,7 @@ Both decoders are this library's, compiled, and take turns in one process.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from draftsmith.scripts.shared.model_loading import encode_messages, load_heads,
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 COLUMNS, CHARACTER, LINE = 50, 8.0, 19  # characters in a line; pixels of a character and of a line
 MARGIN, TOP, GAP = 18, 74, 24
@@ -37,17 +38,17 @@ Piece = tuple[float, str, bool]  # seconds, text, is it drafted
 
 @dataclass
 class RecordArguments:
-    target: str = field(default="examples/chat-13m", metadata={"help": "The target: a folder or a hub id."})
-    heads: str = field(default="examples/heads/mtp", metadata={"help": "Draft heads: a folder or a hub id."})
-    prompt: str = field(default="What do you think about football?", metadata={"help": "The prompt."})
-    tree: str = field(default="dynamic:3,2,6", metadata={"help": "Token tree."})
-    temperature: float = field(default=0.7, metadata={"help": "Sampling temperature; 0 = greedy."})
-    seed: int = field(default=3, metadata={"help": "Seed of the sampling."})
-    max_new_tokens: int = field(default=96, metadata={"help": "Longest reply in tokens."})
-    dtype: str = field(default="float32", metadata={"help": "Dtype of target and heads."})
-    threads: int = field(default=1, metadata={"help": "CPU threads."})
-    slow_down: float = field(default=8.0, metadata={"help": "Seconds of the picture per measured second."})
-    output: str = field(default="docs/images/demo.svg", metadata={"help": "The SVG file to write."})
+    target: str = option(default="examples/chat-13m", help="The target: a folder or a hub id.")
+    heads: str = option(default="examples/heads/mtp", help="Draft heads: a folder or a hub id.")
+    prompt: str = option(default="What do you think about football?", help="The prompt.")
+    tree: str = option(default="dynamic:3,2,6", help="Token tree.")
+    temperature: float = option(default=0.7, help="Sampling temperature; 0 = greedy.")
+    seed: int = option(default=3, help="Seed of the sampling.")
+    max_new_tokens: int = option(default=96, help="Longest reply in tokens.")
+    dtype: str = option(default="float32", help="Dtype of target and heads.")
+    threads: int = option(default=1, help="CPU threads.")
+    slow_down: float = option(default=8.0, help="Seconds of the picture per measured second.")
+    output: str = option(default="docs/images/demo.svg", help="The SVG file to write.")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,8 @@ from draftsmith.scripts.measuring.environment import describe_machine, describe_
 from draftsmith.scripts.shared.model_loading import DTYPES, encode_messages, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 SERVE = Path(__file__).resolve().parents[1] / "serve.py"
 STOCK = "transformers serve"
@@ -49,27 +50,26 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass
 class ServingArguments:
-    target: str = field(default="examples/chat-13m", metadata={"help": "The target: a folder or a hub id."})
-    heads: list[str] = field(
-        default_factory=list, metadata={"help": "Draft heads; each has a server of its own.", "nargs": "+"}
+    target: str = option(default="examples/chat-13m", help="The target: a folder or a hub id.")
+    heads: list[str] = option(
+        default_factory=list, help="Draft heads; each has a server of its own.", metadata={"nargs": "+"}
     )
-    tree: str | None = field(default=None, metadata={"help": "Token tree of all heads; none = the default."})
-    stock: bool = field(default=True, metadata={"help": "Also measure transformers serve."})
-    dtype: str = field(default="float32", metadata={"help": "Dtype of the weights.", "choices": list(DTYPES)})
-    prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "JSON lines with `turns`."})
-    clients: int = field(default=8, metadata={"help": "Clients that ask at the same time."})
-    requests: int = field(default=64, metadata={"help": "Requests of one contender in one round."})
-    seconds: float = field(
-        default=0.0,
-        metadata={"help": "Length of a round: the requests are repeated for so long; 0 = each request once."},
+    tree: str | None = option(default=None, help="Token tree of all heads; none = the default.")
+    stock: bool = option(default=True, help="Also measure transformers serve.")
+    dtype: str = option(default="float32", help="Dtype of the weights.", metadata={"choices": list(DTYPES)})
+    prompts: str = option(default="examples/prompts.jsonl", help="JSON lines with `turns`.")
+    clients: int = option(default=8, help="Clients that ask at the same time.")
+    requests: int = option(default=64, help="Requests of one contender in one round.")
+    seconds: float = option(
+        default=0.0, help="Length of a round: the requests are repeated for so long; 0 = each request once."
     )
-    rounds: int = field(default=2, metadata={"help": "Rounds; the contenders take turns in each."})
-    max_batch_size: int = field(default=8, metadata={"help": "Rows of our servers."})
-    max_new_tokens: int = field(default=96, metadata={"help": "Longest reply; each request has a limit of its own."})
-    min_new_tokens: int = field(default=16, metadata={"help": "The smallest of these limits."})
-    temperature: float = field(default=0.0, metadata={"help": "0 = greedy; else each request has a seed of its own."})
-    seed: int = field(default=0, metadata={"help": "Seed of the requests."})
-    output: str = field(default="outputs/serving.json", metadata={"help": "JSON file to write."})
+    rounds: int = option(default=2, help="Rounds; the contenders take turns in each.")
+    max_batch_size: int = option(default=8, help="Rows of our servers.")
+    max_new_tokens: int = option(default=96, help="Longest reply; each request has a limit of its own.")
+    min_new_tokens: int = option(default=16, help="The smallest of these limits.")
+    temperature: float = option(default=0.0, help="0 = greedy; else each request has a seed of its own.")
+    seed: int = option(default=0, help="Seed of the requests.")
+    output: str = option(default="outputs/serving.json", help="JSON file to write.")
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_new_tokens <= self.max_new_tokens:

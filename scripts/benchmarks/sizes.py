@@ -30,7 +30,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from draftsmith.heads import HEAD_TYPES
 from draftsmith.inference import Target
-from draftsmith.inference.execution.compiled import count_graphs
+from draftsmith.inference.runners.compiled import count_graphs
 from draftsmith.inference.trees.options import resolve_policy
 from draftsmith.scripts.benchmarks.scripted.counting import (
     SHAPES,
@@ -47,7 +47,8 @@ from draftsmith.scripts.shared.clock import read_clock
 from draftsmith.scripts.shared.model_loading import check_device, fit_tree
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 # How steps run -> options of OurDecoding.
 MODES: dict[str, dict[str, Any]] = {
@@ -61,28 +62,23 @@ TREES = ["dynamic:3,2,4", "dynamic:4,3,8", "dynamic:4,4,16", "dynamic:5,6,32"]
 
 @dataclass
 class SizesArguments:
-    sizes: list[str] = field(
-        default_factory=lambda: ["0.1B", "0.4B", "1B"], metadata={"help": f"Sizes: {', '.join(SHAPES)}."}
+    sizes: list[str] = option(default_factory=lambda: ["0.1B", "0.4B", "1B"], help=f"Sizes: {', '.join(SHAPES)}.")
+    kinds: list[str] = option(
+        default_factory=lambda: ["eagle3", "medusa", "mtp"], help=f"Kinds of heads: {', '.join(sorted(HEAD_TYPES))}."
     )
-    kinds: list[str] = field(
-        default_factory=lambda: ["eagle3", "medusa", "mtp"],
-        metadata={"help": f"Kinds of heads: {', '.join(sorted(HEAD_TYPES))}."},
+    trees: list[str] = option(default_factory=lambda: list(TREES), help="Trees, cut for each kind.")
+    acceptance_lengths: list[int] = option(
+        default_factory=lambda: [2, 3, 4, 5], help="Simulated tokens per step, the target's own included."
     )
-    trees: list[str] = field(default_factory=lambda: list(TREES), metadata={"help": "Trees, cut for each kind."})
-    acceptance_lengths: list[int] = field(
-        default_factory=lambda: [2, 3, 4, 5], metadata={"help": "Simulated tokens per step, the target's own included."}
-    )
-    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"], metadata={"help": "Dtypes."})
-    modes: list[str] = field(
-        default_factory=lambda: ["eager", "compiled"], metadata={"help": f"How steps run: {', '.join(MODES)}."}
-    )
-    context: int = field(default=128, metadata={"help": "Tokens of the prompt."})
-    steps: int = field(default=8, metadata={"help": "Steps of each text."})
-    repeats: int = field(default=5, metadata={"help": "Texts of each contender and acceptance length."})
-    threads: int = field(default=1, metadata={"help": "CPU threads."})
-    device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
-    llama_bench: str | None = field(default=None, metadata={"help": "llama.cpp's program llama-bench: one more rival."})
-    output: str = field(default="outputs/sizes", metadata={"help": "Write OUTPUT.json, OUTPUT.md and OUTPUT.png."})
+    dtypes: list[str] = option(default_factory=lambda: ["float32", "bfloat16"], help="Dtypes.")
+    modes: list[str] = option(default_factory=lambda: ["eager", "compiled"], help=f"How steps run: {', '.join(MODES)}.")
+    context: int = option(default=128, help="Tokens of the prompt.")
+    steps: int = option(default=8, help="Steps of each text.")
+    repeats: int = option(default=5, help="Texts of each contender and acceptance length.")
+    threads: int = option(default=1, help="CPU threads.")
+    device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
+    llama_bench: str | None = option(default=None, help="llama.cpp's program llama-bench: one more rival.")
+    output: str = option(default="outputs/sizes", help="Write OUTPUT.json, OUTPUT.md and OUTPUT.png.")
 
     def __post_init__(self) -> None:
         allowed = {"sizes": SHAPES, "kinds": HEAD_TYPES, "modes": MODES, "dtypes": ("float32", "bfloat16", "float16")}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ if not __package__:  # launched as a file
 
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 PLAIN = ("transformers generate", "plain decoding")
 COLOURS = {"plain": "#94a3b8", "untrained": "#60a5fa", "heads": "#1d4ed8"}
@@ -32,9 +33,9 @@ Row = dict[str, Any]
 
 @dataclass
 class ChartArguments:
-    json: str = field(metadata={"help": "Results of draftsmith bench --json, or of drafters.py."})
-    svg: str = field(metadata={"help": "The SVG file to write."})
-    temperature: float = field(default=0.0, metadata={"help": "Draw the reports with this temperature."})
+    json: str = option(help="Results of draftsmith bench --json, or of drafters.py.")
+    svg: str = option(help="The SVG file to write.")
+    temperature: float = option(default=0.0, help="Draw the reports with this temperature.")
 
 
 def choose_rows(rows: list[Row], heads: list[str]) -> list[tuple[str, Row]]:

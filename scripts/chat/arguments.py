@@ -2,76 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.inference.acceptance.rules import RULES
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
+from draftsmith.training.data.options import option
 
 DRAFTERS = "--heads, --drafter_model or --ngrams"
 
 
 @dataclass
 class GenerateArguments:
-    target: str = field(metadata={"help": "The target: a folder or a hub id."})
-    heads: str | None = field(
-        default=None, metadata={"help": "Draft heads: a folder or a hub id; none = plain decoding."}
+    target: str = option(help="The target: a folder or a hub id.")
+    heads: str | None = option(default=None, help="Draft heads: a folder or a hub id; none = plain decoding.")
+    drafter_model: str | None = option(
+        default=None, help="A small causal LM with the target's tokenizer, as the drafter: a folder or a hub id."
     )
-    drafter_model: str | None = field(
-        default=None,
-        metadata={"help": "A small causal LM with the target's tokenizer, as the drafter: a folder or a hub id."},
+    staged: bool = option(default=False, help="N-grams draft for the --drafter_model; only with --tree chain or gamma.")
+    ngrams: bool = option(default=False, help="Also draft with n-grams of the text.")
+    prompt: str | None = option(
+        default=None, help="The prompt; none = chat in a terminal, or read lines of the standard input."
     )
-    staged: bool = field(
-        default=False, metadata={"help": "N-grams draft for the --drafter_model; only with --tree chain or gamma."}
-    )
-    ngrams: bool = field(default=False, metadata={"help": "Also draft with n-grams of the text."})
-    prompt: str | None = field(
-        default=None, metadata={"help": "The prompt; none = chat in a terminal, or read lines of the standard input."}
-    )
-    system: str | None = field(default=None, metadata={"help": "System message of every conversation."})
-    max_new_tokens: int = field(default=256, metadata={"help": "Longest reply in tokens."})
-    temperature: float = field(default=0.0, metadata={"help": "Sampling temperature; 0 = greedy."})
-    top_k: int = field(default=0, metadata={"help": "Sample only from the k likeliest tokens; 0 = from all."})
-    top_p: float = field(
-        default=1.0, metadata={"help": "Sample only from the likeliest tokens with this total probability."}
-    )
-    seed: int | None = field(default=None, metadata={"help": "Seed of the sampling; none = a new text each time."})
-    tree: str | None = field(default=None, metadata={"help": f"Token tree: {TREE_HELP}."})
-    acceptance: str = field(
+    system: str | None = option(default=None, help="System message of every conversation.")
+    max_new_tokens: int = option(default=256, help="Longest reply in tokens.")
+    temperature: float = option(default=0.0, help="Sampling temperature; 0 = greedy.")
+    top_k: int = option(default=0, help="Sample only from the k likeliest tokens; 0 = from all.")
+    top_p: float = option(default=1.0, help="Sample only from the likeliest tokens with this total probability.")
+    seed: int | None = option(default=None, help="Seed of the sampling; none = a new text each time.")
+    tree: str | None = option(default=None, help=f"Token tree: {TREE_HELP}.")
+    acceptance: str = option(
         default="exact",
-        metadata={
-            "help": "Acceptance rule: exact, rejection, block_verification, typical; for sampled text. exact gives the "
-            "text of plain decoding. rejection (chains, static trees) and block_verification (chains) keep the "
-            "distribution. typical is lossy.",
-            "choices": list(RULES),
-        },
+        help="Acceptance rule: exact, rejection, block_verification, typical; for sampled text. exact gives the "
+        "text of plain decoding. rejection (chains, static trees) and block_verification (chains) keep the "
+        "distribution. typical is lossy.",
+        metadata={"choices": list(RULES)},
     )
-    dtype: str = field(
-        default="auto",
-        metadata={"help": DTYPE_HELP, "choices": list(DTYPES)},
+    dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
+    device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
+    compile: bool = option(default=False, help="Compile the decoding: a slow start, then faster steps.")
+    pack_weights: bool = option(
+        default=False, help="On a CPU: pack the weights for faster steps. It takes their memory once more."
     )
-    device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
-    compile: bool = field(default=False, metadata={"help": "Compile the decoding: a slow start, then faster steps."})
-    pack_weights: bool = field(
+    batch_invariant: bool = option(
         default=False,
-        metadata={"help": "On a CPU: pack the weights for faster steps. It takes their memory once more."},
+        help="Score tokens alike in passes of any width, so that drafts change no bit of a text. It is slower.",
     )
-    batch_invariant: bool = field(
-        default=False,
-        metadata={
-            "help": "Score tokens alike in passes of any width, so that drafts change no bit of a text. It is slower."
-        },
+    compare: bool = option(
+        default=False, help="Decode each reply a second time without drafts, and compare texts and speeds."
     )
-    compare: bool = field(
-        default=False,
-        metadata={"help": "Decode each reply a second time without drafts, and compare texts and speeds."},
+    distributed: bool = option(
+        default=False, help="Under torchrun: this process drafts, in chains, while all other ranks verify."
     )
-    distributed: bool = field(
-        default=False,
-        metadata={"help": "Under torchrun: this process drafts, in chains, while all other ranks verify."},
-    )
-    raw: bool = field(default=False, metadata={"help": "Continue the prompt without the chat template."})
-    color: bool = field(default=True, metadata={"help": "Show accepted drafts in colour, by depth (in a terminal)."})
+    raw: bool = option(default=False, help="Continue the prompt without the chat template.")
+    color: bool = option(default=True, help="Show accepted drafts in colour, by depth (in a terminal).")
 
     def __post_init__(self) -> None:
         has_drafter = bool(self.heads or self.drafter_model or self.ngrams)

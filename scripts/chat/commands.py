@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 from rich.console import Console
 
-from draftsmith.inference.execution.cache_folder import cache_folder
+from draftsmith.inference.cache_folder import cache_folder
 from draftsmith.scripts.chat.session import ChatSession
 
 try:

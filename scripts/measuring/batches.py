@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
-from draftsmith.scripts.measuring.render import Grid, format_number
-from draftsmith.scripts.measuring.rows import Row
+from draftsmith.scripts.measuring.table import Grid, Row, format_number
 
 MARK = "★"
 

@@ -17,7 +17,6 @@ from draftsmith.inference import Decoder, DistributedDecoder, Drafter, DraftLogi
 from draftsmith.inference.distributed.coordinator import Link
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.trees.auto import AutoTree
 from draftsmith.inference.trees.options import TreeOption, resolve_policy
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Contender, Prompt, Run, Settings
 from draftsmith.scripts.measuring.roofline import Work, count_round
@@ -278,7 +277,8 @@ def count_work(contenders: Sequence[Contender], prompts: Sequence[Prompt]) -> No
         if contender.problem or not isinstance(contender.decode, OurDecoding):
             continue
         decode = contender.decode
-        if isinstance(decode.decoder.policy, AutoTree):  # the tree, and so the work, changes from step to step
+        policy = decode.decoder.policy
+        if policy is not None and policy.is_chosen:  # the tree, and so the work, changes from step to step
             continue
         key = (contender.tree, decode.drafter)
         if key not in counted:

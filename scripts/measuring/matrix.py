@@ -30,7 +30,7 @@ from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.measure import Batch, Contender, Prompt, Settings, load_prompts, make_batches, measure
 from draftsmith.scripts.measuring.report import make_rows, texts_of_one_row
 from draftsmith.scripts.measuring.roofline import Hardware, count_weight_bytes, measure_hardware
-from draftsmith.scripts.measuring.rows import Row
+from draftsmith.scripts.measuring.table import Row
 from draftsmith.scripts.shared.model_loading import bind_heads, load_assistant, load_drafter_model, load_target
 
 Heads = dict[str, DraftHeads]

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftsmith.inference import GenerationStats, Target
-from draftsmith.inference.execution.compiled import count_graphs
 from draftsmith.inference.request.model_settings import find_model_settings
+from draftsmith.inference.runners.compiled import count_graphs
 from draftsmith.scripts.measuring.roofline import Work
 from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
 

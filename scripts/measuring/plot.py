@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.scripts.measuring.rows import Row
+from draftsmith.scripts.measuring.table import Row
 
 # The parts of a step in the order they happen, each with its colour.
 PART_COLOURS = {

@@ -16,7 +16,7 @@ from typing import Any
 from draftsmith.inference import GenerationStats, Target
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
 from draftsmith.scripts.measuring.roofline import Hardware, Work
-from draftsmith.scripts.measuring.rows import Row
+from draftsmith.scripts.measuring.table import Row
 from draftsmith.scripts.measuring.texts import find_difference, share_of_repeated_ngrams
 from draftsmith.scripts.shared.whole_files import write_text
 
@@ -45,7 +45,7 @@ def make_rows(
 
 
 def set_rooflines(rows: Sequence[Row], contenders: Sequence[Contender], hardware: Hardware) -> None:
-    """Fills in the work of a round, the hardware's limit for it, and limit / measured time of a whole step.
+    """Fills in the hardware's limit for the work of a round / the measured time of a step.
 
     A round reads the weights once for all rows, and multiplies for each row that has not ended.
     """
@@ -53,9 +53,7 @@ def set_rooflines(rows: Sequence[Row], contenders: Sequence[Contender], hardware
         if contender.work is None or row.step_milliseconds is None:
             continue
         work = Work(contender.work.weight_bytes, contender.work.flops * (row.rows_per_step or 1.0))
-        row.round_weight_bytes, row.round_flops = work.weight_bytes, work.flops
-        row.limit_milliseconds = work.limit_milliseconds(hardware)
-        row.roofline_share = row.limit_milliseconds / row.step_milliseconds["step"]
+        row.roofline_share = work.limit_milliseconds(hardware) / row.step_milliseconds["step"]
 
 
 def texts_of_one_row(contenders: Sequence[Contender], settings: Settings) -> list[list[int]] | None:
@@ -112,7 +110,7 @@ def _make_row(
     row.tokens_per_second = statistics.median(speeds)
     row.tokens_per_second_range = (min(speeds), max(speeds))
     row.over_transformers, row.over_transformers_quartiles = _ratio(contender, references[0])
-    row.over_plain, row.over_plain_quartiles = _ratio(contender, references[1])
+    row.over_plain, _ = _ratio(contender, references[1])
     row.repeated_4grams = share_of_repeated_ngrams([text for run in contender.runs[0] for text in run.texts])
     _count_steps(row, contender)
     if single_texts is not None:

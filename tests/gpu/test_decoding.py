@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.heads import HEAD_TYPES, DraftHeads
 from draftsmith.inference import Decoder, DynamicTree, Target
-from draftsmith.inference.loop import DecodeLoop, Emission
+from draftsmith.inference.engine import Emission, Engine
+from draftsmith.inference.step import StepOutput
 from draftsmith.scripts.benchmarks.scripted.counting import ScriptedTree, make_counting_target, make_random_heads
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
@@ -74,24 +75,22 @@ class Watch:
 
     def __init__(self, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device, self.num_reads = device, 0
-        emit, read = DecodeLoop.emit, Emission.read
-        monkeypatch.setattr(DecodeLoop, "emit", lambda *args: self._then_forbid(emit, *args))
-        monkeypatch.setattr(Emission, "read", lambda *args: self._allow(read, *args))
+        emit, advance = Engine.emit, Engine.advance
+        monkeypatch.setattr(Engine, "emit", lambda *args: self._allow(emit, *args))
+        monkeypatch.setattr(Engine, "advance", lambda *args: self._forbid(advance, *args))
 
     def set_mode(self, mode: str) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_sync_debug_mode(mode)
 
-    def _allow(self, read: Callable[..., Any], emission: Emission) -> Any:
+    def _allow(self, emit: Callable[..., Emission], engine: Engine, output: StepOutput) -> Emission:
         self.num_reads += 1
         self.set_mode("default")
-        return read(emission)
+        return emit(engine, output)
 
-    def _then_forbid(self, emit: Callable[..., Any], loop: DecodeLoop, emission: Emission) -> Any:
-        kept = emit(loop, emission)
-        if not loop.request.is_finished:
-            self.set_mode("error")
-        return kept
+    def _forbid(self, advance: Callable[..., Emission], engine: Engine) -> Emission:
+        self.set_mode("error")
+        return advance(engine)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")

@@ -111,10 +111,6 @@ def test_a_key_that_does_not_exist(target: Target, kind: str, key: str, meant: s
         create_heads(kind, target, **{key: 2})
 
 
-def test_every_kind_has_refusals() -> None:
-    assert REFUSED.keys() == HEAD_TYPES.keys()
-
-
 def test_the_key_of_another_kind() -> None:
     with pytest.raises(ValueError, match=r"head_type is 'eagle3'.* medusa"):
         MedusaConfig.from_dict({"head_type": "eagle3"})

@@ -25,7 +25,7 @@ from draftsmith.inference import (
     chain,
     generate,
 )
-from draftsmith.inference import prompts as prompt_reading
+from draftsmith.inference import prefill as prompt_reading
 from draftsmith.inference.cache.tree_cache import TreeCache
 from tests.lossless.near_tie import assert_same_text
 from tests.params import slow_but
@@ -180,7 +180,7 @@ def test_a_conversation_goes_on(kind: str, read: list[int]) -> None:
             # The question, the last token, and at most a step that the drafter has not seen.
             assert sum(read) <= 7 + 1 + 4 + 1, read
         text = torch.cat([output, random_prompt(7, seed=turn)], dim=1)
-    assert text.shape[1] < decoder._cache.capacity  # type: ignore[union-attr]
+    assert text.shape[1] < decoder._state.cache.capacity  # type: ignore[union-attr]
 
 
 def test_a_reused_cache_may_grow_and_be_cut() -> None:

@@ -180,6 +180,7 @@ def test_outputs_are_read_by_name() -> None:
         ({"generation_config": GenerationConfig(token_healing=True)}, "token_healing"),
         ({"assistant_model": MODEL}, "assistant_model .*: pass a draftsmith.SmallModelDrafter"),
         ({"speculation_type": "dflash"}, "speculation_type"),
+        ({"dola_layers": "high"}, "dola_layers"),
         *(({name: DynamicCache()}, f"{name} is not supported") for name in CACHE_NAMES),
     ],
 )

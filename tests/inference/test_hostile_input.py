@@ -150,20 +150,6 @@ def test_a_small_model_that_overflowed_once_drafts_again() -> None:
     assert lengths[1] < lengths[0] == lengths[2] > 3
 
 
-@pytest.mark.parametrize(
-    ("option", "match"),
-    [
-        ({"dola_layers": "high"}, "dola_layers"),
-        ({"token_type_ids": torch.zeros(1, 6, dtype=torch.long)}, "token_type_ids.*only token ids"),
-    ],
-    ids=["another method", "another input"],
-)
-def test_what_would_change_the_text_is_not_dropped(option: dict[str, Any], match: str) -> None:
-    gpt2 = tiny_target("gpt2")
-    with pytest.raises(ValueError, match=match):
-        generate(gpt2, None, PROMPT, **GREEDY, **option)
-
-
 class Forbid:
     """Forbids every token after texts of `length` tokens."""
 
@@ -243,8 +229,3 @@ def test_a_streamer_that_fails() -> None:
         decoder.generate(PROMPT, streamer=Broken(), **GREEDY)
     assert ended == [True]
     check_next_call(decoder)
-
-
-def test_max_time() -> None:
-    output = decoder_of("dynamic").generate(PROMPT, max_new_tokens=200, do_sample=False, max_time=1e-6)
-    assert torch.equal(output.sequences, TRUTH[:, :7])

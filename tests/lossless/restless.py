@@ -3,44 +3,47 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.inference import Decoder, DynamicTree
-from draftsmith.inference.planning.planner import TreePlanner
-from draftsmith.inference.trees.auto import AutoTree
+from draftsmith.inference.planning.planner import Planner
+from draftsmith.inference.trees.candidates import CandidateTrees
 from draftsmith.inference.trees.policy import TreePolicy
 
 
-def auto_tree(depths: tuple[int, ...], sizes: tuple[int, ...], widths: tuple[int, ...]) -> AutoTree:
-    """Every dynamic tree of these depths, numbers of nodes and beams that can have so many nodes."""
-    every = [(DynamicTree(depth, width, size), size) for depth, size, width in itertools.product(depths, sizes, widths)]
-    return AutoTree([tree for tree, size in every if tree.max_depth < size == tree.num_nodes])
+def auto_tree(depths: tuple[int, ...], sizes: tuple[int, ...], width: int) -> CandidateTrees:
+    """Nested dynamic trees: every depth with the fewest nodes that it can have, then every size with the most depth."""
+    pairs = [(depth, next(size for size in sizes if size > depth)) for depth in depths]
+    pairs += [(depths[-1], size) for size in sizes if size > pairs[-1][1]]
+    return CandidateTrees([DynamicTree(depth, width, size) for depth, size in pairs])
 
 
-TREE = auto_tree((1, 2, 4), (8, 24), (2, 4))
+TREE = auto_tree((1, 2, 4), (8, 24), 4)
 
 
-class RestlessPlanner(TreePlanner):
-    """Takes all trees in turn, and now and then leaves the drafter out for some steps. It needs no costs."""
+class RestlessPlanner(Planner):
+    """Takes all trees in turn, and now and then leaves the drafter out for some steps."""
 
-    def __init__(self, policy: TreePolicy) -> None:
-        super().__init__(policy)
-        self.turns = itertools.cycle([*range(len(self.trees)), *reversed(range(len(self.trees)))])
+    def __init__(self, policies: Sequence[TreePolicy]) -> None:
+        super().__init__(policies)
+        places = range(1, len(self.policies))
+        self.turns = itertools.cycle([*places, *reversed(places)])
         self.rests = itertools.cycle([0, 0, 1, 0, 3, 0, 9, 0])
         self.resting = 0
-        self.taken: set[int | None] = set()
+        self.taken: set[TreePolicy | None] = set()
+        self.newest: TreePolicy | None = None
 
-    def begin(self, *_: Any) -> None:
-        pass
-
-    def choose(self, *_: Any) -> TreePolicy | None:
+    def choose(self, num_rows: int, length: int) -> TreePolicy | None:
         if self.resting:
             self.resting -= 1
-            self._chosen = None
+            place = 0
         else:
-            self.resting, self._chosen = next(self.rests), next(self.turns)
-        self.taken.add(self._chosen)
-        return None if self._chosen is None else self.trees[self._chosen]
+            self.resting, place = next(self.rests), next(self.turns)
+        self.is_counting = place > 0
+        self.newest = self.policies[place]
+        self.taken.add(self.newest)
+        return self.newest
 
     def learn(self, *_: Any) -> None:
         pass
@@ -49,8 +52,8 @@ class RestlessPlanner(TreePlanner):
 def make_restless(decoder: Decoder) -> RestlessPlanner:
     """Gives a decoder with trees to choose from such a planner."""
     assert decoder.policy is not None
-    planner = RestlessPlanner(decoder.policy)
-    decoder._choice = planner
+    planner = RestlessPlanner(decoder.policy.candidates)
+    decoder.planner = planner
     return planner
 
 

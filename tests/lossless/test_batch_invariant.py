@@ -14,8 +14,8 @@ from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, Drafter, NgramDrafter, Target
-from draftsmith.inference.execution.compiled import CompiledExecutor
 from draftsmith.inference.pipeline import DraftingPipeline
+from draftsmith.inference.runners.compiled import Compiler
 from draftsmith.inference.targets.probing.invariance import check_invariance
 from tests.lossless.test_real_heads import TRAINED, chat_prompts, chat_target
 from tests.params import slow_but
@@ -119,7 +119,7 @@ def test_trained_heads_in_bfloat16(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_passes_of_different_widths(dtype: torch.dtype) -> None:
     model = tiny_target("llama", dtype=dtype, hidden_size=256, intermediate_size=704, num_hidden_layers=2)
-    target, executor = Target.of(model).batch_invariant(), CompiledExecutor([model])
+    target, executor = Target.of(model).batch_invariant(), Compiler([model])
     target.verify = partial(executor.run_fixed, target.verify)  # type: ignore[method-assign]
     with target.without_autograd(), executor.active():
         check_invariance(target)

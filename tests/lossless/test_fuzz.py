@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
 from draftsmith.inference import DynamicTree, StaticTree, TreePolicy, chain
-from draftsmith.inference.trees.auto import AutoTree, gamma_chain
+from draftsmith.inference.trees.candidates import CandidateTrees, gamma_chain
 from tests.lossless.matrix.cases import Call, Case, run_case
 from tests.lossless.matrix.drafters import DRAFTERS
 from tests.lossless.matrix.references import SAMPLING, Row, attentions_of, do_sample
@@ -55,8 +55,17 @@ def dynamic_trees() -> st.SearchStrategy[TreePolicy]:
     )
 
 
-def auto_trees() -> st.SearchStrategy[TreePolicy]:
-    return st.lists(dynamic_trees(), min_size=1, max_size=5).map(AutoTree)
+@st.composite
+def auto_trees(draw: st.DrawFn) -> TreePolicy:
+    """Up to 5 nested trees."""
+    top_k, root_factor = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    num_trees = draw(st.integers(1, 5))
+    depths, sizes = (
+        sorted(draw(st.lists(st.integers(*limits), min_size=num_trees, max_size=num_trees)))
+        for limits in ((1, MAX_DEPTH), (2, 30))
+    )
+    pairs = zip(depths, sizes, strict=True)
+    return CandidateTrees([DynamicTree(depth, top_k, size, root_factor=root_factor) for depth, size in pairs])
 
 
 CHAINS: st.SearchStrategy[TreePolicy] = st.integers(1, MAX_DEPTH).map(chain)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +11,21 @@ import pytest
 import torch
 
 from draftsmith.heads import HEAD_TYPES
-from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.acceptance.walk import Acceptance
-from draftsmith.inference.execution.step import DecodeStep
-from draftsmith.inference.trees.token_tree import TokenTree
 from tests.lossless.matrix import __main__ as program
 from tests.lossless.matrix import cases, render
 from tests.lossless.matrix.cases import Case, run_case
 from tests.lossless.matrix.cells import BATCHES, FACTORS, Cell, calls_of, makes_sense, pair_cells, seed_of
 from tests.lossless.matrix.covering import cover, pairs_of
-from tests.lossless.matrix.drafters import DEPTH, POLICIES, STATIC_PATHS
+from tests.lossless.matrix.drafters import POLICIES
 from tests.lossless.matrix.references import attentions_of, reference_of
 from tests.lossless.matrix.results import (
-    BRANCHED,
     DIFFERENT,
     SAME,
     TOKENS_AT_LEAST,
-    Result,
     find_gaps,
     from_json,
     run_cell,
 )
-from tests.params import slow_but
 from tests.tiny_targets import FAMILIES, LEFT_OUT
 
 NEW_TOKENS = 16
@@ -130,69 +122,10 @@ def test_the_published_run_is_of_these_cells_and_found_nothing() -> None:
     assert f"{summary.tokens:,} tokens in {summary.cells:,} cells" in readme
 
 
-def test_gaps_are_found() -> None:
-    results = [
-        Result(
-            cell.name, "greedy", cell.batch, WIDE, "sdpa", "scripted", str(cell.case.policy), "", "", "", 512, 0, SAME
-        )
-        for cell in greedy_cells_of(WIDE)
-    ]
-    for result in results:
-        result.accepted_histogram, result.by_eos, result.eos_within_step, result.num_ends = [3, 2, 1, 1, 1], 1, 1, 5
-        result.accepted = [*STATIC_PATHS, [0, 0, 1], [0, 0, 0, 1]]
-        result.trimmed = result.by_length = result.moved = 1
-    assert find_gaps(results) == []
-    for result in results:
-        result.accepted_histogram, result.accepted = [3, 2, 0, 1, 1], [[0], [0, 0], [0, 1], [2]]
-        result.by_length = result.trimmed = result.moved = 0
-    gaps = find_gaps(results)
-    assert gaps[0] == f"{WIDE} sdpa: no cell has a row that its length ended"
-    assert gaps[1] == f"{WIDE} sdpa chain: not every depth was reached: [12, 8, 0, 4, 4]"
-    assert gaps[2] == f"{WIDE} sdpa chain: never accepted: node [0, 0, 0], node [0, 0, 0, 0]"
-    assert gaps[3] == f"{WIDE} sdpa chain: no step went beyond the end of a row"
-    assert f"{WIDE} sdpa dynamic: no step moved slots" in gaps
-    places = "rank 1 at depth 1, rank 0 at depth 3, rank 1 at depth 3, rank 0 at depth 4, rank 1 at depth 4, rank 3"
-    assert f"{WIDE} sdpa dynamic: never accepted: {places}" in gaps
-    assert len(gaps) == 1 + 3 * (len(POLICIES) - 1) + len(BRANCHED)
-
-
-@pytest.mark.parametrize("policy", slow_but({"dynamic"}, BRANCHED))
-def test_a_walk_that_never_takes_a_sibling_is_a_gap(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stops before one, with the same token as its bonus token: all texts are right."""
-    plain = DecodeStep.accept
-
-    def accept_best_only(step: DecodeStep, sampler: Sampler, tree: TokenTree, *args: Any, **kwargs: Any) -> Acceptance:
-        accepted = plain(step, sampler, tree, *args, **kwargs)
-        is_sibling = tree.parents[:, :, None] == tree.parents[:, None]
-        is_best = ~(is_sibling & (tree.log_probs[:, None] > tree.log_probs[:, :, None])).any(-1)
-        num_best = is_best.gather(1, accepted.path)[:, 1:].long().cumprod(1).sum(1)
-        return replace(accepted, counts=accepted.counts.clamp(max=1 + num_best))
-
-    monkeypatch.setattr(DecodeStep, "accept", accept_best_only)
-    results = [run_cell(cell) for cell in greedy_cells_of(WIDE) if cell.case.policy == policy]
-    assert {result.status for result in results} == {SAME}
-    gaps = "\n".join(find_gaps(results))
-    lost = [f"node {path}" for path in STATIC_PATHS if any(path)]
-    if policy != "static":
-        lost = [*(f"rank 1 at depth {depth}" for depth in range(1, DEPTH + 1)), "rank 2", "rank 3"]
-    assert f"{WIDE} sdpa {policy}: never accepted: {', '.join(lost)}" in gaps
-
-
 def with_a_wrong_token(*args: Any) -> torch.Tensor:
     text = reference_of(*args).clone()
     text[-12] = (text[-12] + 1) % 128  # of GREEDY_TOKENS + 8 new ones
     return text
-
-
-def test_tokens_behind_a_near_tie_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = next(cell.case for cell in greedy_cells_of(WIDE) if cell.batch == 1)
-    case = replace(case, calls=case.calls[:1])
-    assert run_case(case).num_tokens == GREEDY_TOKENS
-    monkeypatch.setattr(cases, "reference_of", with_a_wrong_token)
-    monkeypatch.setattr(cases, "assert_same_text", lambda *_, **__: ["said to be a near-tie"])
-    outcome = run_case(case)
-    assert outcome.num_tokens == GREEDY_TOKENS - 4
-    assert outcome.ties == ["said to be a near-tie"]
 
 
 def test_a_wrong_token_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:

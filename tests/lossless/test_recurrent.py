@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftsmith.heads import HEAD_TYPES
-from draftsmith.inference import Decoder, GenerationStats, Target, generate, prompts
+from draftsmith.inference import Decoder, GenerationStats, Target, generate, prefill
 from draftsmith.inference.cache.recurrent_states import RecurrentStates
 from tests.lossless.matrix.drafters import PLAIN, drafter_of, policy_of
 from tests.lossless.matrix.references import attentions_of, target_of
@@ -59,7 +59,7 @@ def test_greedy_text_is_transformers_generate(family: str, policy: str) -> None:
 @pytest.mark.parametrize("family", CORE)
 def test_batches(family: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of several lengths, read in chunks, that end at different steps and then leave, or stay."""
-    monkeypatch.setattr(prompts, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr(prefill, "PREFILL_CHUNK", 8)
     model = tiny_target(family, initializer_range=0.3)
     target, lengths, longest = Target(model), (21, 4, 13), 21
     rows = [random_prompt(length, seed=length) for length in lengths]

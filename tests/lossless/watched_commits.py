@@ -13,9 +13,9 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from draftsmith.inference.acceptance.walk import Acceptance
-from draftsmith.inference.cache.tree_cache import TreeCache
-from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference import step as step_module
+from draftsmith.inference.acceptance.exact import Acceptance
+from draftsmith.inference.state import DecodeState
 from draftsmith.inference.trees.token_tree import TokenTree
 
 
@@ -43,13 +43,11 @@ class Commits:
 @contextmanager
 def watch_commits(commits: Commits) -> Iterator[None]:
     """Inside the block, every step of every decoder is noted in `commits`."""
-    plain = DecodeStep.commit
+    plain = step_module.commit
 
-    def commit(
-        step: DecodeStep, cache: TreeCache, tree: TokenTree, accepted: Acceptance, counts: Tensor, *args: Any, **kw: Any
-    ) -> tuple[Tensor | None, Tensor | None]:
-        commits.add(tree, accepted.path, counts)
-        return plain(step, cache, tree, accepted, counts, *args, **kw)
+    def commit(state: DecodeState, tree: TokenTree, accepted: Acceptance, *args: Any, **kwargs: Any) -> Tensor:
+        commits.add(tree, accepted.path, accepted.counts * state.active)
+        return plain(state, tree, accepted, *args, **kwargs)
 
-    with patch.object(DecodeStep, "commit", commit):
+    with patch.object(step_module, "commit", commit):
         yield

@@ -30,8 +30,8 @@ from draftsmith.scripts.measuring.measure import (
     load_prompts,
     measure,
 )
-from draftsmith.scripts.measuring.render import make_grids
 from draftsmith.scripts.measuring.report import headline, make_report, make_rows, write_json
+from draftsmith.scripts.measuring.table import make_grids
 from draftsmith.scripts.measuring.texts import find_difference, share_of_repeated_ngrams
 from draftsmith.scripts.shared.model_loading import encode_messages, load_assistant
 from tests.tiny_targets import random_prompt, tiny_target

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,23 +13,12 @@ import pytest
 from draftsmith.scripts import benchmark, generate
 from draftsmith.scripts.benchmark import BenchmarkArguments
 from draftsmith.scripts.chat.arguments import GenerateArguments
-from tests.conftest import REPOSITORY
+from tests.processes import TORCHRUN, run_python
 
 
 def launch(*words: str, typed: str = "") -> str:
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "draftsmith.scripts.cli")
-    done = subprocess.run(
-        [sys.executable, "-m", *torchrun, *words, "--distributed", "--device", "cpu"],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        input=typed,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    program = (*TORCHRUN, "2", "-m", "draftsmith.scripts.cli")
+    return run_python(*program, *words, "--distributed", "--device", "cpu", typed=typed)
 
 
 @pytest.mark.slow

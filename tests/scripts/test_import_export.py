@@ -192,21 +192,20 @@ def test_the_cross_entropy_is_the_slow_one(published: Path, chat_target: Any) ->
 def test_heads_of_another_target_are_doubted() -> None:
     one = Convention("they are as they were read", {}, torch.tensor([8.0, 9.0]))
     advice = Finding([one], one, (1.1, 1.1)).advice
-    assert advice == (
-        "only 1.10 tokens a pass under every known convention: is this the target that the heads were trained for?"
-    )
+    assert advice is not None
+    assert "1.10 tokens" in advice
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"settings": "norm_output"}, "got --settings norm_output: write key=value"),
-        ({"settings": "norm_output=perhaps"}, "got --settings norm_output=perhaps: write key=value"),
-        ({"settings": "norm_outputs=true"}, "unknown config key 'norm_outputs' for eagle3 heads"),
-        ({"checkpoint": "nowhere/at/all"}, "got nowhere/at/all: there is no such folder"),
-        ({"checkpoint": HEADS / "eagle3"}, "holds heads of this library already"),
-        ({"checkpoint": CHAT_TARGET}, "holds a whole model, which may be a target"),
-        ({"target": "TINY"}, "hidden_size is 256, and the target's is 32: these heads are for another target"),
+        ({"settings": "norm_output"}, "--settings norm_output:"),
+        ({"settings": "norm_output=perhaps"}, "--settings norm_output=perhaps"),
+        ({"settings": "norm_outputs=true"}, "'norm_outputs'"),
+        ({"checkpoint": "nowhere/at/all"}, "nowhere/at/all"),
+        ({"checkpoint": HEADS / "eagle3"}, str(HEADS / "eagle3")),
+        ({"checkpoint": CHAT_TARGET}, "whole model"),
+        ({"target": "TINY"}, "hidden_size is 256"),
     ],
     ids=str,
 )
@@ -236,7 +235,7 @@ def test_one_gguf_file_is_a_checkpoint(tmp_path: Path) -> None:
 
 def test_an_import_does_not_replace_the_checkpoint(published: Path) -> None:
     before = (published / "config.json").read_text()
-    with pytest.raises(SystemExit, match="is not empty: give another folder"):
+    with pytest.raises(SystemExit, match="is not empty"):
         call(import_heads, checkpoint=published, target=CHAT_TARGET, output=published)
     assert (published / "config.json").read_text() == before
 
@@ -244,12 +243,12 @@ def test_an_import_does_not_replace_the_checkpoint(published: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"format": "onnx"}, "invalid choice: 'onnx'"),
-        ({"heads": "kangaroo"}, "kangaroo heads are not written as vllm"),
-        ({"format": "speculators", "heads": "eagle"}, "eagle heads are not written as speculators"),
-        ({"repo_id": "me/heads"}, "got --repo_id without --push_to_hub true"),
-        ({"output": HEADS}, "is not empty: give another folder"),
-        ({"target": "TINY"}, "these eagle3 heads were made for a target with hidden size 256"),
+        ({"format": "onnx"}, "'onnx'"),
+        ({"heads": "kangaroo"}, "kangaroo"),
+        ({"format": "speculators", "heads": "eagle"}, "speculators"),
+        ({"repo_id": "me/heads"}, "--repo_id"),
+        ({"output": HEADS}, str(HEADS)),
+        ({"target": "TINY"}, "hidden size 256"),
     ],
     ids=str,
 )
@@ -268,7 +267,7 @@ def test_heads_without_a_vocabulary_are_not_exported(tiny: Path, tmp_path: Path)
     heads.d2t.fill_(-1)
     heads.t2d.fill_(False)
     heads.save_pretrained(tmp_path / "heads")
-    with pytest.raises(SystemExit, match="has no draft vocabulary yet: train the heads first"):
+    with pytest.raises(SystemExit, match="draft vocabulary"):
         call(export_heads, heads=tmp_path / "heads", target=tiny, format="vllm", output=tmp_path / "out")
 
 
@@ -277,7 +276,7 @@ def test_settings_that_do_not_come_back_are_named(tmp_path: Path, monkeypatch: A
     heads = DraftHeads.from_pretrained(HEADS / "eagle")
     heads.config.ttt_steps += 1
     heads.save_pretrained(tmp_path / "heads")
-    with pytest.raises(SystemExit, match="does not give ttt_steps back"):
+    with pytest.raises(SystemExit, match="ttt_steps"):
         call(export_heads, heads=tmp_path / "heads", target=CHAT_TARGET, format="vllm", output=tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -350,7 +349,7 @@ def test_uploading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert f"If that fails, repeat it: {command}" in capsys.readouterr().out
     with pytest.raises(
         SystemExit,
-        match=re.escape(f"is not empty: give another folder, or empty it. To upload what is there: {command}"),
+        match=re.escape(command),
     ):
         call(export_heads, **options)
     (output / ".incomplete").mkdir()
@@ -359,7 +358,7 @@ def test_uploading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "To upload" not in str(refusal.value.code)
     shutil.rmtree(output)
     local = {**options, "heads": HEADS / "eagle3", "format": "speculators"}
-    with pytest.raises(SystemExit, match=r"config\.json would name the target as .*give the target's hub id"):
+    with pytest.raises(SystemExit, match=r"config\.json .*hub id"):
         call(export_heads, **local)
     assert not output.exists()
     fails = False

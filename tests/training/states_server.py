@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.inference import Decoder
 from tests.training.openai_server import Handler, OpenAIServer, answering
 
+LAYERS = [1, 2, 3]  # that heads read; with the last one the server writes four
 DELAY = 0.02  # seconds from an answer to its file
 
 

@@ -1,15 +1,18 @@
-"""All options of a run in one object, and the options of the run as a whole."""
+"""All options of a run in one object, the options of the run as a whole, and what contradicts one another: found before
+anything is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
 
 from draftsmith.training.data.options import DataArguments, option
+from draftsmith.training.data.streaming import check_streaming
+from draftsmith.training.distributed.launch import check_launch
 from draftsmith.training.features.target_options import FeatureArguments, ModelArguments, PlacementArguments
 from draftsmith.training.options.joint_options import JointArguments
-from draftsmith.training.options.training_options import HeadsTrainingArguments
+from draftsmith.training.options.training_options import HeadsTrainingArguments, check_muon
 from draftsmith.training.synthesis.on_policy import OnPolicyArguments
 
 
@@ -54,3 +57,96 @@ class RunOptions:
 
 _KINDS: dict[str, Any] = get_type_hints(RunOptions)
 ARGUMENT_CLASSES: tuple[Any, ...] = tuple(_KINDS.values())
+
+
+def check_options(options: RunOptions) -> None:
+    """Refuses options that contradict one another, or do not fit the launch or the device.
+
+    Raises:
+        ValueError: naming every problem.
+    """
+    problems = [*_contradictions(options)]
+    checks = (
+        lambda: check_launch(options.training),
+        lambda: check_muon(options.training.muon_learning_rate, options.training),
+        lambda: check_streaming(options.data, options.training),
+    )
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("; and ".join(problems))
+
+
+def _contradictions(options: RunOptions) -> Iterator[str]:
+    joint, training = options.joint, options.training
+    if training.n_gpu > 1 and options.placement.target_device_map is None:  # a device map uses the other GPUs
+        yield (
+            f"one process sees {training.n_gpu} GPUs, and heads do not train under DataParallel: start with "
+            "`accelerate launch --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES"
+        )
+    if training.torch_compile:
+        yield (
+            "got torch_compile, which compiles the whole draft again for batches of other lengths, and so takes "
+            "minutes for a step of seconds: leave it, torch_compile_backend and torch_compile_mode out"
+        )
+    schedule = getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type)
+    if schedule in ("reduce_lr_on_plateau", "greedy"):
+        yield f"got lr_scheduler_type {schedule}, which follows a metric: give one of the steps, such as cosine"
+    if options.data.packing and getattr(training, "train_sampling_strategy", "random") == "group_by_length":
+        yield (
+            "got packing with train_sampling_strategy group_by_length, and packed rows are of one length: leave one of "
+            "the two out"
+        )
+    if joint.is_on and options.features.features is not None:
+        yield (
+            f"got features {options.features.features} with lora_r {joint.lora_r}: stored features are stale after the "
+            "first step of a target that is trained; leave one of the two out"
+        )
+    if options.features.features_endpoint is not None:
+        elsewhere = {
+            "lora_r": (joint.is_on, "trains the target"),
+            "on_policy_fraction": (options.on_policy.is_on, "lets the target write replies"),
+            "shard_target": (options.placement.shard_target != "none", "splits the target over the processes"),
+            "eval_prompts": (options.data.eval_prompts, "lets the target decode"),
+        }
+        for name, (is_given, reason) in elsewhere.items():
+            if is_given:
+                yield f"got features_endpoint with {name}, which {reason}, and the target is elsewhere: leave one out"
+    if joint.is_on and options.placement.shard_target != "none":
+        yield (
+            f"got shard_target {options.placement.shard_target} with lora_r {joint.lora_r}: a target that is trained "
+            "stays whole on every process; leave one of the two out"
+        )
+    if options.on_policy.is_on:
+        excluded = {
+            "streaming": (options.data.streaming, "whose conversations have no numbers"),
+            "packing": (options.data.packing, "which runs before training (group_by_length saves padding too)"),
+            "features": (options.features.features, "which are stored only for the data's own texts"),
+            "dataloader_persistent_workers": (training.dataloader_persistent_workers, "which keep the first replies"),
+        }
+        for name, (is_given, reason) in excluded.items():
+            if is_given:
+                yield f"got on_policy_fraction with {name}, {reason}: leave one out"
+
+
+def refuse_with_images(options: RunOptions) -> None:
+    """Refuses options that do not go together with conversations that have images.
+
+    Raises:
+        ValueError: naming every such option.
+    """
+    excluded = {
+        "packing": (options.data.packing, "images belong to whole rows: train_sampling_strategy group_by_length"),
+        "features": (options.features.features, "stored states are found by tokens, and images do not show in them"),
+        "features_endpoint": (options.features.features_endpoint, "only text is sent to the server"),
+        "on_policy_fraction": (options.on_policy.is_on, "the target would write replies without seeing"),
+        "shard_target": (
+            options.placement.shard_target != "none",
+            "its processes share tokens only: target_device_map",
+        ),
+    }
+    if problems := [f"leave {name} out ({reason})" for name, (is_given, reason) in excluded.items() if is_given]:
+        raise ValueError(f"the conversations have images: {'; '.join(problems)}")

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from draftsmith.training.data.options import option
-from draftsmith.training.distributed.launch import settle_devices
+from draftsmith.training.distributed.launch import find_strategy, settle_devices
 from draftsmith.training.losses.terms import LOSSES, parse_loss
 
 
@@ -130,3 +130,24 @@ class HeadsTrainingArguments(TrainingArguments):
             super()._validate_args()
         finally:
             self.use_cpu = given
+
+
+def check_muon(learning_rate: float | None, args: TrainingArguments) -> None:
+    """Refuses Muon where it cannot train.
+
+    Raises:
+        ValueError: with a torch that has no Muon, and under DeepSpeed and FSDP.
+    """
+    if learning_rate is None:
+        return
+    instead = "leave it out (`--muon_learning_rate none` over a file that sets it), so that AdamW trains everything"
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(
+            f"got muon_learning_rate {learning_rate}, which needs torch.optim.Muon, and torch {torch.__version__} has "
+            f"none: install torch 2.9 or newer, or {instead}"
+        )
+    if find_strategy(args) != "ddp":
+        raise ValueError(
+            f"got muon_learning_rate {learning_rate} under DeepSpeed or FSDP, which split matrices that Muon needs "
+            f"whole: {instead}, or train with plain DDP (configs/accelerate/multi_gpu.yaml)"
+        )

@@ -41,9 +41,8 @@ from draftsmith.training.features.target_loading import (
 )
 from draftsmith.training.features.target_options import FeatureArguments
 from draftsmith.training.images.processor import ImageCollator, load_processor, refuse_placeholders
-from draftsmith.training.options.checks import check_options, refuse_with_images
 from draftsmith.training.options.command_line import resolve_arguments
-from draftsmith.training.options.run_options import RunOptions
+from draftsmith.training.options.run_options import RunOptions, check_options, refuse_with_images
 from draftsmith.training.reporting.examples import Prompt
 from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts
 from draftsmith.training.run.joint_model import JointModel, adapt_target

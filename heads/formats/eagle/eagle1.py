@@ -16,6 +16,7 @@ from torch import Tensor
 from draftsmith.heads.formats.eagle.llama_keys import (
     Reading,
     authors_code,
+    authors_limits,
     drop_rope_tables,
     name_dtype,
     read_biases,
@@ -119,15 +120,7 @@ class Eagle1(Format):
         refuse_unwritable(
             "the authors' EAGLE-1",
             (config.o_bias, "their code has no bias in the attention's output projection"),
-            (
-                config.head_dim * config.num_attention_heads != config.hidden_size,
-                f"their code computes head_dim, and {config.head_dim} is not {config.hidden_size} / "
-                f"{config.num_attention_heads}",
-            ),
-            (
-                config.rope_parameters["rope_type"] != "default",
-                f"their code does not know RoPE of type {config.rope_parameters['rope_type']}; choose vllm",
-            ),
+            *authors_limits(config),
         )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from draftsmith.heads.formats.eagle.llama_keys import (
     Reading,
     authors_code,
+    authors_limits,
     drop_rope_tables,
     name_dtype,
     read_biases,
@@ -181,15 +182,7 @@ class Eagle3(Format):
             (bool(flags), f"their code does not know {', '.join(flags)}; choose vllm or speculators"),
             (config.feature_layers != usual, f"their code reads layers {usual}, these heads {config.feature_layers}"),
             (config.qkv_bias or config.o_bias, "their code has no biases in its attention"),
-            (
-                config.head_dim * config.num_attention_heads != config.hidden_size,
-                f"their code computes head_dim, and {config.head_dim} is not {config.hidden_size} / "
-                f"{config.num_attention_heads}",
-            ),
-            (
-                config.rope_parameters["rope_type"] != "default",
-                f"their code does not know RoPE of type {config.rope_parameters['rope_type']}",
-            ),
+            *authors_limits(config),
         )
 
 

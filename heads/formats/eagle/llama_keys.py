@@ -27,6 +27,18 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
 }
 
+# Keys of a Llama config that are settings of ours under the same names.
+COPIED = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "hidden_act",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+
 
 @dataclass
 class Reading:
@@ -180,16 +192,9 @@ def write_decoder(config: Any, num_layers: int = 1) -> dict[str, Any]:
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
         "model_type": "llama",
-        "hidden_size": config.hidden_size,
+        **{name: getattr(config, name) for name in COPIED},
         "vocab_size": config.target_vocab_size,
         "num_hidden_layers": num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.intermediate_size,
-        "hidden_act": config.hidden_act,
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_position_embeddings,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": None if rope["rope_type"] == "default" else scaling,
         "rope_parameters": rope,
@@ -306,6 +311,18 @@ def authors_code(*, is_eagle3: bool) -> str:
         ")\n"
         'input_ids = torch.tensor([model.tokenizer("Hello").input_ids], device=model.base_model.device)\n'
         "print(model.tokenizer.decode(model.eagenerate(input_ids, max_new_tokens=64)[0]))"
+    )
+
+
+def authors_limits(config: Any) -> tuple[tuple[bool, str], ...]:
+    """What the authors' code cannot do, EAGLE-1's and EAGLE-3's: (whether the heads have it, the reason)."""
+    size, num_heads, kind = config.hidden_size, config.num_attention_heads, config.rope_parameters["rope_type"]
+    return (
+        (
+            config.head_dim * num_heads != size,
+            f"their code computes head_dim, and {config.head_dim} is not {size} / {num_heads}",
+        ),
+        (kind != "default", f"their code does not know RoPE of type {kind}; choose vllm"),
     )
 
 

@@ -65,13 +65,10 @@ class Speculators(Eagle3):
         algorithm, cls, depths = _ALGORITHMS[0], "Eagle3DraftModel", config.ttt_steps if token is None else 0
         if token is not None:
             algorithm, cls, depths = _ALGORITHMS[1], "PEagleDraftModel", config.num_depths
-        method = {"proposal_type": "greedy", "speculative_tokens": depths, "verifier_accept_k": 1}
         keys = {
+            **speculators_keys(config, target, algorithm, depths),
             "architectures": [cls],
-            "speculators_model_type": algorithm,
-            "speculators_version": _VERSION,
             "draft_vocab_size": config.vocab_size,
-            "target_hidden_size": config.target_hidden_size,
             **{flag: getattr(config, flag, False) for flag in FLAGS},
             "embed_requires_grad": config.own_embedding,
             IDS: config.feature_layers,
@@ -81,22 +78,32 @@ class Speculators(Eagle3):
                 "mlp_bias": False,
                 "torch_dtype": name_dtype(tensors),
             },
-            "speculators_config": {
-                "algorithm": algorithm,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{**method, "accept_tolerance": 0.0}],
-                "verifier": {
-                    "name_or_path": name_of_target(target) or config.target_name_or_path,
-                    "architectures": [type(target.model).__name__],
-                },
-            },
             "torch_dtype": name_dtype(tensors),
-            "tie_word_embeddings": False,
             OWN_KEY: own_settings(config),
         }
         if token is not None:
             keys["mask_token_id"] = token
         return Exported(keys, named, "model.safetensors", ("vllm serve {heads}",))
+
+
+def speculators_keys(config: Any, target: Target, algorithm: str, num_proposed: int) -> dict[str, Any]:
+    """The keys that all speculators configs have. num_proposed: tokens that an engine drafts in a step."""
+    method = {"proposal_type": "greedy", "speculative_tokens": num_proposed, "verifier_accept_k": 1}
+    return {
+        "speculators_model_type": algorithm,
+        "speculators_version": _VERSION,
+        "target_hidden_size": target.hidden_size,
+        "tie_word_embeddings": False,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**method, "accept_tolerance": 0.0}],
+            "verifier": {
+                "name_or_path": name_of_target(target) or config.target_name_or_path,
+                "architectures": [type(target.model).__name__],
+            },
+        },
+    }
 
 
 def take_verifier(published: Published, target: Target) -> tuple[list[str], dict[str, Tensor]]:

@@ -32,7 +32,7 @@ from draftsmith.inference.targets.model_config import (
     list_attention,
     request_states,
 )
-from draftsmith.inference.targets.parts import ScaleLogits, find_logit_scaling
+from draftsmith.inference.targets.parts import LogitScaling, find_logit_scaling
 from draftsmith.inference.targets.probing.probe_tree import (
     MakeMasks,
     ProbeTree,
@@ -64,7 +64,7 @@ class Findings:
     """
 
     layer_specs: tuple[LayerSpec | None, ...]
-    scale_logits: ScaleLogits | None
+    scale_logits: LogitScaling | None
     vocab_size: int
     state_size: int | None
     takes_inference_mode: bool

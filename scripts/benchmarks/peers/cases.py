@@ -11,7 +11,7 @@ from torch import Tensor
 from draftsmith.inference import Drafter, DynamicTree
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.trees.policy import Run, TreePolicy, run_eagerly
+from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
 
 HERE = Path(__file__).resolve().parent
@@ -34,10 +34,8 @@ class AuthorsTree(DynamicTree):
         root_ids: Tensor,
         draft: DraftLogits,
         sampling: DraftSampling,
-        *,
-        run: Run = run_eagerly,
     ) -> TokenTree:
-        return super().grow(drafter, state, root_ids, draft, replace(sampling, greedy_temperature=1.0), run=run)
+        return super().grow(drafter, state, root_ids, draft, replace(sampling, greedy_temperature=1.0))
 
 
 @dataclass(frozen=True)

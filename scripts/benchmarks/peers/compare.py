@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,12 @@ from draftsmith.scripts.benchmarks.peers.texts import Text, first_difference, me
 from draftsmith.scripts.benchmarks.peers.worker import Worker
 from draftsmith.scripts.measuring.environment import describe_machine, describe_program
 from draftsmith.scripts.measuring.measure import Prompt, load_prompts
-from draftsmith.scripts.measuring.render import Grid
+from draftsmith.scripts.measuring.table import Grid
 from draftsmith.scripts.shared.model_loading import load_heads, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 
 MODES: dict[str, dict[str, Any]] = {"eager": {}, "packed": {"pack_weights": True}, "compiled": {"compile": True}}
 DTYPES = ("float32", "bfloat16")
@@ -47,33 +48,29 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass
 class CompareArguments:
-    eagle: str | None = field(default=None, metadata={"help": "Checkout of SafeAILab/EAGLE; none = do not run it."})
-    eagle_python: str | None = field(default=None, metadata={"help": "Python of an environment that runs it."})
-    medusa: str | None = field(
-        default=None, metadata={"help": "Checkout of FasterDecoding/Medusa; none = do not run it."}
-    )
-    medusa_python: str | None = field(default=None, metadata={"help": "Python of an environment that runs it."})
-    target: str = field(default="examples/chat-13m", metadata={"help": "Target, a Llama: a folder or hub id."})
-    heads: str = field(default="examples/heads", metadata={"help": "Folder of the folders eagle3, eagle and medusa."})
-    prompts: str = field(default="examples/prompts.jsonl", metadata={"help": "File of prompts or conversations."})
-    num_prompts: int | None = field(default=None, metadata={"help": "Use only the first N prompts; none = all."})
-    max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
-    num_seeds: int = field(default=3, metadata={"help": "Texts for each prompt at temperature 1."})
-    cases: list[str] = field(default_factory=lambda: list(CASES), metadata={"help": f"Of {', '.join(CASES)}."})
-    dtypes: list[str] = field(default_factory=lambda: ["float32"], metadata={"help": f"Of {', '.join(DTYPES)}."})
-    modes: list[str] = field(
+    eagle: str | None = option(default=None, help="Checkout of SafeAILab/EAGLE; none = do not run it.")
+    eagle_python: str | None = option(default=None, help="Python of an environment that runs it.")
+    medusa: str | None = option(default=None, help="Checkout of FasterDecoding/Medusa; none = do not run it.")
+    medusa_python: str | None = option(default=None, help="Python of an environment that runs it.")
+    target: str = option(default="examples/chat-13m", help="Target, a Llama: a folder or hub id.")
+    heads: str = option(default="examples/heads", help="Folder of the folders eagle3, eagle and medusa.")
+    prompts: str = option(default="examples/prompts.jsonl", help="File of prompts or conversations.")
+    num_prompts: int | None = option(default=None, help="Use only the first N prompts; none = all.")
+    max_new_tokens: int = option(default=128, help="Tokens decoded for each prompt (fewer after an EOS).")
+    num_seeds: int = option(default=3, help="Texts for each prompt at temperature 1.")
+    cases: list[str] = option(default_factory=lambda: list(CASES), help=f"Of {', '.join(CASES)}.")
+    dtypes: list[str] = option(default_factory=lambda: ["float32"], help=f"Of {', '.join(DTYPES)}.")
+    modes: list[str] = option(
         default_factory=lambda: ["eager", "packed"],
-        metadata={
-            "help": f"How this library decodes, of {', '.join(MODES)}. The first mode's texts are compared with theirs."
-        },
+        help=f"How this library decodes, of {', '.join(MODES)}. The first mode's texts are compared with theirs.",
     )
-    json: str | None = field(default=None, metadata={"help": "Write the results to this file."})
+    json: str | None = option(default=None, help="Write the results to this file.")
 
     def __post_init__(self) -> None:
-        for option, allowed in (("cases", CASES), ("dtypes", DTYPES), ("modes", MODES)):
-            given = getattr(self, option)
+        for name, allowed in (("cases", CASES), ("dtypes", DTYPES), ("modes", MODES)):
+            given = getattr(self, name)
             if not given or set(given) - set(allowed):
-                raise ValueError(f"got --{option} {' '.join(given)}; allowed are {', '.join(allowed)}")
+                raise ValueError(f"got --{name} {' '.join(given)}; allowed are {', '.join(allowed)}")
         for name in PEERS:
             if (getattr(self, name) is None) != (getattr(self, f"{name}_python") is None):
                 raise ValueError(f"give both --{name} and --{name}_python, or neither")

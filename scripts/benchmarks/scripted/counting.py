@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
 from draftsmith.inference import Drafter, DraftLogits, Target
-from draftsmith.inference.trees.policy import Run, TreePolicy, run_eagerly
+from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
 
 LLAMA3_ROPE = {
@@ -91,35 +91,6 @@ def make_random_heads(kind: str, target: Target) -> DraftHeads:
     return heads.to(target.dtype).requires_grad_(False).eval()
 
 
-class ScriptedTree(TreePolicy):
-    """Drafts with another policy, then replaces the tree: its first nodes are a chain that a counting target accepts,
-    all others are wrong children of the root. Costs are those of the other policy's tree, which has as many nodes.
-
-    Args:
-        policy: drafts; its depth is already cut for the drafter.
-        vocab_size: V.
-
-    Attributes:
-        num_right: [] int64, length of the chain: the drafted tokens that each step accepts. A tensor, so that compiled
-            and captured steps read it anew.
-    """
-
-    def __init__(self, policy: TreePolicy, vocab_size: int, device: torch.device) -> None:
-        self.policy, self.vocab_size = policy, vocab_size
-        self.max_depth, self.num_nodes, self.num_scratch = policy.max_depth, policy.num_nodes, policy.num_scratch
-        self.num_right = torch.zeros((), dtype=torch.long, device=device)
-
-    @property
-    def most_right(self) -> int:
-        return min(self.max_depth, self.num_nodes - 1)
-
-    def grow(self, *args: Any, run: Run = run_eagerly) -> TokenTree:
-        tree = self.policy.grow(*args, run=run)
-        scripted: TokenTree = run(script_tree, tree, self.num_right, self.vocab_size)
-        scripted.max_depth = tree.max_depth
-        return scripted
-
-
 def script_tree(tree: TokenTree, num_right: Tensor, vocab_size: int) -> TokenTree:
     """The tree with other tokens and another shape (see `ScriptedTree`).
 
@@ -144,6 +115,38 @@ def script_tree(tree: TokenTree, num_right: Tensor, vocab_size: int) -> TokenTre
         parents=parents.expand_as(tree.parents).contiguous(),
         depths=depths.expand_as(tree.depths).contiguous(),
     )
+
+
+class ScriptedTree(TreePolicy):
+    """Drafts with another policy, then replaces the tree: its first nodes are a chain that a counting target accepts,
+    all others are wrong children of the root. Costs are those of the other policy's tree, which has as many nodes.
+
+    Args:
+        policy: drafts; its depth is already cut for the drafter.
+        vocab_size: V.
+
+    Attributes:
+        num_right: [] int64, length of the chain: the drafted tokens that each step accepts. A tensor, so that compiled
+            and captured steps read it anew.
+    """
+
+    level_functions = ("script_tree",)
+    script_tree = staticmethod(script_tree)
+
+    def __init__(self, policy: TreePolicy, vocab_size: int, device: torch.device) -> None:
+        self.policy, self.vocab_size = policy, vocab_size
+        self.max_depth, self.num_nodes, self.num_scratch = policy.max_depth, policy.num_nodes, policy.num_scratch
+        self.num_right = torch.zeros((), dtype=torch.long, device=device)
+
+    @property
+    def most_right(self) -> int:
+        return min(self.max_depth, self.num_nodes - 1)
+
+    def grow(self, *args: Any) -> TokenTree:
+        tree = self.policy.grow(*args)
+        scripted = self.script_tree(tree, self.num_right, self.vocab_size)
+        scripted.max_depth = tree.max_depth
+        return scripted
 
 
 class ScriptedChances(Drafter):

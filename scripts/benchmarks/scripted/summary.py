@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from draftsmith.scripts.measuring.plot import load_pyplot, save_figure
-from draftsmith.scripts.measuring.render import Grid, format_number
+from draftsmith.scripts.measuring.table import Grid, format_number
 
 SIMULATED = "Random weights; the acceptance length is SIMULATED, costs are measured."
 

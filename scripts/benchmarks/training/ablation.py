@@ -14,7 +14,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from rich.console import Console
 from draftsmith.inference import Decoder, GenerationStats, Target
 from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.measure import Batch, Settings, load_prompts
-from draftsmith.scripts.measuring.render import Grid
+from draftsmith.scripts.measuring.table import Grid
 from draftsmith.scripts.shared.model_loading import TREE_HELP, load_heads, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.run.outcome import written_command
 
 TRAINING_PROGRAM = Path(__file__).resolve().parents[3] / "training" / "train_heads.py"
@@ -40,35 +41,26 @@ MEASURED = ("target", "prompts", "num_prompts", "max_new_tokens", "batch_size", 
 
 @dataclass
 class AblationArguments:
-    configs: list[str] = field(
-        default_factory=list, metadata={"help": "Training configurations; none = all of configs/ablation."}
+    configs: list[str] = option(default_factory=list, help="Training configurations; none = all of configs/ablation.")
+    dataset: str | None = option(
+        default=None, help="Conversations that all runs train on; none = the data set of each file."
     )
-    dataset: str | None = field(
-        default=None, metadata={"help": "Conversations that all runs train on; none = the data set of each file."}
+    target: str = option(default="examples/chat-13m", help="Target of all configurations.")
+    prompts: list[str] = option(
+        default_factory=lambda: ["examples/prompts.jsonl"], help="Files of prompts to measure acceptance on."
     )
-    target: str = field(default="examples/chat-13m", metadata={"help": "Target of all configurations."})
-    prompts: list[str] = field(
-        default_factory=lambda: ["examples/prompts.jsonl"],
-        metadata={"help": "Files of prompts to measure acceptance on."},
+    num_prompts: int | None = option(default=None, help="Use only the first N prompts of each file; none = all.")
+    max_new_tokens: int = option(default=128, help="Tokens decoded for each prompt (fewer after an EOS).")
+    tree: list[str] = option(
+        default_factory=lambda: ["dynamic:6,4,24"], help=f"Token trees for measuring: {TREE_HELP}."
     )
-    num_prompts: int | None = field(
-        default=None, metadata={"help": "Use only the first N prompts of each file; none = all."}
+    temperature: list[float] = option(default_factory=lambda: [0.0, 1.0], help="Sampling temperatures; 0 = greedy.")
+    batch_size: int = option(
+        default=1, help="Prompts measured together: faster, and standard errors are then over batches."
     )
-    max_new_tokens: int = field(default=128, metadata={"help": "Tokens decoded for each prompt (fewer after an EOS)."})
-    tree: list[str] = field(
-        default_factory=lambda: ["dynamic:6,4,24"], metadata={"help": f"Token trees for measuring: {TREE_HELP}."}
-    )
-    temperature: list[float] = field(
-        default_factory=lambda: [0.0, 1.0], metadata={"help": "Sampling temperatures; 0 = greedy."}
-    )
-    batch_size: int = field(
-        default=1, metadata={"help": "Prompts measured together: faster, and standard errors are then over batches."}
-    )
-    dtype: str = field(default="float32", metadata={"help": "Dtype of target and heads for measuring."})
-    seed: int = field(default=0, metadata={"help": "Batch i of a file is sampled with the seed SEED + i."})
-    output: str = field(
-        default="outputs/ablation", metadata={"help": "Folder for the runs, ablation.md and ablation.json."}
-    )
+    dtype: str = option(default="float32", help="Dtype of target and heads for measuring.")
+    seed: int = option(default=0, help="Batch i of a file is sampled with the seed SEED + i.")
+    output: str = option(default="outputs/ablation", help="Folder for the runs, ablation.md and ablation.json.")
 
     def __post_init__(self) -> None:
         self.configs = self.configs or sorted(map(str, Path("configs/ablation").glob("*.yaml")))

@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate, pairwise, product
 from pathlib import Path
@@ -37,11 +37,12 @@ from draftsmith.scripts.benchmarks.scripted.counting import reduce_vocabulary
 from draftsmith.scripts.benchmarks.training.plain import plain_loss, run_target
 from draftsmith.scripts.measuring.environment import describe_machine, describe_program
 from draftsmith.scripts.measuring.operations import count_operations
-from draftsmith.scripts.measuring.render import Grid
+from draftsmith.scripts.measuring.table import Grid
 from draftsmith.scripts.shared.clock import read_clock
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.collation import ConversationCollator, find_documents
+from draftsmith.training.data.options import option
 from draftsmith.training.features.sources import (
     FeatureSource,
     HybridFeatures,
@@ -54,7 +55,7 @@ from draftsmith.training.features.store import FeatureStore, StoreSettings, name
 from draftsmith.training.features.target_identity import identify_target
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
-from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.command_line import ProgramParser
 
 MIB = 1 << 20
 OURS, PLAIN, PLAIN_SDPA = IMPLEMENTATIONS = ("ours", "plain", "plain, sdpa")
@@ -66,25 +67,24 @@ OVERRIDES: dict[str, dict[str, Any]] = {"eagle3": {"ttt_steps": 7}}  # the autho
 
 @dataclass
 class TrainingSpeedArguments:
-    target: str = field(default="examples/chat-13m", metadata={"help": "Target: a folder or hub id."})
-    kinds: list[str] = field(default_factory=lambda: sorted(HEAD_TYPES), metadata={"help": "Kinds of heads."})
-    lengths: list[int] = field(default_factory=lambda: [2048], metadata={"help": "Row lengths in tokens."})
-    plain_up_to: int = field(
-        default=2048, metadata={"help": "Longest row, in tokens, that the plain implementation also runs."}
-    )
-    dtype: str = field(
+    target: str = option(default="examples/chat-13m", help="Target: a folder or hub id.")
+    kinds: list[str] = option(default_factory=lambda: sorted(HEAD_TYPES), help="Kinds of heads.")
+    lengths: list[int] = option(default_factory=lambda: [2048], help="Row lengths in tokens.")
+    plain_up_to: int = option(default=2048, help="Longest row, in tokens, that the plain implementation also runs.")
+    dtype: str = option(
         default="bfloat16",
-        metadata={"help": "Dtype of the target's weights and of the computation.", "choices": ["float32", "bfloat16"]},
+        help="Dtype of the target's weights and of the computation.",
+        metadata={"choices": ["float32", "bfloat16"]},
     )
-    batch: int = field(default=1, metadata={"help": "Rows per batch."})
-    repeats: int = field(default=5, metadata={"help": "Timed steps of each implementation."})
-    device: str | None = field(default=None, metadata={"help": "Device; none = cuda if there is one, else cpu."})
-    threads: int = field(default=1, metadata={"help": "CPU threads."})
-    offline: list[int] = field(
+    batch: int = option(default=1, help="Rows per batch.")
+    repeats: int = option(default=5, help="Timed steps of each implementation.")
+    device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
+    threads: int = option(default=1, help="CPU threads.")
+    offline: list[int] = option(
         default_factory=list,
-        metadata={"help": "Measure epochs on stored features instead, with rows of so many documents each: 1 8."},
+        help="Measure epochs on stored features instead, with rows of so many documents each: 1 8.",
     )
-    output: str = field(default="outputs/training", metadata={"help": "Write OUTPUT.md and OUTPUT.json."})
+    output: str = option(default="outputs/training", help="Write OUTPUT.md and OUTPUT.json.")
 
     def __post_init__(self) -> None:
         for name in ("lengths", "plain_up_to", "batch", "repeats", "threads", "offline"):

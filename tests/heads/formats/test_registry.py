@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from draftsmith.heads import HEAD_TYPES, DraftHeads
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import FORMATS, find_format, recognize
-from draftsmith.inference import Target
 from tests.tiny_targets import tiny_target
 
 EAGLE1 = ["fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight", "embed_tokens.weight"]
@@ -68,18 +67,6 @@ def test_a_published_checkpoint_is_named(
     told = str(refusal.value)
     assert (found.cure or f"draftsmith import --checkpoint {tmp_path}") in told
     assert ("Pass target=model" in told) == (found.cure is None)
-
-
-def test_a_pickle_runs_no_code(tmp_path: Path) -> None:
-    class Shout:
-        def __reduce__(self) -> Any:
-            return (Path.touch, (tmp_path / "ran",))
-
-    torch.save({"midlayer.fc": Shout()}, tmp_path / "pytorch_model.bin")
-    for options in ({}, {"target": Target(tiny_target("llama"))}):
-        with pytest.raises(ValueError, match=r"pytorch_model\.bin holds more than tensors, and unpickling"):
-            DraftHeads.from_pretrained(tmp_path, **options)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_an_unknown_folder(tmp_path: Path) -> None:

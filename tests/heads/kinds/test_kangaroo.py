@@ -20,7 +20,7 @@ from draftsmith.heads import create_heads
 from draftsmith.heads.kinds.kangaroo import KangarooHeads, default_exit_layer
 from draftsmith.inference import DynamicTree, Target, chain, generate
 from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.execution.step import DecodeStep
+from draftsmith.inference.step import Step
 from draftsmith.inference.trees.token_tree import TokenTree
 from draftsmith.training.features.encoding import encode
 from tests.heads.kinds import slow_layer
@@ -163,10 +163,10 @@ class TestTheSharedCache:
         """Few nodes chosen from a wide beam: more rows are drafted than verified."""
         heads = kangaroo(target)
         tree = DynamicTree(depth=3, top_k=4, num_nodes=4)
-        step = DecodeStep(target, heads, tree, is_coupled=True)
-        assert (step.num_nodes, step.num_depths, tree.num_scratch) == (4, 4, 8)
+        step = Step(target, heads, tree, is_coupled=True)
+        assert (step.num_nodes, step.path_width, tree.num_scratch) == (4, 4, 8)
         assert step.num_slots_after == 4 + 1 + 8
-        assert DecodeStep(target, None, None, is_coupled=True).num_slots_after == 1
+        assert Step(target, None, None, is_coupled=True).num_slots_after == 1
 
 
 class TestTheSecondExit:
@@ -210,6 +210,6 @@ class TestTheSecondExit:
 def test_costs_are_measured_and_trees_chosen(target: Target) -> None:
     heads = kangaroo(target, exit_layer=4)
     expected = generate(target, None, random_prompt(9), max_new_tokens=60, do_sample=False).sequences
-    tree = auto_tree((1, 2), (3,), (2,))
+    tree = auto_tree((1, 2), (3,), 2)
     output = generate(target, heads, random_prompt(9), tree=tree, max_new_tokens=60, do_sample=False)
     assert torch.equal(output.sequences, expected)

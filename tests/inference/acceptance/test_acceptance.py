@@ -20,9 +20,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from draftsmith.inference.acceptance.exact import accept_exact
+from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.acceptance.walk import Acceptance
 from draftsmith.inference.noise import gumbel_noise, row_seeds
 from draftsmith.inference.request.processors import NO_TOKEN, PREFIX_FREE
 from draftsmith.inference.trees.token_tree import TokenTree

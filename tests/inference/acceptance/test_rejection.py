@@ -22,19 +22,18 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from draftsmith.inference.acceptance.exact import accept_exact
+from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
 from draftsmith.inference.acceptance.rejection import DRAFT_STREAM, accept_blocks, accept_by_rejection
 from draftsmith.inference.acceptance.rules import RULES, resolve_rule, typical
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.acceptance.typical import accept_typical
-from draftsmith.inference.acceptance.walk import Acceptance
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.execution.step import DecodeStep
 from draftsmith.inference.noise import derive_seeds, row_seeds
 from draftsmith.inference.request.text_processors import read_processors
-from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.request.token_history import TokenHistory
+from draftsmith.inference.step import Step
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.dynamic import DynamicTree
 from draftsmith.inference.trees.static import StaticTree, chain
@@ -70,7 +69,7 @@ def random_scores(seed: int, size: int = VOCAB) -> Tensor:
 
 
 def make_sampler(
-    processors: Sequence[Any] = (), num_rows: int = NUM_DRAWS, seed: int = 0, texts: Texts | None = None
+    processors: Sequence[Any] = (), num_rows: int = NUM_DRAWS, seed: int = 0, texts: TokenHistory | None = None
 ) -> Sampler:
     read = processors if texts is None else read_processors(processors, texts, VOCAB)
     return Sampler(read, do_sample=True, row_seeds=row_seeds(seed, num_rows, "cpu"), texts=texts)
@@ -171,7 +170,7 @@ def test_siblings_that_are_all_there_is_are_always_accepted() -> None:
 )
 @pytest.mark.parametrize("rule", list(LOSSLESS))
 def test_rows_do_not_depend_on_one_another(rule: str, processors: list[Any]) -> None:
-    """Texts of different lengths, together and each by itself."""
+    """TokenHistory of different lengths, together and each by itself."""
     if processors == ["Recorder"]:
         if rule == "block_verification":
             pytest.skip("block verification refuses processors that may keep a state")
@@ -291,5 +290,5 @@ def test_typical_says_that_it_is_lossy(caplog: pytest.LogCaptureFixture) -> None
 def test_only_exact_acceptance_lets_drafts_read_the_targets_noise() -> None:
     target = Target(tiny_target("llama", num_hidden_layers=1))
     for name, rule in RULES.items():
-        step = DecodeStep(target, NgramDrafter(), chain(2), is_coupled=True, rule=rule)
+        step = Step(target, NgramDrafter(), chain(2), is_coupled=True, rule=rule)
         assert step.is_coupled == (name == "exact")

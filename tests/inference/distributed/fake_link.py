@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 from draftsmith.inference.distributed.gloo_link import Server
 from draftsmith.inference.distributed.messages import Answer, Prompt, Task
@@ -16,8 +15,6 @@ class FakeLink:
     """Args:
         make_server: makes each rank's server.
         most_delay: an answer comes after 0 to this many looks at the link; rank 0 looks once after each draft.
-        ignores_versions: a planted fault: answers claim the present version when they come.
-        ignores_order: a planted fault: answers claim to be about the position that is decided next.
 
     Attributes:
         num_stale: answers that came after their round; num_overtaken: answers that overtook an older task's.
@@ -30,13 +27,10 @@ class FakeLink:
         *,
         seed: int = 0,
         most_delay: int = 8,
-        ignores_versions: bool = False,
-        ignores_order: bool = False,
     ) -> None:
         self.ranks = tuple(range(1, num_servers + 1))
         self.servers = {rank: make_server() for rank in self.ranks}
         self.random, self.most_delay = random.Random(seed), most_delay
-        self.ignores_versions, self.ignores_order = ignores_versions, ignores_order
         self.owner: object = None
         self.clock = 0
         self.waiting: dict[int, tuple[int, Answer]] = {}  # by rank, in the order of the tasks: when the answer comes
@@ -71,11 +65,6 @@ class FakeLink:
         self.num_overtaken += rank != next(iter(self.waiting))
         _, answer = self.waiting.pop(rank)
         self.num_stale += answer.version < self.newest.version
-        if self.ignores_versions:
-            answer = replace(answer, version=self.newest.version)
-        if self.ignores_order and self.waiting:
-            oldest = min(other.start for _, other in self.waiting.values())
-            answer = replace(answer, start=min(answer.start, oldest))
         return rank, answer
 
     def now(self) -> float:

@@ -74,11 +74,11 @@ def plain(prompt: list[int]) -> list[int]:
     return text
 
 
-def texts_differ(number: int, **link_options: bool) -> bool:
+def texts_differ(number: int) -> bool:
     """Decodes one text, and compares. A text that never ends differs, too."""
     settings = list(product((1, 2, 3, 7), (None, 1, 3), (0.0, 0.5, 0.8, 0.95)))[number % 48]
     num_servers, lookahead, acceptance = settings
-    link = FakeLink(HashServer, num_servers, seed=number, most_delay=number % 13, **link_options)
+    link = FakeLink(HashServer, num_servers, seed=number, most_delay=number % 13)
     coordinator = Coordinator(link, lookahead=lookahead, max_ahead=1 + number % 16, timeout=1.0)
     prompt = make_prompt(number)
     try:
@@ -90,11 +90,6 @@ def texts_differ(number: int, **link_options: bool) -> bool:
 
 def test_texts_are_those_of_plain_decoding() -> None:
     assert not [number for number in range(960) if texts_differ(number)]
-
-
-@pytest.mark.parametrize("fault", ["ignores_versions", "ignores_order"])
-def test_planted_faults_are_caught(fault: str) -> None:
-    assert sum(texts_differ(number, **{fault: True}) for number in range(240)) > 24
 
 
 def test_answers_overtake_each_other_and_come_too_late() -> None:

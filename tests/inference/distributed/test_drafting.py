@@ -16,9 +16,10 @@ from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.distributed.chain import DraftChain
 from draftsmith.inference.distributed.drafting import ChainDrafting
 from draftsmith.inference.distributed.messages import Answer
-from draftsmith.inference.execution.step import DecodeStep
-from draftsmith.inference.prompts import PromptReader
+from draftsmith.inference.prefill import finish, prefill
+from draftsmith.inference.request.row import Row
 from draftsmith.inference.stats import GenerationStats
+from draftsmith.inference.step import Step
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 
@@ -30,12 +31,12 @@ def read_features(target: Target, text: list[int], layers: tuple[int, ...]) -> A
     return target.prefill(cache, torch.tensor([text]), torch.tensor([len(text)]), feature_layers=layers).features
 
 
-def reference_draft(target: Target, drafter: Drafter, text: list[int], path: list[int], step: DecodeStep) -> int | None:
+def reference_draft(target: Target, drafter: Drafter, text: list[int], path: list[int], step: Step) -> int | None:
     """The token after `path`, from a drafter that has read the text before it anew."""
     features = read_features(target, text[:-1], drafter.feature_layers)
-    cache = step.new_cache(1, len(text) + step.num_slots_after)
-    target.prefill(cache, torch.tensor([text[:-1]]), torch.tensor([len(text) - 1]))
-    state = step.start_drafter(cache)
+    decoding = step.new_state(1, len(text) + step.num_slots_after, len(text))
+    target.prefill(decoding.cache, torch.tensor([text[:-1]]), torch.tensor([len(text) - 1]))
+    state = decoding.start_drafter()
     if drafter.reads_first_token:
         drafter.read_first(state, torch.tensor(text[:1]))
     counts = torch.tensor([len(text) - 1])
@@ -68,12 +69,12 @@ def test_drafts_are_those_of_a_fresh_drafter(name: str) -> None:
     target, generator = target_of("llama"), random.Random(1)
     drafter = DRAFTERS[name](target).for_target(target)
     depth = min(DEPTH, drafter.max_depth or DEPTH)
-    step = DecodeStep(target, drafter, chain(depth))
+    step = Step(target, drafter, chain(depth))
     prompt: list[int] = random_prompt(9, 3, vocab_size=20)[0].tolist()
-    cache = step.new_cache(1, 200)
+    state = step.new_state(1, 200, 200)
     with target.without_autograd():
-        read = PromptReader(step, cache, [prompt], None, GenerationStats()).read()
-        drafting = ChainDrafting(step, Sampler(), cache, read, len(prompt))
+        read = finish(prefill(state, step, [Row(0, prompt, 0, 50)], GenerationStats()))
+        drafting = ChainDrafting(step, Sampler(), state, read.feature, len(prompt))
         draft_chain = DraftChain([*prompt, generator.randrange(2, 20)])
         cases = SimpleNamespace(checked=0, replayed=0, deepest=0)
         for _ in range(25):

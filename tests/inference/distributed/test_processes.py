@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.inference import generate
 from draftsmith.scripts.shared.model_loading import encode_messages
 from tests.conftest import REPOSITORY
+from tests.processes import TORCHRUN, run_python
 
 PROGRAM = [sys.executable, "-m", "tests.inference.distributed.ranks"]
 
@@ -72,24 +73,9 @@ def test_a_server_that_hangs_ends_the_run() -> None:
     check_fault(6, "--hang", r"TimeoutError: no answer for 3 seconds from the target servers of ranks \[2\]")
 
 
-def launch(*words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.slow
 def test_texts_under_torchrun() -> None:
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node", "3")
-    same, total, _ = read_counts(launch(*torchrun, "-m", "tests.inference.distributed.ranks", "60"))
+    same, total, _ = read_counts(run_python(*TORCHRUN, "3", "-m", "tests.inference.distributed.ranks", "60"))
     assert same == total == 60
 
 
@@ -97,7 +83,7 @@ def test_texts_under_torchrun() -> None:
 def test_the_example_under_accelerate(chat_target: PreTrainedModel, chat_tokenizer: PreTrainedTokenizerBase) -> None:
     """A real reply is the one that plain decoding gives."""
     config = ("--config_file", "configs/accelerate/multi_gpu.yaml", "--num_processes", "3", "--main_process_port", "0")
-    output = launch("accelerate.commands.launch", *config, "examples/distributed.py")
+    output = run_python("-m", "accelerate.commands.launch", *config, "examples/distributed.py")
     prompt = encode_messages(chat_tokenizer, [{"role": "user", "content": "What are the benefits of exercise?"}])
     text = generate(chat_target, None, prompt, max_new_tokens=64, do_sample=False).sequences[0, prompt.shape[1] :]
     reply = chat_tokenizer.decode(text, skip_special_tokens=True)

@@ -67,16 +67,6 @@ def test_the_docstrings_example() -> None:
     assert draft.confidence.tolist() == [[1.0]]
 
 
-def test_what_followed_more_often_scores_higher() -> None:
-    """The latest occurrence comes first, but does not outweigh two earlier ones."""
-    drafter = NgramDrafter(max_ngram=1, num_candidates=2)
-    text = [7, 1, 7, 1, 7, 2, 7]
-    draft = drafter.extend(drafter.start(1, 8, 0), None, torch.tensor([text]), torch.tensor([7]), max_slots=7)
-    assert draft.token_ids is not None
-    assert draft.token_ids.tolist() == [[[2, 1]]]
-    assert draft.logits[0, 0, 1] > draft.logits[0, 0, 0]
-
-
 def test_a_dynamic_tree_is_the_trie_of_what_followed() -> None:
     """Two continuations of two tokens that begin alike, and one that does not: prefixes are shared, each node once."""
     text = [5, 6, 1, 2, 5, 6, 1, 3, 5, 6, 4, 9, 5, 6]

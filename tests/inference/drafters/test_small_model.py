@@ -19,8 +19,8 @@ from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter, compare_tokenizers
 from draftsmith.inference.drafters.staged import StagedDrafter
-from draftsmith.inference.execution.drafting import TreeChoice
-from draftsmith.inference.trees.auto import gamma_chain
+from draftsmith.inference.planning.planner import Planner
+from draftsmith.inference.trees.candidates import gamma_chain
 from tests.inference.plain_passes import calm_target, run_plainly
 from tests.lossless.restless import make_restless
 from tests.params import slow_but
@@ -115,8 +115,8 @@ def test_arrears_keep_a_model_that_drafts_for_itself_right() -> None:
     accepted: list[tuple[int, int]] = []
 
     def count(_: Any, num_drafted: int) -> None:
-        if planner._chosen is not None:
-            accepted.append((planner.trees[planner._chosen].max_depth, num_drafted))
+        if planner.newest is not None:
+            accepted.append((planner.newest.max_depth, num_drafted))
 
     decoder.generate(prompt, max_new_tokens=150, do_sample=False, on_step=count)
     short = [(depth, number) for depth, number in accepted if depth != number]
@@ -124,15 +124,18 @@ def test_arrears_keep_a_model_that_drafts_for_itself_right() -> None:
     assert len(short) <= 1, "only the step in which the text ends accepts less than all"
 
 
-class ScriptedChoice(TreeChoice):
+class ScriptedChoice(Planner):
     """Drafts in these steps and not in others, always the whole tree."""
 
     def __init__(self, policy: TreePolicy, is_drafting: Sequence[bool]) -> None:
-        super().__init__(policy)
-        self.turns = itertools.cycle(is_drafting)
+        super().__init__([policy])
+        self.policy, self.turns = policy, itertools.cycle(is_drafting)
 
     def choose(self, *_: Any) -> TreePolicy | None:
         return self.policy if next(self.turns) else None
+
+    def learn(self, *_: Any) -> None:
+        pass
 
 
 @pytest.mark.parametrize("kind", ["small", "staged", "merged"])
@@ -150,7 +153,7 @@ def test_a_row_that_ends_within_a_step_may_have_taken_in_more(kind: str) -> None
     options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": int(free[0][1]), "pad_token_id": 0}
     assert options["eos_token_id"] not in [*free[0][:1], *free[1]]
     decoder = Decoder(model, drafters[kind], tree=chain(8))
-    decoder._choice = ScriptedChoice(chain(8), [True, True, False, True])
+    decoder.planner = ScriptedChoice(chain(8), [True, True, False, True])
     rows = decoder.generate(**inputs, **options).sequences[:, 58:].tolist()
     assert rows == [[*free[0][:2].tolist(), *[0] * 38], free[1].tolist()]
 
@@ -244,7 +247,7 @@ def test_weights_are_part_of_the_module(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("tree", [chain(3), DynamicTree(3, 3, 10)], ids=["chain", "dynamic"])
 def test_compiled_it_drafts_what_it_drafts_eagerly(tree: TreePolicy, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "draftsmith.inference.execution.compiled")
+    caplog.set_level(logging.INFO, "draftsmith.inference.runners.compiled")
     model = tiny_target("llama", num_hidden_layers=2, initializer_range=0.3)
     drafter = SmallModelDrafter(rough_copy(model))
     compiled, eager = (Decoder(model, drafter, tree=tree, compile=flag) for flag in (True, False))

@@ -9,7 +9,6 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from draftsmith.inference import Target
-from draftsmith.inference.execution.compiled import CompiledExecutor
 from draftsmith.inference.kernels.attention import (
     EXACT_ROWS,
     GROUPED,
@@ -21,6 +20,7 @@ from draftsmith.inference.kernels.attention import (
     grouped_attention,
 )
 from draftsmith.inference.kernels.packed_weights import has_bfloat16
+from draftsmith.inference.runners.compiled import Compiler
 from tests.tiny_targets import random_prompt, tiny_target
 
 
@@ -115,7 +115,7 @@ def test_traced_passes_go_through_it() -> None:
 
     causal = torch.zeros(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1) > 0, torch.finfo(torch.float32).min)
     read = torch.compile(target.backbone.read, backend=collect, fullgraph=True)
-    with CompiledExecutor([model]).active(), target.without_autograd():
+    with Compiler([model]).active(), target.without_autograd():
         found = read(random_prompt(6), None, causal).last
         assert model.config._attn_implementation == GROUPED
     assert model.config._attn_implementation == STOCK

@@ -19,7 +19,6 @@ from draftsmith.inference import Decoder, DynamicTree, Target, chain, generate
 from draftsmith.inference.kernels.packed_masks import WORDS
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
-from tests.inference.execution.recorder import recording_executor
 from tests.inference.kernels.kernel_checks import (
     CASES,
     LENGTHS,
@@ -27,6 +26,7 @@ from tests.inference.kernels.kernel_checks import (
     check_independence,
     check_numbers,
 )
+from tests.inference.runners.test_cuda_graphs import capture
 from tests.lossless.near_tie import assert_same_text
 from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
@@ -133,20 +133,19 @@ def test_a_verify_pass_is_one_graph() -> None:
 @interpreted
 @pytest.mark.slow
 def test_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recorder stands for CUDA graphs. The kernels run inside of them."""
+    """A tape stands for CUDA graphs. The kernels run inside of them."""
     from draftsmith.inference.kernels import triton_kernel
 
     target, calls = Target(tiny_target("llama", num_hidden_layers=1)), []
     prompt, settings = random_prompt(12), {"max_new_tokens": 10, "do_sample": True, "seed": 3}
     expected = Decoder(target, tiny_heads("medusa", target), tree=chain(2)).generate(prompt, **settings)
     decoder = Decoder(target, tiny_heads("medusa", target), tree=chain(2))
-    executor = decoder._step.executor = recording_executor()
+    captured = capture(decoder)
     stock = triton_kernel.attend_packed
     monkeypatch.setattr(triton_kernel, "attend_packed", lambda *args: calls.append(args) or stock(*args))
     found = decoder.generate(prompt, **settings)
     assert found.sequences.tolist() == expected.sequences.tolist()
     assert found.stats.accepted_histogram == expected.stats.accepted_histogram
-    assert not executor._eager
-    graphs = [call.graph for call in executor.calls.values() if call.is_captured]
-    assert any(graph.num_replays > 2 for graph in graphs)
-    assert len(calls) >= found.stats.num_target_forwards
+    assert not captured.eager
+    assert captured.num_replays > 2
+    assert calls

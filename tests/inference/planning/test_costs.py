@@ -1,161 +1,88 @@
-"""Measured costs: what is measured, and where it is kept."""
+"""StepCosts: ratios from the times of steps."""
 
 from __future__ import annotations
 
-import json
-import time
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from draftsmith.inference import Decoder, Target
-from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference import Decoder
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.execution.compiled import CompiledExecutor
-from draftsmith.inference.execution.executor import Executor
-from draftsmith.inference.execution.step import DecodeStep
-from draftsmith.inference.planning import costs as costs_module
-from draftsmith.inference.planning.costs import (
-    LEAST_AGE,
-    MEASURED_ROUNDS,
-    MOST_AGE,
-    WARM_UP_ROUNDS,
-    StepCosts,
-    _describe,
-    _describe_drafter,
-    cache_file,
-    find_costs,
-    load_costs,
-    store_costs,
-)
-from draftsmith.inference.trees.auto import gamma_chain
-from tests.inference.execution.recorder import recording_executor
-from tests.lossless.restless import auto_tree
+from draftsmith.inference.planning.costs import StepCosts
+from draftsmith.inference.trees.candidates import CandidateTrees, gamma_chain
 from tests.tiny_targets import random_prompt, tiny_target
 
-COSTS = StepCosts((100, 300), (1.0, 2.0), (1.5, 3.5), (1.2, 1.4), (5, 9))
+TREES = CandidateTrees().candidates
 
 
-def test_seconds_grow_with_the_text() -> None:
-    assert COSTS.seconds(None, 100) == 1.0
-    assert COSTS.seconds(None, 200) == pytest.approx(1.5)
-    assert COSTS.seconds(1, 200) == pytest.approx(1.4 + 1.0)
-    assert COSTS.seconds(0, 200) == pytest.approx(1.2 + 0.75)  # half the nodes of the largest
-    assert COSTS.seconds(None, 10) == 1.0, "nothing is foretold below the first context"
-    assert StepCosts((100, 300), (2.0, 1.0), (1.0, 1.0), (1.0,), (2,)).seconds(None, 300) == 2.0, (
-        "noise shortens no step"
-    )
+def costs_at(
+    num_rows: int = 1, length: int = 100, stored: dict[tuple[bool, int, int], list[float]] | None = None
+) -> StepCosts:
+    costs = StepCosts(TREES, 0.05, stored or {})
+    costs.enter(do_sample=False, num_rows=num_rows, length=length)
+    return costs
 
 
-def test_costs_are_kept_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    one, other = cache_file(["a"]), cache_file(["b"])
-    assert load_costs(one) is None
-    store_costs(one, COSTS)
-    assert load_costs(one) == COSTS
-    assert load_costs(other) is None
-    undated = {name: value for name, value in asdict(COSTS).items() if name != "measured_at"}
-    # Damaged, or of another release.
-    for content in ("{", "[]", '{"contexts": [1, 2]}', '{"measured_at": 1}', json.dumps(undated)):
-        one.write_text(content, encoding="utf-8")
-        assert load_costs(one) is None
+def run(costs: StepCosts, place: int, *seconds: float) -> None:
+    for one in seconds:
+        costs.learn(place, one)
 
 
-def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("no folder", encoding="utf-8")
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))
-    store_costs(cache_file(["a"]), COSTS)
-    assert load_costs(cache_file(["a"])) is None
+def test_a_trial_is_measured_beside_the_steps_around_it() -> None:
+    costs = costs_at()
+    run(costs, 0, 2.0, 2.1, 9.0, 2.0)  # the machine did something else for a step
+    run(costs, 2, 3.0)
+    assert costs.expect()[2] == pytest.approx(1.5, rel=0.03)
+    run(costs, 0, *[4.0] * 9)  # everything takes twice as long now
+    run(costs, 2, 6.0, 6.0)
+    assert costs.expect()[2] == pytest.approx(1.5, rel=0.03)
+    assert costs.expect()[0] == 1.0
 
 
-def decode() -> Decoder:
-    decoder = Decoder(tiny_target("llama"), NgramDrafter(), tree=auto_tree((1, 3), (4, 8), (2, 3)))
-    decoder.generate(random_prompt(4), max_new_tokens=2, do_sample=False)
-    return decoder
+def test_plain_steps_are_measured_beside_drafting() -> None:
+    costs = costs_at()
+    guess = costs.expect()[1]
+    run(costs, 1, *[3.0] * 4)
+    run(costs, 0, 2.0, 2.0)
+    ratios = costs.expect()
+    assert ratios[1] == guess
+    assert ratios[1] / ratios[0] == pytest.approx(1.5)
 
 
-def test_costs_are_measured_once_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second decoder of the same models reads what the first has measured."""
-    rounds: list[int] = []
-    measure = costs_module.measure_costs
-
-    def record(*args: Any, **kwargs: Any) -> StepCosts:
-        rounds.append(kwargs["num_rounds"])
-        return measure(*args, **kwargs)
-
-    monkeypatch.setattr(costs_module, "measure_costs", record)
-    decoder = decode()
-    choice: Any = decoder._choice
-    (costs,) = choice._costs.values()
-    decoder.generate(random_prompt(4), max_new_tokens=2, do_sample=False)
-    assert [*choice._costs.values()] == [costs]
-    other: Any = decode()._choice
-    assert other._costs == choice._costs
-    assert rounds == [WARM_UP_ROUNDS + MEASURED_ROUNDS]
-    assert decoder.policy is not None
-    assert len(costs.trees) == len(decoder.policy.candidates)
-    assert min(*costs.plain, *costs.largest, *costs.trees) > 0
+def test_steps_of_another_number_of_rows_tell_nothing() -> None:
+    costs = costs_at(num_rows=4)
+    run(costs, 0, 2.0, 2.0)
+    guess = costs.expect()[1]
+    costs.enter(do_sample=False, num_rows=5, length=100)
+    assert not costs.is_ready
+    run(costs, 1, 9.0, 9.0, 9.0)
+    assert costs.expect()[1] == guess
 
 
-@pytest.mark.parametrize(
-    ("age", "is_doubted", "again"),
-    [
-        (MOST_AGE - 60, False, False),
-        (MOST_AGE + 60, False, True),
-        (-60, False, True),  # the clock was set back
-        (LEAST_AGE - 60, True, False),
-        (LEAST_AGE + 60, True, True),
-    ],
-)
-def test_stored_costs_are_measured_again(
-    age: float, is_doubted: bool, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When they are old, or when steps took another time and they are not quite new."""
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    stored, measured = replace(COSTS, measured_at=time.time() - age), replace(COSTS, plain=(7.0, 8.0))
-    monkeypatch.setattr(costs_module, "measure_costs", lambda *args, num_rounds: measured)
-    step = step_of(Executor())
-    file = cache_file(_describe(step, 1, Sampler()))
-    store_costs(file, stored)
-    expected = measured if again else stored
-    assert find_costs(step, 1, Sampler(), [stored] if is_doubted else [COSTS]) == expected
-    assert load_costs(file) == expected
+def test_new_conditions_begin_with_what_is_known_nearby() -> None:
+    simple = [costs_at(rows).expect()[3] for rows in (1, 8)]
+    stored = {(False, 1, 3): [1.0, 1.1, 1.2, 3.0 * simple[0], 1.4, 1.5]}
+    assert costs_at(1, 2000, stored).expect()[3] == pytest.approx(3.0 * simple[0])
+    assert costs_at(8, 100, stored).expect()[3] == pytest.approx(3.0 * simple[1])
 
 
-def test_costs_take_the_decoders_lock() -> None:
-    decoder = decode()
-    assert min(decoder.costs(batch_size=2, do_sample=True).trees) > 0
-    with decoder._take(), pytest.raises(RuntimeError, match="in the middle of another text"):
-        decoder.costs()
+def test_a_first_time_replaces_what_was_stored() -> None:
+    stored = {(False, 1, 3): [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]}
+    costs = costs_at(1, 100, stored)
+    assert costs.learned() == {}, "nothing that was not measured here is stored again with today's date"
+    run(costs, 0, 1.0, 1.0)
+    run(costs, 5, 4.0)
+    assert costs.expect() == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4, 4.0])
+    assert [*costs.learned()] == [(False, 1, 3)]
+
+
+def test_a_decoder_tells_its_costs() -> None:
+    decoder = Decoder(tiny_target("llama"), NgramDrafter(), tree=gamma_chain(2))
+    guesses = decoder.costs()
+    assert len(guesses) == 3
+    decoder.generate(random_prompt(4), max_new_tokens=100, do_sample=False, eos_token_id=None)
+    assert decoder.costs(length=100) != guesses
+    assert decoder.costs(8, do_sample=True)[0] == pytest.approx(decoder.costs()[0])
 
 
 def test_fixed_trees_have_no_costs() -> None:
     with pytest.raises(ValueError, match="tree='auto'"):
-        Decoder(tiny_target("llama"), NgramDrafter()).costs()
-
-
-def test_costs_tell_merged_drafters_apart() -> None:
-    pairs = [MergedDrafter(NgramDrafter(max_ngram=n), NgramDrafter()) for n in (2, 2, 3)]
-    one, same, other = (repr(_describe_drafter(pair)) for pair in pairs)
-    assert one == same != other
-
-
-def step_of(executor: Executor) -> DecodeStep:
-    return DecodeStep(Target.of(tiny_target("llama")), NgramDrafter(), gamma_chain(2), executor=executor)
-
-
-def test_costs_tell_executors_apart() -> None:
-    kinds = (Executor(), CompiledExecutor([]), recording_executor())
-    assert len({repr(_describe(step_of(executor), 1, Sampler())) for executor in kinds}) == 3
-
-
-def test_only_graphs_that_outlive_a_cache_are_made_before_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: list[int] = []
-    monkeypatch.setattr(costs_module, "load_costs", lambda file: COSTS)
-    monkeypatch.setattr(costs_module, "measure_costs", lambda *args, num_rounds: rounds.append(num_rounds))
-    for executor in (Executor(), recording_executor(), CompiledExecutor([])):
-        assert find_costs(step_of(executor), 1, Sampler()) == COSTS
-    assert rounds == [1]
+        Decoder(tiny_target("llama"), NgramDrafter(), tree="chain:2").costs()

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from draftsmith.inference import Decoder, DynamicTree, GenerationStats, StaticTree, Target, chain
-from draftsmith.inference.execution.compiled import count_graphs
+from draftsmith.inference.runners.compiled import count_graphs
 from tests.scripted_drafter import HostDrafter, ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
@@ -121,7 +121,7 @@ def test_the_text_is_that_of_transformers_processors(num_rows: int, options: dic
     ],
 )
 def test_the_text_of_compiled_steps(num_rows: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "draftsmith.inference.execution.compiled")
+    caplog.set_level("INFO", "draftsmith.inference.runners.compiled")
     stats = check(
         num_rows,
         options,

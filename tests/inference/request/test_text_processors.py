@@ -15,7 +15,7 @@ from transformers.generation import logits_process as stock
 
 from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
 from draftsmith.inference.request.text_processors import TextProcessor, read_processors
-from draftsmith.inference.request.texts import Texts
+from draftsmith.inference.request.token_history import TokenHistory
 from draftsmith.inference.trees.token_tree import TokenTree, compute_ancestors
 from tests.inference.plain_passes import compute_depths
 from tests.inference.ragged_texts import texts_of
@@ -129,20 +129,12 @@ def test_the_docstrings_examples() -> None:
     assert no_trigram(texts, torch.zeros(1, VOCAB)).isinf()[0].nonzero().tolist() == [[2]]
 
 
-def test_texts_grow_by_what_is_committed() -> None:
+def test_texts_with_more_tokens() -> None:
     texts = texts_of([[1, 2, 3], [4]])
     one = texts.extended(torch.tensor([5, -1]))
     two = one.extended(torch.tensor([6, 6]))
     assert (two.lengths.tolist(), texts.lengths.tolist()) == ([5, 3], [3, 1])
     assert two.last(2).tolist() == [[5, 6], [0, 6]]
-    texts.commit(torch.tensor([[5, 0, 0], [6, 7, 0]]), torch.tensor([1, 2]))
-    assert [row[:n] for row, n in zip(texts.token_ids.tolist(), texts.lengths.tolist(), strict=True)] == [
-        [1, 2, 3, 5],
-        [4, 6, 7],
-    ]
-    texts.open_view(5)
-    second = texts.select([1])
-    assert (second.rows.tolist(), second.last(3).tolist(), second.limits.tolist()) == ([1], [[4, 6, 7]], [17])
 
 
 @pytest.mark.parametrize("copies", [1, 3])
@@ -162,6 +154,6 @@ def test_tokens_that_the_target_does_not_have_are_refused() -> None:
 
 
 def test_a_penalty_beyond_all_numbers() -> None:
-    texts: Texts = texts_of([[0, 0, 0]])
+    texts: TokenHistory = texts_of([[0, 0, 0]])
     (own,) = read_processors([stock.ExponentialDecayLengthPenalty((0, 1e300), 1, 1)], texts, VOCAB)
     assert own(texts, torch.ones(1, VOCAB))[0].tolist() == [1.0, float("inf"), *[1.0] * (VOCAB - 2)]

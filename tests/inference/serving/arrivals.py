@@ -14,7 +14,7 @@ from torch import Tensor
 from draftsmith.inference import Drafter, Target, generate
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.request.generate_arguments import make_request
-from draftsmith.inference.serving.row import Piece, Row, StopStrings
+from draftsmith.inference.serving.reply import Piece, Reply, StopStrings
 from draftsmith.inference.serving.scheduler import LaneName, Scheduler
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 
@@ -40,7 +40,7 @@ class Arrival:
     stops: tuple[str, ...] = ()
     num_top: int | None = None
     pieces: list[Piece] = field(default_factory=list)
-    row: Row | None = None
+    row: Reply | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -50,13 +50,13 @@ class Arrival:
     def text(self) -> str:
         return "".join(piece.text for piece in self.pieces)
 
-    def make_row(self, on_piece: Any = lambda: None) -> Row:
+    def make_row(self, on_piece: Any = lambda: None) -> Reply:
         def take(piece: Piece) -> None:
             self.pieces.append(piece)
             on_piece()
 
         request = make_request(self.target, self.ids, None, generate_kwargs=self.options)
-        self.row = Row(
+        self.row = Reply(
             request,
             row_seeds(self.seed, 1, "cpu"),
             IncrementalDetokenizer(Words()),

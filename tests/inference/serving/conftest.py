@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.inference import Target
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.serving.app import create_app
-from draftsmith.inference.serving.row_maker import name_drafters
+from draftsmith.inference.serving.reply_maker import name_drafters
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.serving.server import DrainingServer, new_server
 from tests.inference.serving.arrivals import SECONDS
@@ -47,7 +47,7 @@ class Running:
     def wait_until_idle(self) -> None:
         """Until no row runs or waits."""
         end = time.monotonic() + SECONDS
-        while self.scheduler.num_rows:
+        while self.scheduler.num_replies:
             assert time.monotonic() < end, "rows are left"
             time.sleep(0.01)
 

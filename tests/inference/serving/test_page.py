@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from draftsmith.inference import Target
-from draftsmith.inference.serving.row_maker import name_drafters
+from draftsmith.inference.serving.reply_maker import name_drafters
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.scripts.shared.model_loading import load_heads
 from tests.conftest import REPOSITORY

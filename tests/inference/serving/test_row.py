@@ -1,6 +1,9 @@
-"""Texts that arrive in pieces, and the samplers of several rows as one."""
+"""TokenHistory that arrive in pieces, and the samplers of several rows as one."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,12 +11,12 @@ from transformers.generation import logits_process as stock
 
 from draftsmith.inference.acceptance.joined_sampler import JoinedSampler
 from draftsmith.inference.acceptance.sampler import Sampler, pick_token
-from draftsmith.inference.batch import close_ranks
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
 from draftsmith.inference.request.text_processors import read_processors
-from draftsmith.inference.request.texts import Texts
-from draftsmith.inference.serving.row import StopStrings
+from draftsmith.inference.request.token_history import TokenHistory
+from draftsmith.inference.serving.reply import StopStrings
+from draftsmith.inference.state import close_ranks
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
@@ -45,7 +48,10 @@ def test_the_last_rows_close_the_ranks() -> None:
     assert close_ranks([True, True]) == [0, 1]
 
 
-def make_samplers() -> tuple[list[Sampler], list[Texts]]:
+ROW_FIELDS = ("token_ids", "lengths", "limits", "rows")
+
+
+def make_samplers() -> tuple[list[Sampler], list[TokenHistory]]:
     """Greedy, sampled alike twice, sampled otherwise, with processors that read the text, and with a lazy one."""
     warpers = [stock.TemperatureLogitsWarper(0.6), stock.TopPLogitsWarper(0.8)]
     settings = [
@@ -59,7 +65,7 @@ def make_samplers() -> tuple[list[Sampler], list[Texts]]:
     ]
     samplers, texts = [], []
     for number, (processors, do_sample) in enumerate(settings):
-        text = Texts.of_prompts(torch.tensor([[5, 6, 7 + number, 5]]), [20], 64)
+        text = TokenHistory.of_prompts(torch.tensor([[5, 6, 7 + number, 5]]), [20], 64)
         samplers.append(
             Sampler(
                 read_processors(processors, text, 30),
@@ -76,19 +82,23 @@ def make_samplers() -> tuple[list[Sampler], list[Texts]]:
 def test_rows_of_a_joined_sampler_are_those_of_their_own_samplers() -> None:
     """In their order, and after some have left and one came."""
     samplers, texts = make_samplers()
-    joined = JoinedSampler(samplers[:1], texts[0])
-    for sampler, text in zip(samplers[1:], texts[1:], strict=True):
-        joined = joined.add(sampler, text)
-    check(joined, [*range(7)])
+    joined = JoinedSampler(samplers, join(texts))
+    check(joined, [*range(7)], join(texts))
     chosen = [6, 1, 3, 4]
-    kept = joined.select(chosen, 7)
-    check(kept, chosen)
-    check(kept.add(samplers[2], texts[2]), [*chosen, 2])
-    greedy = joined.select([0, 4], 7)
+    kept = joined.select(chosen, 7, join(texts, chosen))
+    check(kept, chosen, join(texts, chosen))
+    more = [*chosen, 2]
+    check(JoinedSampler([*kept.samplers, samplers[2]], join(texts, more)), more, join(texts, more))
+    greedy = joined.select([0, 4], 7, join(texts, [0, 4]))
     assert greedy.draw_noise(torch.tensor([3, 3]), 2, 30) is None
 
 
-def check(joined: JoinedSampler, numbers: list[int]) -> None:
+def join(texts: list[TokenHistory], chosen: Sequence[int] = range(7)) -> TokenHistory:
+    own = {name: torch.cat([getattr(texts[one], name) for one in chosen]) for name in ROW_FIELDS}
+    return replace(texts[0], **own)
+
+
+def check(joined: JoinedSampler, numbers: list[int], history: TokenHistory) -> None:
     samplers, texts = make_samplers()
     scores = torch.randn(len(numbers), 30, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(len(numbers)) + 10
@@ -97,7 +107,7 @@ def check(joined: JoinedSampler, numbers: list[int]) -> None:
     drafted = torch.randn(len(numbers) * 4, 30, generator=torch.Generator().manual_seed(1))
     warped = joined.warp_draft(drafted).view(len(numbers), 4, 30)
     walking = torch.ones(len(numbers), dtype=torch.bool)
-    picked = pick_token(joined.process(scores.clone(), joined.all_texts, walking), noise[:, 0])
+    picked = pick_token(joined.process(scores.clone(), history, walking), noise[:, 0])
     ends = joined.are_ends(torch.tensor(numbers))
     assert bool(ends.all())
     assert not joined.are_ends(torch.tensor(numbers) + 1).any()

@@ -6,24 +6,23 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from draftsmith.inference import Drafter, Target
+from draftsmith.inference import prefill as prompt_reading
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
-from draftsmith.inference.execution.drafting import CATCH_UP, Drafting
-from draftsmith.inference.execution.step import DecodeStep
 from draftsmith.inference.planning.costs import StepCosts
-from draftsmith.inference.planning.planner import TreePlanner
-from draftsmith.inference.prompts import PREFILL_CHUNK, PromptReader
+from draftsmith.inference.planning.planner import Planner
+from draftsmith.inference.prefix_cache import PREFILL_CHUNK
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
+from draftsmith.inference.state import CATCH_UP, DecodeState
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.serving.arrivals import SECONDS, Arrival, drafters_of, draw_options, end, serve
 from tests.params import slow_but
@@ -100,28 +99,31 @@ def is_end(arrival: Arrival, token: int) -> bool:
     return token in arrival.options.get("eos_token_id", [])
 
 
-def guess_costs(step: DecodeStep, batch_size: int, *_: Any, most_rows: int = 2) -> StepCosts:
-    """Of batches up to `most_rows` rows drafting is worth it, of larger ones not. Measuring takes seconds."""
-    trees = step.policy.candidates if step.policy is not None else ()
-    cost = 1.1 if batch_size <= most_rows else 9.0
-    return StepCosts((64, 896), (1.0, 1.0), (cost, cost), (cost,) * len(trees), tuple(tree.num_nodes for tree in trees))
+def set_costs(monkeypatch: pytest.MonkeyPatch, *, most_rows: int) -> None:
+    """In batches up to `most_rows` rows drafting is worth it, in larger ones not."""
+
+    def expect(costs: StepCosts) -> list[float]:
+        _, num_rows = costs._at
+        return [1.0, *[1.1 if num_rows <= most_rows else 99.0] * 5]
+
+    monkeypatch.setattr(StepCosts, "expect", expect)
 
 
 def test_the_planner_hears_how_much_each_row_has_to_go(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a served batch are in the order in which they joined; the planner learns from those with most to go."""
-    monkeypatch.setattr("draftsmith.inference.planning.planner.find_costs", partial(guess_costs, most_rows=9))
+    set_costs(monkeypatch, most_rows=9)
     seen: list[tuple[list[int], list[int]]] = []
-    learn = TreePlanner.learn
+    learn = Planner.learn
 
-    def note(planner: TreePlanner, counted: Any, left: Any) -> None:
-        (lane,) = (one for one in oracle._lanes.values() if one.choice is planner)
-        ends = [one.row.request.max_length - len(one.prompt) for one in arrivals if one.row in lane.rows]
-        emitted = [len(one.tokens) for one in arrivals if one.row in lane.rows]
+    def note(planner: Planner, policy: Any, counted: Any, left: Any) -> None:
+        (lane,) = (one for one in oracle._lanes.values() if one.planner is planner)
+        ends = [one.row.request.max_length - len(one.prompt) for one in arrivals if one.row in lane.replies]
+        emitted = [len(one.tokens) for one in arrivals if one.row in lane.replies]
         seen.append((sorted(left), sorted(end - new for end, new in zip(ends, emitted, strict=True))))
         assert len(counted) == len(left)
-        learn(planner, counted, left)
+        learn(planner, policy, counted, left)
 
-    monkeypatch.setattr(TreePlanner, "learn", note)
+    monkeypatch.setattr(Planner, "learn", note)
     arrivals = [
         Arrival(oracle.target, [3 + n], {"max_new_tokens": 10 + 20 * n, "do_sample": False}, lane=("draft", "auto"))
         for n in range(3)
@@ -133,7 +135,7 @@ def test_the_planner_hears_how_much_each_row_has_to_go(oracle: Scheduler, monkey
 
 @pytest.mark.parametrize("tree", ["chain:2", "dynamic:3,2,6", "auto"])
 def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.inference.planning.planner.find_costs", guess_costs)
+    set_costs(monkeypatch, most_rows=2)
     arrivals = draw_arrivals(oracle.target, 6)
     for number, arrival in enumerate(arrivals):
         arrival.lane = ("draft", tree if number % 2 else None)
@@ -144,15 +146,15 @@ def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monke
 def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows join and leave all the time. The drafter reads what waits for it, and its rows stay those of the batch."""
     target, held = target_of("llama", num_hidden_layers=2), []
-    never = partial(guess_costs, most_rows=0)
-    monkeypatch.setattr("draftsmith.inference.planning.planner.find_costs", never)
-    take = Drafting.take
+    set_costs(monkeypatch, most_rows=0)
+    append = DecodeState.append
 
-    def note(drafting: Drafting, slots: Any) -> None:
-        take(drafting, slots)
-        held.append(sum(one.width for one in drafting._waiting))
+    def note(state: DecodeState, *args: Any) -> None:
+        append(state, *args)
+        if state.rows:
+            held.append(int(state.num_pending.max()))
 
-    monkeypatch.setattr(Drafting, "take", note)
+    monkeypatch.setattr(DecodeState, "append", note)
     scheduler = Scheduler(target, drafters_of(tiny_heads("eagle3", target)), tree="auto", limits=LIMITS)
     draws = random.Random(2)
     options = [{"max_new_tokens": draws.randrange(5, 90), "do_sample": bool(draws.randrange(2))} for _ in range(12)]
@@ -238,10 +240,10 @@ def test_long_prompts_are_read_between_the_steps_of_others(monkeypatch: pytest.M
         Arrival(target, long, {"max_new_tokens": 3, "do_sample": False}),
     ]
     events: list[str] = []
-    read_chunk, advance = PromptReader._read_rest, Lane.advance
+    read_chunk, advance = prompt_reading._read_rest, Lane.advance
 
-    def note_chunks(self: Any, *args: Any) -> Any:
-        chunks = read_chunk(self, *args)
+    def note_chunks(*args: Any) -> Any:
+        chunks = read_chunk(*args)
         while True:
             try:
                 size = next(chunks)
@@ -250,7 +252,7 @@ def test_long_prompts_are_read_between_the_steps_of_others(monkeypatch: pytest.M
             events.append("chunk")
             yield size
 
-    monkeypatch.setattr(PromptReader, "_read_rest", note_chunks)
+    monkeypatch.setattr(prompt_reading, "_read_rest", note_chunks)
     monkeypatch.setattr(Lane, "advance", lambda self: (events.append("step"), advance(self))[1])
     serve(scheduler, arrivals, num_first=1)
     end(scheduler)

@@ -65,12 +65,6 @@ def test_memory_is_flat(served: Running) -> None:
     assert served.metric("request_success_total", finished_reason="abort") > 100
 
 
-def forbid_drafting(step: Any, *_: Any) -> StepCosts:
-    """Costs of trees that are never worth it."""
-    trees = step.policy.candidates
-    return StepCosts((64, 896), (1.0, 1.0), (99.0, 99.0), (99.0,) * len(trees), tuple(one.num_nodes for one in trees))
-
-
 def serve_steps(target: Target, drafter: Drafter, marks: Sequence[int], *, max_rows: int = 8) -> list[tuple[int, int]]:
     """Serves rows of all lengths that follow each other. Whenever the lane has made so many steps: bytes of its
     tensors, and of the process."""
@@ -108,7 +102,7 @@ def serve_steps(target: Target, drafter: Drafter, marks: Sequence[int], *, max_r
 @pytest.mark.slow
 def test_a_batch_that_never_drafts_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the lane: its cache, the drafter's state, and what waits for the drafter, which is read in parts."""
-    monkeypatch.setattr("draftsmith.inference.planning.planner.find_costs", forbid_drafting)
+    monkeypatch.setattr(StepCosts, "expect", lambda _: [1.0, *[99.0] * 5])
     target = target_of("llama", num_hidden_layers=2)
     marks = range(NUM_STEPS // 10, NUM_STEPS + 1, NUM_STEPS // 10)
     found = [lane for lane, _ in serve_steps(target, tiny_heads("eagle3", target), marks, max_rows=3)]

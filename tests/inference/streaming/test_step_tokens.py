@@ -9,7 +9,8 @@ import torch
 
 from draftsmith.inference import Decoder, DynamicTree, StaticTree, StepTokens, chain, generate, stream
 from draftsmith.inference.drafters.sampling import GREEDY_TEMPERATURE
-from draftsmith.inference.loop import DecodeLoop
+from draftsmith.inference.engine import Emission, Engine
+from draftsmith.inference.step import StepOutput
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -97,15 +98,18 @@ def test_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows end at different lengths, and the last ones move into the places of those that left."""
     texts = generate(MODEL, None, PROMPTS, **{**GREEDY, "max_new_tokens": 40}).sequences
     kept: list[list[StepTokens]] = [[], [], []]
-    emit = DecodeLoop.emit
+    emit, make = Engine.emit, Engine.__init__
 
-    def note(loop: DecodeLoop, *args: Any) -> list[StepTokens]:
-        rows = emit(loop, *args)
-        for row, step in enumerate(rows):
-            kept[row].append(step)
-        return rows
+    def note(engine: Engine, output: StepOutput) -> Emission:
+        emission = emit(engine, output)
+        for row, step in zip(emission.rows, emission.kept, strict=True):
+            kept[row.index].append(step)
+        return emission
 
-    monkeypatch.setattr(DecodeLoop, "emit", note)
+    monkeypatch.setattr(Engine, "emit", note)
+    monkeypatch.setattr(
+        Engine, "__init__", lambda *args, **options: make(*args, **options | {"records_probabilities": True})
+    )
     drafter = scripted(texts)
     Decoder(MODEL, drafter, tree=TREES["dynamic"]).generate(PROMPTS, eos_token_id=int(texts[0, 14]), **GREEDY)
     for row, steps in enumerate(kept):

@@ -181,7 +181,7 @@ def test_small_model_drafts_what_it_would_say_itself() -> None:
 @pytest.mark.slow
 def test_compiled_texts_share_their_graphs(caplog: pytest.LogCaptureFixture) -> None:
     """Behind the first text, neither a step nor a source of another length makes a graph."""
-    caplog.set_level("INFO", "draftsmith.inference.execution.compiled")
+    caplog.set_level("INFO", "draftsmith.inference.runners.compiled")
     model = tiny_encoder_decoder("t5-v1.1", 0, num_decoder_layers=1)
     small = SmallModelDrafter(tiny_encoder_decoder("t5-v1.1", 0, num_decoder_layers=1, noise=0.1))
     decoder = Decoder(model, small, tree=DynamicTree(2, 2, 5), compile=True)

@@ -1,4 +1,4 @@
-"""What encoder-decoder targets refuse, and with which words."""
+"""What encoder-decoder targets refuse."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ class CountedPositions(nn.Module):
 
 def test_drafters_of_the_other_kind() -> None:
     small = SmallModelDrafter(decoder_only())
-    with pytest.raises(ValueError, match="target is an encoder-decoder model, the small model a decoder-only model"):
+    with pytest.raises(ValueError, match="target is an encoder-decoder"):
         small.for_target(target_of("t5"))
-    with pytest.raises(ValueError, match="target is a decoder-only model, the small model an encoder-decoder model"):
+    with pytest.raises(ValueError, match="target is a decoder-only"):
         small_model_of("t5", 2).for_target(Target(decoder_only()))
 
 
 def test_features() -> None:
     """Trained heads, hidden states for them to train on, and any drafter that asks for some."""
-    with pytest.raises(ValueError, match="encoder-decoder model, and trained heads draft for decoder-only"):
+    with pytest.raises(ValueError, match="encoder-decoder"):
         create_heads("medusa", target_of("t5")).bind(target_of("t5"))
-    with pytest.raises(ValueError, match=r"hidden states are not handed over.*SmallModelDrafter"):
+    with pytest.raises(ValueError, match="SmallModelDrafter"):
         encode(target_of("t5"), torch.tensor([[3, 4]]), torch.ones(1, 2))
     ids, mask = source_batch(1)
     drafter = ScriptedDrafter([torch.tensor([START])], VOCAB_SIZE)
-    with pytest.raises(ValueError, match="hidden states are not handed over"):
+    with pytest.raises(ValueError, match="SmallModelDrafter"):
         generate(target_of("t5"), drafter, ids, mask, **GREEDY)
 
 
@@ -71,14 +71,14 @@ def test_sources_of_other_tokens(token: int) -> None:
     """Padding as well: the encoder looks it up."""
     ids, mask = source_batch(2)
     ids[1, 4] = token
-    with pytest.raises(ValueError, match=f"token 4 of row 1 of the source is {token}; .* 0 to {VOCAB_SIZE - 1}"):
+    with pytest.raises(ValueError, match=f"token 4 of row 1 .*{token}; .* {VOCAB_SIZE - 1}"):
         generate(target_of("t5"), None, ids, mask, **GREEDY)
 
 
 def test_empty_sources() -> None:
     ids, mask = source_batch(2)
     mask[1] = 0
-    with pytest.raises(ValueError, match="row 1 of the source is all padding"):
+    with pytest.raises(ValueError, match="row 1 "):
         generate(target_of("t5"), None, ids, mask, **GREEDY)
 
 
@@ -87,7 +87,7 @@ def test_positions_that_cannot_be_told() -> None:
     model.model.decoder.embed_positions = CountedPositions(model.config.d_model)
     models = [model, *(tiny_encoder_decoder(kind) for kind in ("m2m_100",) if kind not in LEFT_OUT)]
     for one in models:
-        with pytest.raises(ValueError, match="counts positions in its own way"):
+        with pytest.raises(ValueError, match="positions"):
             Target(one)
 
 
@@ -109,6 +109,5 @@ def test_no_decoder() -> None:
 def test_broken_weights(kind: str, broken: str, what: str) -> None:
     model = copy.deepcopy(tiny_encoder_decoder(kind))
     model.get_parameter(broken).data[3, 3] = torch.nan
-    match = rf"the {what} of {type(model).__name__} in torch.float32 hold NaN .*\({broken}\).*broken"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=rf"{what} .*\({broken}\)"):
         Target(model)

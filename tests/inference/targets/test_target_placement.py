@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +25,7 @@ from draftsmith.training.features.encoding import encode
 from tests.conftest import REPOSITORY
 from tests.inference.targets.test_target_refusals import ignore_argument
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
+from tests.processes import TORCHRUN, run_python
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import RECURRENT_FAMILIES, VOCAB_SIZE, random_prompt, tiny_target
 
@@ -402,14 +400,4 @@ def test_tensor_parallel(tmp_path: Path) -> None:
         tiny_target(family, initializer_range=0.3).save_pretrained(tmp_path / family)
     program = tmp_path / "decode.py"
     program.write_text(TENSOR_PARALLEL)
-    launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, str(program), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("decoded") == 4
+    assert run_python(*TORCHRUN, "2", str(program), str(tmp_path), PYTHONPATH=str(REPOSITORY)).count("decoded") == 4

@@ -55,12 +55,12 @@ class TestRefusals:
 
     def test_states_in_a_place_of_their_own(self) -> None:
         config = RecurrentGemmaConfig(**self.tiny, num_attention_heads=2, lru_width=32, attention_window_size=8)
-        with pytest.raises(ValueError, match=r"cannot be rolled back|does not run with a 4-D mask"):
+        with pytest.raises(ValueError, match=r"rolled back|4-D mask"):
             Target(RecurrentGemmaForCausalLM(config).eval())
 
     def test_rwkv(self) -> None:
         config = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=32)
-        with pytest.raises(ValueError, match=r"keep their states in a place of their own|has no cache for them"):
+        with pytest.raises(ValueError, match=r"place of their own|no cache"):
             Target(RwkvForCausalLM(config).eval())
 
     @pytest.mark.skipif("inkling_text" not in CONFIG_MAPPING, reason="this release of transformers has no Inkling")
@@ -69,7 +69,7 @@ class TestRefusals:
         heads = dict.fromkeys(("num_attention_heads", "swa_num_attention_heads", "n_routed_experts"), 4)
         pairs = dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_experts_per_tok", "d_rel"), 2)
         config = CONFIG_MAPPING["inkling_text"](**self.tiny, **sizes, **heads, **pairs, n_shared_experts=1)
-        with pytest.raises(ValueError, match="two modules keep a state in layer 0 of the cache"):
+        with pytest.raises(ValueError, match="layer 0"):
             Target(AutoModelForCausalLM.from_config(config).eval())
 
     def test_a_cache_of_its_own(self) -> None:
@@ -81,14 +81,14 @@ class TestRefusals:
             num_local_experts=2,
             layer_types=["linear_attention", "full_attention"],
         )
-        with pytest.raises(ValueError, match="rolled back after a rejected draft"):
+        with pytest.raises(ValueError, match="rolled back"):
             Target(MiniMaxForCausalLM(config).eval())
 
     @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
     def test_attention_that_takes_no_tree_mask(self, implementation: str) -> None:
         model = calm_target("llama")
         model.config._attn_implementation_internal = implementation
-        with pytest.raises(ValueError, match=rf"'{implementation}' cannot take a tree mask.*sdpa"):
+        with pytest.raises(ValueError, match=rf"'{implementation}'.*sdpa"):
             Target(model)
 
     def test_training_mode(self) -> None:
@@ -101,15 +101,15 @@ class TestRefusals:
             encode(target, random_prompt(3), torch.ones(1, 3))
 
     def test_no_language_model(self) -> None:
-        with pytest.raises(ValueError, match=r"AutoModelForCausalLM\), got Linear"):
+        with pytest.raises(ValueError, match="Linear"):
             Target(nn.Linear(2, 2))
-        with pytest.raises(ValueError, match="LlamaModel has no LM head"):
+        with pytest.raises(ValueError, match=r"LlamaModel .*LM head"):
             Target(calm_target("llama").base_model)
 
     def test_layers_that_share_a_cache(self) -> None:
         model = calm_target("llama")
         model.model.layers[1].self_attn.layer_idx = 0
-        with pytest.raises(ValueError, match=r"layers \[1\] of LlamaForCausalLM never write"):
+        with pytest.raises(ValueError, match=r"layers \[1\]"):
             Target(model)
 
     @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
@@ -118,7 +118,7 @@ class TestRefusals:
         for dtype, weights in product(DTYPES, (0.02, 0.1, 0.5)):
             model = tiny_target("llama", dtype=dtype, initializer_range=weights)
             ignore_argument(model, ignored)
-            with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+            with pytest.raises(ValueError, match=NO_TREE):
                 Target(model)
 
     def test_experts_do_not_excuse_a_model_that_ignores_masks_or_positions(self) -> None:
@@ -157,7 +157,7 @@ class TestRefusals:
             model.model.norm.register_forward_hook(
                 lambda module, args, states: states + leak * states.mean(1, keepdim=True)
             )
-            with pytest.raises(ValueError, match=r"LlamaForCausalLM change by .* it is not a causal LM"):
+            with pytest.raises(ValueError, match="not a causal LM"):
                 Target(model)
 
     def test_only_experts_are_asked_again(self) -> None:
@@ -173,7 +173,7 @@ class TestRefusals:
         first = 1
         Target(models[0])
         first = 7
-        with pytest.raises(ValueError, match="it is not a causal LM"):
+        with pytest.raises(ValueError, match="not a causal LM"):
             Target(models[1])
 
     @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ class TestRefusals:
             model = tiny_target(family, dtype=dtype)
             broken = f"model.layers.1.self_attn.{layer}.weight"
             model.get_parameter(broken).data[3, 3] = value
-            with pytest.raises(ValueError, match=rf"hidden states of .* in {dtype} hold NaN .*\({broken}\).*broken"):
+            with pytest.raises(ValueError, match=rf"{dtype} .*\({broken}\)"):
                 Target(model)
 
     def test_half_precision_that_overflows(self) -> None:
@@ -194,7 +194,7 @@ class TestRefusals:
         for weight in (model.model.layers[1].mlp.up_proj.weight, model.model.layers[1].mlp.down_proj.weight):
             weight.data *= 1e4
             assert weight.isfinite().all()
-        with pytest.raises(ValueError, match=r"in torch.float16 hold NaN .*overflows .*load the model in bfloat16"):
+        with pytest.raises(ValueError, match=r"float16 .*bfloat16"):
             Target(model)
         Target(model.bfloat16())
 
@@ -206,7 +206,7 @@ class TestRefusals:
         bias[3] = -torch.inf
         Target(model)
         bias[3] = torch.nan
-        with pytest.raises(ValueError, match=r"the logits of LlamaForCausalLM .* hold NaN"):
+        with pytest.raises(ValueError, match=r"logits .*NaN"):
             Target(model)
 
     def test_autocast(self) -> None:
@@ -215,9 +215,7 @@ class TestRefusals:
         decoder = Decoder(model)
         expected = decoder.generate(prompt, max_new_tokens=8).sequences
         with torch.autocast("cpu", torch.bfloat16):
-            match = (
-                r"autocast to torch.bfloat16 is on for cpu, and the target is in torch.float32.* outside of autocast"
-            )
+            match = r"autocast to torch.bfloat16.* torch.float32"
             with pytest.raises(ValueError, match=match):
                 Target(model)
             with pytest.raises(ValueError, match=match):
@@ -231,7 +229,7 @@ class TestRefusals:
         target = Target(calm_target("llama"))
         cache = target.new_cache(1, 8)
         target.prefill(cache, random_prompt(6), torch.tensor([6]))
-        with pytest.raises(ValueError, match="holds 8 slots per row, but 3 new tokens after up to 6"):
+        with pytest.raises(ValueError, match=r"8 slots.* 3 new .* 6"):
             cache.open_slots(3)
 
     @pytest.mark.parametrize("error", [KeyError("layer 5"), RuntimeError("shapes"), IndexError("5"), TypeError("none")])
@@ -243,7 +241,7 @@ class TestRefusals:
                 raise error
 
         target.model.model.register_forward_pre_hook(fail)
-        with pytest.raises(ValueError, match="LlamaForCausalLM does not run with its first 2 layers only"):
+        with pytest.raises(ValueError, match="first 2 layers"):
             target.prepare_first_layers(2)
 
 
@@ -291,15 +289,15 @@ def spoil_trees(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> 
         output["last_hidden_state"] *= torch.nan
 
 
-NO_TREE = "does not compute a tree as separate continuations"
+NO_TREE = "compute a tree"
 HOOKS: list[tuple[str, str, Any, str]] = [  # family, module, hook, complaint
     ("llama", "model", read_the_mask_upside_down, NO_TREE),
     ("llama", "model.layers.1.self_attn", measure_distances_in_slots, NO_TREE),
-    ("mistral", "model", see_beyond_the_window, "does not mask by its config's sliding_window=8"),
-    ("llama", "model.layers.1", touch_another_state, "keeps a state besides keys and values"),
+    ("mistral", "model", see_beyond_the_window, "sliding_window=8"),
+    ("llama", "model.layers.1", touch_another_state, "a state besides"),
     ("mistral", "model.layers.0", spoil_long_texts, "hold NaN"),
-    ("mistral", "model", spoil_masked_passes, "does not mask by"),
-    ("llama", "model", spoil_trees, "does not compute a tree"),
+    ("mistral", "model", spoil_masked_passes, "sliding_window"),
+    ("llama", "model", spoil_trees, NO_TREE),
 ]
 
 

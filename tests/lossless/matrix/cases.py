@@ -134,7 +134,7 @@ def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outc
     on_step = watch if len(prompts) == 1 else None
     started = time.perf_counter()
     with (
-        patch("draftsmith.inference.prompts.PREFILL_CHUNK", case.prefill_chunk),
+        patch("draftsmith.inference.prefill.PREFILL_CHUNK", case.prefill_chunk),
         watch_commits(outcome.commits),
     ):
         output = decoder.generate(**inputs, do_sample=do_sample(case.sampling), seed=seed, on_step=on_step, **options)

@@ -19,7 +19,7 @@ from draftsmith.scripts.benchmarks import drafters
 from draftsmith.scripts.benchmarks.drafters import DraftersArguments, find_means, make_grid
 from draftsmith.scripts.measuring.contenders import NGRAMS
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
-from draftsmith.scripts.measuring.render import Grid
+from draftsmith.scripts.measuring.table import Grid
 from draftsmith.scripts.shared.model_loading import fit_tree
 
 pytestmark = pytest.mark.usefixtures("known_hardware")

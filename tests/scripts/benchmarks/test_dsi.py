@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +12,7 @@ from draftsmith.inference import Decoder
 from draftsmith.scripts.benchmarks import dsi
 from draftsmith.scripts.benchmarks.scripted.counting import ScriptedChances, make_counting_target, make_random_heads
 from draftsmith.scripts.benchmarks.servers.simulation import Costs, Setting, simulate, sweep
-from tests.conftest import REPOSITORY
+from tests.processes import TORCHRUN, run_python
 
 
 def test_the_simulation_agrees_with_arithmetic() -> None:
@@ -64,17 +61,12 @@ def test_a_shape_under_torchrun(tmp_path: Path) -> None:
     """Texts are the same, and the picture can be drawn."""
     program, run, swept = "scripts/benchmarks/dsi.py", tmp_path / "run.json", tmp_path / "sweep.json"
     small = ("--acceptances", "0.5", "0.9", "--num_tokens", "16", "--num_prompts", "2")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     for words in (
-        (*torchrun, program, "--shape", "tiny", *small, "--json", str(run)),
+        (*TORCHRUN, "2", program, "--shape", "tiny", *small, "--json", str(run)),
         (program, "--sweep", "--ratios", "0.1", *small[:5], "--json", str(swept)),
         (program, "--draw", str(run), str(swept), "--picture", str(tmp_path / "dsi.png")),
     ):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(
-            [sys.executable, *words], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=200
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        run_python(*words)
     results = json.loads(run.read_text())["results"]
     assert [(one["same_texts"], one["texts"]) for one in results] == [(2, 2)] * 2
     assert (tmp_path / "dsi.png").stat().st_size > 1000

@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith.inference import Target
 from draftsmith.inference.serving.protocol import ChatRequest
-from draftsmith.inference.serving.row_maker import RowMaker
+from draftsmith.inference.serving.reply_maker import ReplyMaker
 from draftsmith.scripts.chat.session import Conversation as Chat
 from draftsmith.scripts.shared.model_loading import encode_messages
 from draftsmith.training.data.chat_tokens import tokenize_row
@@ -25,7 +25,7 @@ TARGET = Target(tiny_target("llama", vocab_size=4096))
 def server_ids(shape: Shape, messages: list[dict[str, Any]], tokenizer: Any, **fields: Any) -> list[int]:
     body = {"messages": messages, "tools": shape.tools, **fields}
     request = ChatRequest.model_validate_json(json.dumps(body))
-    return RowMaker(TARGET, tokenizer, {"none": None}, max_length=512).encode_chat(request)
+    return ReplyMaker(TARGET, tokenizer, {"none": None}, max_length=512).encode_chat(request)
 
 
 def first_learned(row: dict[str, Any]) -> list[int]:

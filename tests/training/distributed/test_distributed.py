@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.heads import DraftHeads
 from draftsmith.training.run.resume import find_newest
 from tests.conftest import REPOSITORY
+from tests.processes import run_python
 from tests.training.runner import Runner, assert_same, write_conversations
 
 pytestmark = pytest.mark.slow
@@ -83,28 +84,16 @@ def read(train: Runner) -> Result:
 
 
 def command(config: str, train: Runner, **options: Any) -> list[str]:
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"]
     arguments = train.arguments(**{**OPTIONS, "per_device_train_batch_size": 2, **options})
-    return [*launcher, "--config_file", f"configs/accelerate/{config}.yaml", "training/train_heads.py", *arguments]
+    return [*launcher(config), "training/train_heads.py", *arguments]
+
+
+def launcher(config: str) -> list[str]:
+    return ["-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{config}.yaml"]
 
 
 def launch(config: str, train: Runner, **options: Any) -> str:
-    return start(command(config, train, **options))
-
-
-def start(words: list[str]) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(
-        words,
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout + result.stderr
+    return run_python(*command(config, train, **options))
 
 
 @pytest.mark.parametrize(
@@ -209,15 +198,14 @@ def test_bfloat16_is_autocast_around_float32_weights(config: str, train: Runner,
 @pytest.mark.parametrize("config", SPLIT[:2])
 def test_a_shipped_configuration_trains_without_muon(config: str, conversations: Path, tmp_path: Path) -> None:
     """As docs/training.md has it, for two steps."""
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{config}.yaml"]
-    words += ["training/train_heads.py", "--config", "configs/train/eagle3-chat-13m.yaml"]
+    words = [*launcher(config), "training/train_heads.py", "--config", "configs/train/eagle3-chat-13m.yaml"]
     words += ["--dataset", str(conversations), "--max_samples", "20", "--validation_fraction", "0.2"]
     words += ["--max_steps", "2", "--num_eval_prompts", "0", "--metric_for_best_model", "loss"]
     words += ["--greater_is_better", "false", "--output_dir", str(tmp_path / "heads")]
-    start([*words, "--muon_learning_rate", "none"])
+    run_python(*words, "--muon_learning_rate", "none")
     assert DraftHeads.from_pretrained(tmp_path / "heads").config.head_type == "eagle3"
     with pytest.raises(AssertionError, match=r"train_heads\.py: got muon_learning_rate 0\.04 under DeepSpeed or FSDP"):
-        start(words)
+        run_python(*words)
 
 
 def test_a_killed_process_ends_the_run_and_its_checkpoint_goes_on(train: Runner, alone: Result) -> None:
@@ -225,7 +213,7 @@ def test_a_killed_process_ends_the_run_and_its_checkpoint_goes_on(train: Runner,
 
     def run(**options: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            command("multi_gpu", train, **options),
+            [sys.executable, *command("multi_gpu", train, **options)],
             cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from draftsmith.inference import Target
-from tests.conftest import REPOSITORY
+from tests.processes import run_python
 from tests.tiny_targets import tiny_target
 from tests.training.run.test_splits import CASES, ROWS, Result, assert_same_step, pack, train
 
@@ -31,17 +30,7 @@ def run_all(folder: Path, num_processes: int) -> dict[str, Result]:
 @pytest.mark.slow
 @pytest.mark.ci
 def test_equals_one_big_batch(tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
-    result = subprocess.run(
-        [sys.executable, *WORDS, "--module", __name__, str(tmp_path)],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_python(*WORDS, "--module", __name__, str(tmp_path), ACCELERATE_USE_CPU="true")
     found = torch.load(tmp_path / "results.pt", weights_only=True)
     for name, expected in run_all(tmp_path, 1).items():
         assert_same_step(Result(*found[name]), expected, name)

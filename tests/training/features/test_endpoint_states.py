@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 import torch
 from torch import Tensor
@@ -28,25 +27,10 @@ from draftsmith.training.features.target_options import ModelArguments
 from draftsmith.training.options.command_line import parse_arguments
 from tests.tiny_targets import tiny_target
 from tests.training.runner import Runner
-from tests.training.states_server import StatesServer, serving_states
+from tests.training.states_server import LAYERS, StatesServer
 
 Extract = Callable[..., int]
-LAYERS = [1, 2, 3]
 CLOSE = 1e-5
-
-
-@pytest.fixture(scope="module")
-def running(target_path: Path) -> Iterator[StatesServer]:
-    with serving_states(target_path) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: StatesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StatesServer:
-    monkeypatch.setattr(openai.OpenAI, "_calculate_retry_timeout", lambda *args: 0.01)
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    running.reset(tmp_path / "shared", [*LAYERS, 4])
-    return running
 
 
 @pytest.fixture
@@ -105,7 +89,7 @@ def test_a_broken_run_continues_after_the_shards_it_wrote(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "extract", dying)
         server.faults.extend([None, (503, {}, "loading"), (500, {}, "sorry")])
-        with pytest.raises(ConnectionError, match=r"503 .*loading.* run the same command again: finished work is kept"):
+        with pytest.raises(ConnectionError, match=r"503 .*loading"):
             extract(shard_mb=0.03)
     server.faults.clear()
     assert 0 < FeatureStore(tmp_path / "remote").num_finished < FeatureStore(tmp_path / "local").num_finished
@@ -129,7 +113,7 @@ def test_a_folder_with_another_name_here(extract: Extract, server: StatesServer,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "extract", elsewhere)
         patch.setattr(hidden_states, "FILE_TIMEOUT", 0.3)
-        with pytest.raises(ValueError, match=r"/on/the/server/.* was not written .*--shared_folder"):
+        with pytest.raises(ValueError, match=r"/on/the/server/.*--shared_folder"):
             extract()
         patch.setattr(hidden_states, "FILE_TIMEOUT", 30.0)
         extract(shared_folder=tmp_path / "mounted")
@@ -177,18 +161,15 @@ def other_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (no_tensors, r"was not written within 0\.3 seconds .*--shared_folder, or look into the server's log"),
-        (other_tokens, "the states of other tokens than those of the request"),
-        (half_precision, r"computes in bfloat16, .* in float32: .*--dtype float32, or give --target_dtype bfloat16"),
-        (not_finite, r"not finite \(a text of \d+ tokens .*another --dtype"),
-        (
-            narrow_states,
-            r"another model: its states have 8 numbers, and those of .* have 32\. Start it with: vllm serve",
-        ),
-        (a_layer_less, r"gives 3 states for each of \d+ tokens, and 4 for each of .*Start it with: vllm serve"),
-        (swapped_layers, r"states hidden\.1 differ from those of the same layers here by .* numbers its layers"),
-        (another_last_state, r"log-probabilities differ by up to .* gives another state as the last one"),
-        (other_names, r"writes states \[\d+, 4, 32\], where hidden_states \[T, L, D\] and token_ids are expected"),
+        (no_tensors, r"0\.3 seconds.*--shared_folder"),
+        (other_tokens, "other tokens"),
+        (half_precision, r"--dtype float32.*--target_dtype bfloat16"),
+        (not_finite, r"not finite.*--dtype"),
+        (narrow_states, r"\b8 numbers.*\b32\b"),
+        (a_layer_less, r"\b3 states.*\b4\b"),
+        (swapped_layers, r"hidden\.1 .*numbers its layers"),
+        (another_last_state, "log-probabilities"),
+        (other_names, r"\[\d+, 4, 32\].*hidden_states.*token_ids"),
     ],
 )
 def test_wrong_files_are_refused(
@@ -211,7 +192,7 @@ def test_wrong_files_are_refused(
 
 def test_a_server_without_the_method_or_with_other_layers(extract: Extract, server: StatesServer) -> None:
     server.is_extracting = False
-    with pytest.raises(ValueError, match=r"gives no hidden states\. Start it with: (?P<command>vllm serve.*)") as error:
+    with pytest.raises(ValueError, match="Start it with: vllm serve") as error:
         extract()
     command = shlex.split(str(error.value).partition("Start it with: ")[2])
     options = dict(zip(command[3::2], command[4::2], strict=False))
@@ -223,15 +204,14 @@ def test_a_server_without_the_method_or_with_other_layers(extract: Extract, serv
     assert transfer["kv_connector_extra_config"]["shared_storage_path"] == "/dev/shm/draftsmith/layers-1-2-3-4"
 
     server.reset(server.folder.parent, [0, 1, 2, 4])
-    message = r"writes hidden states into .*/layers-0-1-2-4, .* the name layers-1-2-3-4\. Start it with: vllm serve"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"layers-0-1-2-4.*layers-1-2-3-4"):
         extract()
 
 
 def test_a_server_of_other_weights(extract: Extract, server: StatesServer) -> None:
     right, server.model = server.model, tiny_target("llama", vocab_size=60, num_hidden_layers=4)
     try:
-        with pytest.raises(ValueError, match=r"states hidden\.1 differ .* the server has other weights"):
+        with pytest.raises(ValueError, match=r"hidden\.1 .*other weights"):
             extract()
     finally:
         server.model = right
@@ -244,20 +224,20 @@ def test_a_continued_run_compares_the_server_with_the_store(
     monkeypatch.setattr("draftsmith.training.features.extraction.NUM_LAYERS", 2)
     extract(shard_mb=0.03)
     server.spoil = lambda tensors: tensors | {"hidden_states": tensors["hidden_states"][:, [0, 1, 1, 3]].contiguous()}
-    with pytest.raises(ValueError, match=r"states hidden\.3 differ from those in .*remote by"):
+    with pytest.raises(ValueError, match=r"hidden\.3 .*remote"):
         extract(shard_mb=0.03)
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"endpoint": "http://127.0.0.1:9/v1"}, ConnectionError, r"Connection error.*start one with: vllm serve"),
-        ({"endpoint": "localhost:8000"}, ValueError, "give its base URL"),
-        ({"endpoint_model": "other"}, ValueError, r"does not serve 'other', but tiny: name one with --endpoint_model"),
-        ({"target_device_map": "auto"}, ValueError, "got target_device_map auto with a server for the states"),
-        ({"batch_size": 4}, ValueError, "got batch_size 4 with endpoint: the server makes its own batches"),
-        ({"endpoint": None, "shared_folder": "x"}, ValueError, "got shared_folder without endpoint"),
-        ({"concurrency": 0}, ValueError, "got concurrency 0: it must be above 0"),
+        ({"endpoint": "http://127.0.0.1:9/v1"}, ConnectionError, "http://127.0.0.1:9/v1"),
+        ({"endpoint": "localhost:8000"}, ValueError, "localhost:8000"),
+        ({"endpoint_model": "other"}, ValueError, "'other'.*tiny.*--endpoint_model"),
+        ({"target_device_map": "auto"}, ValueError, "target_device_map auto"),
+        ({"batch_size": 4}, ValueError, "batch_size 4 .*endpoint"),
+        ({"endpoint": None, "shared_folder": "x"}, ValueError, "shared_folder .*endpoint"),
+        ({"concurrency": 0}, ValueError, "concurrency 0"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], kind: type[Exception], message: str, extract: Extract) -> None:
@@ -267,7 +247,7 @@ def test_wrong_options(options: dict[str, Any], kind: type[Exception], message: 
 
 def test_texts_that_the_server_does_not_take(extract: Extract, server: StatesServer) -> None:
     server.max_length = 20
-    with pytest.raises(ValueError, match=r"prompts of 19 tokens at most, .* has (\d+): .*--max-model-len \d+, or give"):
+    with pytest.raises(ValueError, match=r"\b19 tokens.*--max-model-len \d+"):
         extract()
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 import torch
 
@@ -20,9 +18,8 @@ from draftsmith.training.run.stopping import TrainingStoppedError
 from tests.params import slow_but
 from tests.tiny_targets import tiny_target
 from tests.training.runner import Runner, assert_same
-from tests.training.states_server import StatesServer, serving_states
+from tests.training.states_server import LAYERS, StatesServer
 
-LAYERS = [1, 2, 3]
 OPTIONS: dict[str, Any] = {
     "head_overrides": [f"feature_layers={LAYERS}", "ttt_steps=2", "draft_vocab_size=40"],
     "gradient_accumulation_steps": 2,
@@ -32,20 +29,6 @@ OPTIONS: dict[str, Any] = {
     "eval_steps": 4,
 }
 CLOSE = 1e-4  # online, batches of several texts are rounded otherwise
-
-
-@pytest.fixture(scope="module")
-def running(target_path: Path) -> Iterator[StatesServer]:
-    with serving_states(target_path) as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: StatesServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StatesServer:
-    monkeypatch.setattr(openai.OpenAI, "_calculate_retry_timeout", lambda *args: 0.01)
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    running.reset(tmp_path / "shared", [*LAYERS, 4])
-    return running
 
 
 def served(server: StatesServer, **options: Any) -> dict[str, Any]:

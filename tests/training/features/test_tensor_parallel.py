@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import REPOSITORY
+from tests.processes import TORCHRUN, run_python
 from tests.tiny_targets import tiny_target
 
 FAMILIES = ("llama", "qwen3_moe")
@@ -61,14 +58,5 @@ def test_the_states_are_those_of_a_whole_target(tmp_path: Path) -> None:
         tiny_target(family).save_pretrained(tmp_path / family)
     program = tmp_path / "states.py"
     program.write_text(PROGRAM)
-    launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, str(program), str(tmp_path), *FAMILIES],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("equal") == 2 * len(FAMILIES)
+    output = run_python(*TORCHRUN, "2", str(program), str(tmp_path), *FAMILIES)
+    assert output.count("equal") == 2 * len(FAMILIES)

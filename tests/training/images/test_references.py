@@ -63,18 +63,18 @@ def test_text_without_images_keeps_its_marks() -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"images": ["a", "b"], "conversations": ASKED}, "1 places for the 2 images of the record: write <image>"),
-        ({"image": "a", "messages": [{"role": "user", "content": "Hi"}, ANSWER]}, "0 places for the 1 images"),
-        ({"messages": [{"role": "user", "content": PARTS}, ANSWER]}, "1 places for the 0 images"),
-        ({"image": "https://x.org/a.jpg", "conversations": ASKED}, "is on the network: download it"),
+        ({"images": ["a", "b"], "conversations": ASKED}, "1 places .* 2 images"),
+        ({"image": "a", "messages": [{"role": "user", "content": "Hi"}, ANSWER]}, "0 places .* 1 images"),
+        ({"messages": [{"role": "user", "content": PARTS}, ANSWER]}, "1 places .* 0 images"),
+        ({"image": "https://x.org/a.jpg", "conversations": ASKED}, "https://x.org/a.jpg"),
         (
             {"images": ["a"], "messages": [{"role": "user", "content": [{"type": "image", "index": 1}]}, ANSWER]},
-            "an image with index 1 in place 0",
+            "index 1 ",
         ),
-        ({"image": 3, "conversations": ASKED}, "an image is int, expected a path"),
-        ({"image": "a", "conversations": [{"from": "gpt", "value": "<image>"}]}, "in a turn of the assistant"),
-        ({"videos": ["a.mp4"], "conversations": ASKED}, "has `videos`, and heads are trained on text and images"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "of type 'audio', and only text and images"),
+        ({"image": 3, "conversations": ASKED}, "an image is int"),
+        ({"image": "a", "conversations": [{"from": "gpt", "value": "<image>"}]}, "assistant"),
+        ({"videos": ["a.mp4"], "conversations": ASKED}, "`videos`"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "'audio'"),
     ],
 )
 def test_records_that_cannot_be_read(record: dict[str, Any], message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import yaml
 from transformers import TrainingArguments
 
 from draftsmith.training.data.options import DataArguments
-from draftsmith.training.options.command_line import parse_arguments, resolve_arguments
+from draftsmith.training.options.command_line import ProgramParser, parse_arguments, resolve_arguments
 from draftsmith.training.options.run_options import ARGUMENT_CLASSES, RunOptions
 
 REQUIRED = ["--target", "t", "--head_type", "medusa", "--dataset", "d.jsonl", "--bf16", "false", "--use_cpu", "true"]
@@ -159,6 +159,20 @@ def test_none_unsets_an_option(tmp_path: Path, word: str) -> None:
     assert parse_arguments([*words, *flags, "--muon_learning_rate", "0.02"])[2].muon_learning_rate == 0.02
     again = parse_arguments(["--config", write(tmp_path, resolve_arguments(*arguments))])
     assert again[2].to_dict() == training.to_dict()
+
+
+@dataclasses.dataclass
+class ProgramArguments:
+    limit: int | None = dataclasses.field(default=3, metadata={"help": "Of any program."})
+    mode: Literal["slow", "fast"] | None = dataclasses.field(default="fast", metadata={"help": "Of any program."})
+
+
+def test_none_unsets_an_option_of_any_program() -> None:
+    parser = ProgramParser([ProgramArguments], doc="")
+    assert parser.read(["--limit", "none", "--mode", "none"]) == (ProgramArguments(None, None),)
+    assert parser.read(["--limit", "4"]) == (ProgramArguments(4, "fast"),)
+    with pytest.raises(ValueError, match=r"limit.*'four'"):
+        parser.read(["--limit", "four"])
 
 
 def test_a_text_may_be_the_word_none() -> None:

@@ -314,14 +314,14 @@ class TestRuns:
         train(**options, output_dir=resumed, resume_from_checkpoint=True)  # finished: it is only written again
         assert_same(stored_adapter(resumed), expected[1])
 
-        with pytest.raises(ValueError, match=r"has an adapter with r 4 \(now 8\): give the options"):
+        with pytest.raises(ValueError, match=r"\br 4 \(now 8\)"):
             train(**{**options, "lora_r": 8}, output_dir=resumed, resume_from_checkpoint=True)
         plain = dict.fromkeys(("lora_r", "lora_dropout", "heads_warmup_steps", "heads_loss_weight"))
-        with pytest.raises(ValueError, match=r"checkpoint-6 was trained with .*lora_r 4 \(now None\)"):
+        with pytest.raises(ValueError, match=r"checkpoint-6 .*lora_r 4 \(now None\)"):
             train(**{**options, **plain}, output_dir=resumed, resume_from_checkpoint=True)
         adapter = resumed / "checkpoint-6" / "adapter" / "adapter_model.safetensors"
         adapter.write_bytes(adapter.read_bytes()[:300])
-        with pytest.raises(ValueError, match=r"checkpoint-6: adapter/adapter_model\.safetensors is cut off"):
+        with pytest.raises(ValueError, match=r"checkpoint-6: adapter/adapter_model\.safetensors"):
             train(**options, output_dir=resumed, resume_from_checkpoint=resumed / "checkpoint-6")
 
     def test_the_best_checkpoint_is_both_parts_of_it(self, train: Runner) -> None:
@@ -343,7 +343,7 @@ class TestRuns:
         for name, weight in results[0].items():
             torch.testing.assert_close(results[1][name], weight, rtol=1e-4, atol=1e-6)
         joint = self.prepare(train, **{CHECKPOINTING: True}).joint
-        with pytest.raises(ValueError, match="without reentrance; leave them out"):
+        with pytest.raises(ValueError, match="use_reentrant"):
             joint.activation_checkpointing_enable({"use_reentrant": True})
 
     @pytest.mark.slow
@@ -391,12 +391,12 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"lora_alpha": 8.0}, "got lora_alpha without lora_r: give lora_r"),
-            ({"heads_warmup_steps": 0.5, "target_loss": "lm"}, "got target_loss, heads_warmup_steps without lora_r"),
-            ({"lora_r": 4, "heads_warmup_steps": 2.5}, r"got heads_warmup_steps 2\.5"),
-            ({"lora_r": 0}, "got lora_r 0: it must be at least 1"),
-            ({"lora_r": 4, "lora_dropout": 1.0}, r"got lora_dropout 1\.0"),
-            ({"lora_r": 4, "heads_loss_weight": 0.0}, r"got heads_loss_weight 0\.0: it must be above 0"),
+            ({"lora_alpha": 8.0}, "lora_alpha .*lora_r"),
+            ({"heads_warmup_steps": 0.5, "target_loss": "lm"}, "target_loss, heads_warmup_steps .*lora_r"),
+            ({"lora_r": 4, "heads_warmup_steps": 2.5}, r"heads_warmup_steps 2\.5"),
+            ({"lora_r": 0}, "lora_r 0"),
+            ({"lora_r": 4, "lora_dropout": 1.0}, r"lora_dropout 1\.0"),
+            ({"lora_r": 4, "heads_loss_weight": 0.0}, r"heads_loss_weight 0\.0"),
         ],
     )
     def test_options(self, options: dict[str, Any], message: str) -> None:
@@ -405,7 +405,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("names", [["lm_head", "q_proj"], ["embed_tokens"]])
     def test_borrowed_layers(self, names: list[str]) -> None:
-        with pytest.raises(ValueError, match="which name the LM head or the token embeddings"):
+        with pytest.raises(ValueError, match=str(names[0])):
             add_adapter(tiny_target("llama"), JointArguments(lora_r=4, lora_target_modules=names))
 
     def test_unknown_layers(self) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from draftsmith.training.options.checks import check_muon
-from draftsmith.training.options.training_options import HeadsTrainingArguments
+from draftsmith.training.options.training_options import HeadsTrainingArguments, check_muon
 from draftsmith.training.run.optimizer import MuonWithAdamW
 from tests.conftest import needs_muon
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from draftsmith.training import train_heads
 from draftsmith.training.run.outcome import describe_outcome
-from tests.conftest import REPOSITORY
+from tests.processes import run_python
 from tests.training.runner import Runner, interrupt_at_step
 
 
@@ -37,14 +36,7 @@ class TestLastWords:
         assert "python scripts/benchmark.py" in other
         words = shlex.split(command.removeprefix("next: "))
         assert words[:2] == ["python", "scripts/generate.py"]
-        result = subprocess.run(
-            [sys.executable, *words[1:-1], "word1", "--max_new_tokens", "3"],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
+        run_python(*words[1:-1], "word1", "--max_new_tokens", "3")
 
     def test_without_prompts_nothing_was_measured(self, tmp_path: Path) -> None:
         for has_target, reason in ((True, "no held-out prompts"), (False, "the target is on the server")):

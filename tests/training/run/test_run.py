@@ -154,15 +154,15 @@ class TestARun:
         again = Runner(other, Path(train.defaults["dataset"]), tmp_path / "again")
         again.defaults |= {"init_heads": train.output_dir, "head_type": None, "head_overrides": None}
         again(max_steps=1)
-        told = f"were trained for {train.defaults['target']} (llama), and are trained further for {other} (llama)"
-        assert told in caplog.text
+        assert str(train.defaults["target"]) in caplog.text
+        assert f"are trained further for {other}" in caplog.text
         assert DraftHeads.from_pretrained(again.output_dir).config.target_name_or_path == str(other)
 
         caplog.clear()
         again(max_steps=1, init_heads=again.output_dir, output_dir=tmp_path / "third")
         assert "are trained further for" not in caplog.text
         deeper = save_chat_target(tmp_path / "deeper", num_hidden_layers=5)
-        with pytest.raises(ValueError, match=r"made for a target with number of layers 4, this target .* has 5"):
+        with pytest.raises(ValueError, match=r"layers 4, .* 5"):
             again(target=deeper)
 
 
@@ -205,20 +205,20 @@ class TestBadInput:
         with caplog.at_level(logging.WARNING):
             train(max_steps=1, max_length=1000)
         assert widths == [256]
-        assert "max_length is 1000, and the target takes only 256 tokens (max_position_embeddings=256)" in caplog.text
+        assert "max_length is 1000" in caplog.text
         assert yaml.safe_load((train.output_dir / "training_config.yaml").read_text())["max_length"] == 256
 
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            ('{"turns": ["a"]}\n{"turn": ["a"]}', r"prompts\.jsonl, line 2: got the columns \['turn'\]"),
-            ('{"turns": ["a"]', r"prompts\.jsonl, line 1: Expecting ',' delimiter"),
-            ('{"turns": ["' + "word1 " * 300 + '"]}', r"has 303 tokens, the target takes fewer than 256"),
+            ('{"turns": ["a"]}\n{"turn": ["a"]}', r"prompts\.jsonl, line 2: .*'turn'"),
+            ('{"turns": ["a"]', r"prompts\.jsonl, line 1"),
+            ('{"turns": ["' + "word1 " * 300 + '"]}', r"303 tokens.*\b256\b"),
             (
                 '{"turns": ["word1"], "tools": [{"name": "look"}], "id": "p7"}',
-                r"prompts\.jsonl: the prompt p7: .* tools",
+                r"prompts\.jsonl: .*p7: .* tools",
             ),
-            (None, r"eval_prompts .*prompts\.jsonl does not exist"),
+            (None, r"eval_prompts .*prompts\.jsonl"),
         ],
     )
     def test_prompts_are_checked_before_training(
@@ -232,11 +232,11 @@ class TestBadInput:
 
     @pytest.mark.parametrize("options", [{"torch_compile": True}, {"torch_compile_mode": "default"}])
     def test_compiling_is_refused(self, train: Runner, options: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match="got torch_compile, which compiles the whole draft again"):
+        with pytest.raises(ValueError, match="torch_compile"):
             train(**options)
 
     def test_several_gpus_in_one_process(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
         model, data, training, *_ = parse_arguments(train.arguments())
         monkeypatch.setattr(type(training), "n_gpu", 2)
-        with pytest.raises(ValueError, match=r"one process sees 2 GPUs.*accelerate launch --num_processes N"):
+        with pytest.raises(ValueError, match=r"2 GPUs.*--num_processes"):
             run_training(model, data, training)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from draftsmith.training.run import outcome
 from draftsmith.training.run.outcome import PreparedRun
 from draftsmith.training.run.preparation import prepare_run
 from draftsmith.training.run.stopping import TrainingStoppedError, explain_full_disk
-from tests.conftest import REPOSITORY
+from tests.processes import TORCHRUN, run_python
 from tests.training.killed_run import run_with_full_disk
 from tests.training.runner import Runner, assert_same
 
@@ -76,14 +74,12 @@ class TestNotFinite:
 
     @pytest.mark.slow
     def test_of_one_process_all_stop(self, train: Runner) -> None:
-        launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "tests.training.killed_run"]
         arguments = train.arguments(**SAVED, head_overrides=["ttt_steps=2"])
-        command = [sys.executable, "-m", *launcher, "bad_states", *arguments]
-        run = subprocess.run(command, cwd=REPOSITORY, check=False, timeout=300, capture_output=True, text=True)
-        assert run.returncode != 0
-        assert "process 1 stopped at step 1: the target's states are NaN or infinite" in run.stderr
+        with pytest.raises(AssertionError) as failed:
+            run_python(*TORCHRUN, "2", "-m", "tests.training.killed_run", "bad_states", *arguments)
+        assert "process 1 stopped at step 1: the target's states are NaN or infinite" in str(failed.value)
         # The other one's loss is fine; it sees the gradients that both share.
-        assert "process 0 stopped at step 1: the gradient (its norm is nan) is NaN or infinite" in run.stderr
+        assert "process 0 stopped at step 1: the gradient (its norm is nan) is NaN or infinite" in str(failed.value)
 
 
 class TestFullDisk:

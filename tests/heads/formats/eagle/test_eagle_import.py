@@ -74,71 +74,44 @@ def test_one_error_lists_everything(target: Target) -> None:
         assert f"\n  - {part}" in message
 
 
+# A lost key, and a value of another type: the two tests around this one. What the message names is the key, the tensor
+# that no longer fits, or what is allowed.
 KEYS: list[tuple[str, dict[str, Any], str]] = [
-    *(
-        (name, {key: None}, f"config.json has no {key}")
-        for name in ("eagle", "eagle3")
-        for key in ("hidden_size", "vocab_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
-    ),
-    ("eagle", {"rms_norm_eps": None}, "config.json has no rms_norm_eps"),
-    ("eagle", {"bias": False}, 'config.json has "bias": false, and tensor fc.bias is not zero'),
-    ("eagle", {"qkv_bias": True}, "tensor layers.0.self_attn.q_proj.bias is missing"),
-    ("eagle", {"mlp_bias": True}, "mlp_bias is True, which heads here do not have"),
-    ("eagle", {"num_hidden_layers": 2}, "num_hidden_layers is 2, and the tensors are of 1 layers"),
-    ("eagle", {"vocab_size": 256}, "vocab_size is 256, and the target's is 128: these heads are for another target"),
-    ("eagle", {"num_attention_heads": "four"}, "num_attention_heads is 'four', and should be a positive integer"),
-    ("eagle", {"num_key_value_heads": 3}, "num_attention_heads is 4, which 3 num_key_value_heads do not divide"),
-    ("eagle", {"hidden_act": "silly"}, "hidden_act is 'silly', which transformers does not know"),
-    ("eagle", {"sliding_window": 512}, "the layers attend to a sliding window"),
-    (
-        "eagle",
-        {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "RoPE of type 'dynamic' is not read; allowed are default, linear, llama3, yarn",
-    ),
-    (
-        "eagle",
-        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "RoPE turns 0.5 of each head, and heads here turn all of it",
-    ),
+    ("eagle", {"bias": False}, "fc.bias"),
+    ("eagle", {"qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
+    ("eagle", {"mlp_bias": True}, "mlp_bias is True"),
+    ("eagle", {"num_hidden_layers": 2}, "num_hidden_layers is 2"),
+    ("eagle", {"vocab_size": 256}, "vocab_size is 256"),
+    ("eagle", {"num_key_value_heads": 3}, "3 num_key_value_heads"),
+    ("eagle", {"hidden_act": "silly"}, "hidden_act is 'silly'"),
+    ("eagle", {"sliding_window": 512}, "sliding window"),
+    ("eagle", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+    ("eagle", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "RoPE turns 0.5"),
     (
         "eagle",
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": "1"}},
-        "RoPE of type 'llama3' has no number for low_freq_factor, high_freq_factor, original_max_position_embeddings",
+        "low_freq_factor, high_freq_factor, original_max_position_embeddings",
     ),
-    ("eagle", {"rope_scaling": "linear"}, "rope_scaling is 'linear', and should be a table"),
-    ("eagle", {"draftsmith": {"ttt_steps": "three"}}, "draftsmith.ttt_steps is 'three', and should be a number"),
-    (
-        "eagle3",
-        {"eagle_config": {"use_aux_hidden_state": False}},
-        "use_aux_hidden_state is False, and heads here are as with True",
-    ),
-    ("eagle3", {"draft_vocab_size": None}, "config.json has no draft_vocab_size, and lm_head.weight has 40 rows"),
-    ("eagle3", {"draft_vocab_size": 50}, "draft_vocab_size is 50, and lm_head.weight has 40 rows"),
-    ("eagle3", {"target_hidden_size": 64}, "target_hidden_size is 64, and the target's hidden size is 32"),
-    ("eagle3", {"head_dim": 7}, "head_dim is 7; rotary positions need an even number"),
-    ("eagle3", {"fc_norm": True}, "tensor fc_norm.0.weight is missing"),
-    ("eagle3", {"norm_before_fc": True}, "tensor input_norm.weight is missing"),
-    ("eagle3", {"norm_before_fc": True, "fc_norm": True}, "fc_norm and norm_before_fc are both true"),
-    ("eagle3", {"norm_output": "yes"}, "norm_output is 'yes', and should be true or false"),
-    (
-        "eagle3",
-        {"eagle_aux_hidden_state_layer_ids": [2, 4, 40]},
-        "layer ids [40] of [2, 4, 40] do not exist: the target has 8 layers",
-    ),
-    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 4]}, "layer ids [2, 4, 4] repeat a layer"),
-    ("eagle3", {"eagle_aux_hidden_state_layer_ids": "2,4"}, "is '2,4', and should be a list of layer ids"),
-    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4]}, "tensor fc.weight is [32, 96] and should be [32, 64]"),
-    ("speculators", {"transformer_layer_config": None}, "config.json has no transformer_layer_config"),
-    ("speculators", {"norm_before_residual": None}, "config.json has no norm_before_residual"),
-    ("speculators", {"speculators_model_type": "mtp"}, "speculators_model_type is 'mtp'; this reader knows"),
-    ("p-eagle", {"pard_token": None}, "config.json names no mask token (pard_token or"),
-    ("p-eagle", {"pard_token": 128}, "pard_token is 128, and the target has tokens 0 to 127"),
-    ("p-eagle", {"norm_output": True}, "norm_output is true, and P-EAGLE feeds no output back"),
+    ("eagle", {"draftsmith": {"ttt_steps": "three"}}, "draftsmith.ttt_steps is 'three'"),
+    ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+    ("eagle3", {"draft_vocab_size": None}, "draft_vocab_size"),
+    ("eagle3", {"draft_vocab_size": 50}, "draft_vocab_size is 50"),
+    ("eagle3", {"target_hidden_size": 64}, "target_hidden_size is 64"),
+    ("eagle3", {"head_dim": 7}, "head_dim is 7"),
+    ("eagle3", {"fc_norm": True}, "fc_norm.0.weight"),
+    ("eagle3", {"norm_before_fc": True}, "input_norm.weight"),
+    ("eagle3", {"norm_before_fc": True, "fc_norm": True}, "fc_norm and norm_before_fc"),
+    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 40]}, "[40] of [2, 4, 40]"),
+    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 4]}, "[2, 4, 4]"),
+    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4]}, "fc.weight is [32, 96]"),
+    ("speculators", {"speculators_model_type": "mtp"}, "speculators_model_type is 'mtp'"),
+    ("p-eagle", {"pard_token": 128}, "pard_token is 128"),
+    ("p-eagle", {"norm_output": True}, "norm_output is true"),
 ]
 
 
 @pytest.mark.parametrize(("name", "keys", "message"), KEYS, ids=[f"{name}-{keys}" for name, keys, _ in KEYS])
-def test_a_key_that_is_wrong_or_gone_is_named(name: str, keys: dict[str, Any], message: str, target: Target) -> None:
+def test_a_key_that_is_wrong_is_named(name: str, keys: dict[str, Any], message: str, target: Target) -> None:
     assert message in refusal(change(publish(name, target), config=keys), target)
 
 

@@ -1,0 +1,132 @@
+"""RowState: rows of a drafter's state are copied, dropped and added field by field.
+
+Legend: B batch, S slots, R scratch rows of a tree, W frontier nodes of one tree level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RowState:
+    """What a drafter keeps of each row. A subclass names its fields.
+
+    Attributes:
+        row_fields: names of fields with rows: a tensor [B, ...], another `RowState`, a list of states, or None.
+        slot_fields: names of tensors [B, S + 1, ...] or None with an entry for each accepted slot, and a last one for
+            padding. `copy_rows` copies them. The tensors in `row_fields` belong to the draft, which it does not copy.
+    """
+
+    row_fields: ClassVar[tuple[str, ...]] = ()
+    slot_fields: ClassVar[tuple[str, ...]] = ()
+
+    def copy_rows(self, source: Any, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
+        """Fills this fresh state: `Drafter.copy_rows`."""
+        for name in self.row_fields:
+            for own, other in zip(_states_in(getattr(self, name)), _states_in(getattr(source, name)), strict=True):
+                own.copy_rows(other, rows, lengths, max_slots)
+        for name in self.slot_fields:
+            if (values := getattr(self, name)) is not None:
+                others = getattr(source, name)
+                width = min(max_slots, values.shape[1] - 1, others.shape[1] - 1)
+                values[:, :width] = others[:, :width].index_select(0, rows.to(others.device))
+
+    def keep_rows(self, rows: Sequence[int]) -> None:
+        """Row i becomes the present row rows[i] >= i, in place; the others are forgotten."""
+        for name in (*self.row_fields, *self.slot_fields):
+            value = getattr(self, name)
+            for state in _states_in(value):
+                state.keep_rows(rows)
+            if isinstance(value, Tensor):
+                setattr(self, name, first_rows(value, rows))
+
+    def add_rows(self, other: Any, max_slots: int) -> None:
+        """The rows of `other`, of the same sizes, come after the present ones. The states share nothing then."""
+        for name in (*self.row_fields, *self.slot_fields):
+            value, added = getattr(self, name), getattr(other, name)
+            for state, one in zip(_states_in(value), _states_in(added), strict=True):
+                state.add_rows(one, max_slots)
+            if isinstance(value, Tensor):
+                setattr(self, name, torch.cat([value, added]))
+
+
+def _states_in(value: Any) -> list[RowState]:
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, RowState)]
+
+
+def first_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Moves row rows[i] >= i of `values` [B, ...] to row i, in place, and returns a view of these rows."""
+    for place, row in enumerate(rows):
+        assert row >= place, "an earlier row would have been overwritten"
+        if row > place:
+            values[place] = values[row]
+    return values[: len(rows)]
+
+
+class Level(NamedTuple):
+    """One level of a draft.
+
+    Attributes:
+        above: [B, W] int64, the parents' places among the root (0) and the scratch rows (from 1).
+        own: [W] int64, the level's scratch rows; places: [W], where they are behind the root.
+        itself: [W, R] bool, the scratch row of each node.
+        ancestors: [B, W, R] bool, the scratch rows that each node sees: those of its ancestors and its own.
+        depth: [1] int64, how many levels are above this one, the root's not counted.
+    """
+
+    above: Tensor
+    own: Tensor
+    places: Tensor
+    itself: Tensor
+    ancestors: Tensor
+    depth: Tensor
+
+    def parents_of(self, values: Tensor) -> Tensor:
+        """`values` [B, 1 + R, ...] at the parents: [B, W, ...]."""
+        places = self.above.view(*self.above.shape, *[1] * (values.dim() - 2))
+        return values.gather(1, places.expand(-1, -1, *values.shape[2:]))
+
+
+class TreeRows(RowState):
+    """The scratch rows of a draft that grows level by level. Counts are tensors of fixed shape, so that every
+    level is the same function.
+
+    Worked example, R = 4, the root and two levels:
+
+        open_level([[0, 0]])     own 0, 1   ancestors 0: 1 0 0 0    1: 0 1 0 0
+        open_level([[1]])        own 2      ancestors 2: 0 1 1 0
+
+    Attributes:
+        ancestors: [B, 1 + R, R] bool, which scratch rows the root (row 0) and each scratch row see.
+        depths: [R] int64, the level of each used scratch row, from 0.
+        base: [1] int64, where the last frontier begins in `ancestors`.
+        used, depth: [1] int64, scratch rows and levels so far.
+    """
+
+    row_fields = ("ancestors",)
+
+    def __init__(self, batch_size: int, num_rows: int, device: torch.device) -> None:
+        self.ancestors = torch.zeros(batch_size, 1 + num_rows, num_rows, dtype=torch.bool, device=device)
+        self.depths = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self.base, self.used, self.depth = (torch.zeros(1, dtype=torch.long, device=device) for _ in range(3))
+
+    def forget_levels(self) -> None:
+        """Begins a new draft."""
+        self.base, self.used, self.depth = self.base.new_zeros(1), self.base.new_zeros(1), self.base.new_zeros(1)
+
+    def open_level(self, parents: Tensor) -> Level:
+        """Opens the next scratch rows as the next deeper level; parents [B, W] int64 are places in the last level."""
+        width, num_rows = parents.shape[1], self.depths.shape[0]
+        above = self.base + parents
+        own = self.used + torch.arange(width, device=above.device)
+        itself = own[:, None] == torch.arange(num_rows, device=above.device)
+        ancestors = self.ancestors.gather(1, above[..., None].expand(-1, -1, num_rows)) | itself
+        level = Level(above, own, 1 + own, itself, ancestors, self.depth)
+        self.ancestors.index_copy_(1, level.places, ancestors)
+        self.depths.index_copy_(0, own, self.depth.expand(width))
+        self.base, self.used, self.depth = 1 + self.used, self.used + width, self.depth + 1
+        return level

@@ -1,0 +1,349 @@
+"""Compiled steps: torch.compile around the functions of a `Step`, from outside.
+
+On a CPU the weights of small models are frozen into the graphs: inductor then packs them once for its own matrix
+kernels or oneDNN's, which for passes of a few tokens are several times faster than calls that pack them every time.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import logging
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import cache, partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache_folder import keep_compiled_kernels
+from draftsmith.inference.kernels.attention import grouped_attention
+from draftsmith.inference.state import DecodeState
+from draftsmith.inference.step import VERIFIED_CHUNK, Step, begin_draft, draft, plant_root
+from draftsmith.inference.targets.model_config import has_attention_interface
+from draftsmith.inference.targets.passes import TargetOutput
+from draftsmith.inference.trees.policy import TreePolicy
+from draftsmith.inference.trees.token_tree import TokenTree
+
+# Each graph holds a packed copy of the weights it reads. Larger models would fill the memory.
+FREEZE_LIMIT_BYTES = 1 << 30
+# Graphs torch keeps of one function before it gives up on it.
+RECOMPILE_LIMIT = 128
+FROZEN_OPTIONS = {"cpp.enable_concat_linear": True}  # products of one input, such as q, k and v, become one
+# Inductor's own matrix kernels, and nothing beside them, so that nothing is timed.
+OWN_KERNELS = {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
+
+_NUMBERS = itertools.count()
+_FUSES_LESS = ContextVar("fuses_less", default=False)
+
+logger = logging.getLogger(__name__)
+
+
+class Compiler:
+    """Compiles functions at their first calls.
+
+    A graph holds the weights as they were when it was made, and the attributes of modules, such as the active
+    adapters. A compiled decoder does not see later changes.
+
+    Args:
+        modules: the functions read their weights.
+
+    Attributes:
+        seconds: spent on making graphs so far.
+        reads_prompts: whether a graph serves any number of tokens at full speed, and so prompts.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        keep_compiled_kernels()
+        self.seconds, self.reads_prompts = 0.0, False
+        self._functions: dict[tuple[Callable[..., Any], bool | None], _CompiledFunction] = {}
+        self._configs = _find_attention_configs(modules)
+        weights = {id(p): p for module in modules for p in (*module.parameters(), *module.buffers())}.values()
+        num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+        self.is_freezing = num_bytes <= FREEZE_LIMIT_BYTES and all(weight.device.type == "cpu" for weight in weights)
+        self.options: dict[str, Any] = {"guard_filter_fn": _keep_guards} if _CAN_FILTER_GUARDS else {}
+        if self.is_freezing:
+            self.options |= FROZEN_OPTIONS
+            self.reads_prompts = _prefers_onednn(weight.dtype for weight in weights)
+            if not self.reads_prompts:  # inductor's own kernels are made for one number of rows
+                self.options |= OWN_KERNELS
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Sets torch's limit of graphs, whether weights are frozen, and models' attention, while functions run."""
+        # Stored graphs would hold weights, and not be told apart by them.
+        frozen = {"freezing": True, "fx_graph_cache": False}
+        limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)  # in newer releases a thread's own
+        with (
+            torch._dynamo.config.patch(recompile_limit=limit),
+            torch._inductor.config.patch(frozen if self.is_freezing else {}),
+            ExitStack() as stack,
+        ):
+            for config in self._configs:
+                stack.enter_context(grouped_attention(config))
+            yield
+
+    def compile(self, function: Callable[..., Any], *, is_fixed: bool = False) -> Callable[..., Any]:
+        """The function, compiled; one and the same for one function.
+
+        A number or size that has changed once is left open in the next graph, so that few graphs serve all sizes. With
+        `is_fixed`, every new size makes a graph of its own, except sizes that are marked as open: for functions that
+        read many weights, which run fastest at a known size.
+        """
+        key = (function, False if is_fixed else None)
+        if key not in self._functions:
+            self._functions[key] = _CompiledFunction(function, self, dynamic=key[1])
+        return self._functions[key]
+
+
+def compile_step(step: Step, modules: Sequence[nn.Module]) -> Compiler:
+    """Lets a step run compiled functions. Pending tokens after plain steps, lazy processors, and most prompts go on
+    running eagerly.
+
+    Args:
+        modules: the step reads their weights.
+    """
+    compiler = Compiler(modules)
+    step.runner, step.has_fixed_rows, step.outlives_states = "compiled", True, True
+    step.reads_prompts, step.active = compiler.reads_prompts, compiler.active
+    step.setup_seconds = lambda: compiler.seconds
+    step.draft = _drafting(compiler)
+    step.plant_root = compiler.compile(plant_root)
+    step.verify_nodes = _verifying(step, compiler)
+    step.accept = _accepting(compiler.compile(step.accept))
+    step.commit = compiler.compile(step.commit)
+    if step.count_accepted is not None:
+        step.count_accepted = compiler.compile(step.count_accepted)
+    return compiler
+
+
+def _open(values: Tensor, dim: int = 0) -> None:
+    """Says that this size changes from call to call."""
+    torch._dynamo.maybe_mark_dynamic(values, dim)
+
+
+def _drafting(compiler: Compiler) -> Callable[..., tuple[TokenTree, Tensor | None]]:
+    begin_compiled, policies = compiler.compile(begin_draft, is_fixed=True), _CompiledPolicies(compiler)
+
+    def draft_compiled(
+        step: Step, state: DecodeState, policy: TreePolicy, sampler: Sampler, width: int, in_view: Tensor
+    ) -> tuple[TokenTree, Tensor | None]:
+        _open(in_view)
+        # After plain steps the width is another every time: not worth a graph.
+        begin = begin_compiled if width == step.path_width else begin_draft
+        return draft(step, state, policies.find(policy), sampler, width, in_view, begin=begin)
+
+    return draft_compiled
+
+
+def _accepting(accept: Callable[..., Any]) -> Callable[..., Any]:
+    def accept_with_open_texts(state: DecodeState, *args: Any) -> Any:
+        _open(state.history.places)
+        return accept(state, *args)
+
+    return accept_with_open_texts
+
+
+def _verifying(step: Step, compiler: Compiler) -> Callable[..., TargetOutput]:
+    """One graph for trees of all sizes to choose from, and prompts: each would have its own packed copy of the
+    weights."""
+    run = compiler.compile(step.verify_nodes, is_fixed=True)
+    has_choice = step.policy is not None and step.policy.is_chosen
+
+    def verify(cache: TreeCache, tree: TokenTree, *args: Any) -> TargetOutput:
+        for slots in (cache.slots_in_view, *cache.window_sizes.values()):
+            _open(slots)
+        if step.verifies_prompts:
+            # A bound that one graph can have for all: prompts are chains of a chunk.
+            tree = replace(tree, max_depth=max(VERIFIED_CHUNK, step.path_width) - 1)
+        if (has_choice or step.verifies_prompts) and tree.num_nodes > 1:
+            for nodes in (tree.token_ids, tree.parents, tree.depths, cache.slots):
+                _open(nodes, dim=1)
+        output: TargetOutput = run(cache, tree, *args)
+        return output
+
+    return verify
+
+
+class _CompiledPolicies:
+    """Copies of tree policies whose functions are compiled. All policies share their graphs."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self._found: dict[int, tuple[TreePolicy, TreePolicy]] = {}  # with the policy, which keeps its id
+
+    def find(self, policy: TreePolicy) -> TreePolicy:
+        if id(policy) not in self._found:
+            compiled = copy.copy(policy)
+            for name, part in vars(policy).items():  # policies that are made of others
+                if isinstance(part, TreePolicy):
+                    setattr(compiled, name, self.find(part))
+            for name in policy.level_functions:
+                setattr(compiled, name, self._compiler.compile(getattr(policy, name)))
+            self._found[id(policy)] = policy, compiled
+        return self._found[id(policy)][1]
+
+
+class _CompiledFunction:
+    def __init__(self, function: Callable[..., Any], compiler: Compiler, *, dynamic: bool | None) -> None:
+        self.function = _copy_function(function)
+        self.dynamic = dynamic
+        self.compiler = compiler
+        # In one piece: after a break of the graph, the guards that are dropped would be missed (`_keep_guards`).
+        # A copy of the options, since `torch.compile` takes the guard filter out of the dictionary that it gets.
+        self.compiled = torch.compile(self.function, dynamic=dynamic, fullgraph=True, options={**compiler.options})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        graphs, start = count_graphs(), time.perf_counter()
+        try:
+            result = self.compiled(*args, **kwargs)
+        except _LIMIT_ERRORS:  # every number of a setting, a temperature for one, makes a graph
+            logger.warning(
+                "%s has run with too many settings to compile another graph, and now runs eagerly: make a new Decoder "
+                "for other settings",
+                self.function.__name__,
+            )
+            self.compiled = self.function
+            result = self.compiled(*args, **kwargs)
+        except _COMPILER_ERRORS as error:
+            result = self._compile_otherwise(error, args, kwargs)
+        if count_graphs() > graphs:
+            self.compiler.seconds += time.perf_counter() - start
+        return result
+
+    def _compile_otherwise(self, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Tries again, more simply each time; the last way is to run eagerly, of several pieces those that cannot be
+        compiled. What inductor failed to make has not run, so nothing of the step is done twice."""
+        options = self.compiler.options
+        if isinstance(error, torch._dynamo.exc.Unsupported):
+            ways: dict[str, Callable[[], Any]] = {
+                "in pieces": lambda: _run_failures(torch.compile(self.function, dynamic=self.dynamic))
+            }
+        else:  # a loop that inductor cannot write, or a product without a kernel of its own
+            again = partial(torch.compile, self.function, dynamic=self.dynamic, fullgraph=True)
+            ways = {
+                "without loops over loops": lambda: _fuse_less(again(options={**options})),
+                "without kernels of its own": lambda: _fuse_less(again()),
+                "not at all": lambda: self.function,
+            }
+        for way, compile_again in ways.items():
+            logger.warning(
+                "torch.compile could not compile %s as one graph, and now compiles it %s, which is slower: %s",
+                self.function.__name__,
+                way,
+                " ".join(str(error).partition("\n\n")[0].split()),
+            )
+            self.compiled = compile_again()
+            try:
+                return self.compiled(*args, **kwargs)
+            except _COMPILER_ERRORS as another:
+                error = another
+        raise error
+
+
+def _run_failures(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled in pieces; a piece that cannot be compiled runs eagerly."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(suppress_errors=True):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _fuse_less(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled without the loops over loops that torch 2.13 fails to write for some shapes (KeyError)."""
+    _make_fusing_optional()
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        token = _FUSES_LESS.set(True)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _FUSES_LESS.reset(token)
+
+    return call
+
+
+@cache
+def _make_fusing_optional() -> None:
+    """Lets inductor's scheduler ask `_FUSES_LESS`, once for all: other threads may compile meanwhile."""
+    from torch._inductor.codegen.cpp import CppScheduling  # slow to import
+
+    name = "can_fuse_vertical_outer_loop"
+    fuse = getattr(CppScheduling, name, None)
+    if fuse is not None:
+        setattr(CppScheduling, name, lambda *args: not _FUSES_LESS.get() and fuse(*args))
+
+
+_CAN_FILTER_GUARDS = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")  # came with the option itself
+_LIMIT_ERRORS: tuple[type[Exception], ...] = (
+    (torch._dynamo.exc.FailOnRecompileLimitHit,) if hasattr(torch._dynamo.exc, "FailOnRecompileLimitHit") else ()
+)
+_COMPILER_ERRORS: tuple[type[Exception], ...] = (
+    torch._dynamo.exc.BackendCompilerFailed,
+    torch._dynamo.exc.Unsupported,
+    *((torch._inductor.exc.InductorError,) if hasattr(torch._inductor.exc, "InductorError") else ()),
+)
+
+
+def _find_attention_configs(modules: Iterable[nn.Module]) -> list[Any]:
+    """The text configs of the language models in the modules, as far as `Backbone` replaces their attention."""
+    models = (part for module in modules for part in module.modules() if isinstance(part, PreTrainedModel))
+    found = [
+        model.config.get_text_config()
+        for model in models
+        if has_attention_interface(model)
+        and not model.config.is_encoder_decoder
+        and model.get_output_embeddings() is not None  # not an image encoder
+    ]
+    return list({id(config): config for config in found}.values())
+
+
+def _prefers_onednn(dtypes: Iterable[torch.dtype]) -> bool:
+    """Whether oneDNN's kernels for packed weights are the faster ones: in bfloat16 on processors with instructions for
+    its products but no AMX, for which inductor's own kernels compute in float32."""
+    has_bf16_alone = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+    return has_bf16_alone and torch.bfloat16 in dtypes
+
+
+def _keep_guards(guards: Sequence[Any]) -> list[bool]:
+    """Guards on a function's arguments are kept; those on globals and on modules, thousands for a large model, are not:
+    nobody rewrites a library or a frozen model between two steps, and checking took a tenth of a step."""
+    return [not guard.is_global and not guard.orig_guard.source.is_unspecialized_nn_module() for guard in guards]
+
+
+def _copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a code object of its own: torch keeps its graphs per code object, and without guards on modules
+    the graphs of one decoder would be taken for graphs of another.
+
+    Decorators such as `torch.no_grad` are left out, since steps run without autograd. Otherwise torch would compile the
+    decorator's code, which all functions share.
+    """
+    plain = inspect.unwrap(getattr(function, "__func__", function))
+    copied = types.FunctionType(
+        plain.__code__.replace(co_name=f"{plain.__name__}_{next(_NUMBERS)}"),
+        plain.__globals__,
+        plain.__name__,
+        plain.__defaults__,
+        plain.__closure__,
+    )
+    copied.__kwdefaults__ = plain.__kwdefaults__
+    owner = getattr(function, "__self__", None)
+    return copied if owner is None else types.MethodType(copied, owner)
+
+
+def count_graphs() -> int:
+    """Graphs torch.compile has made in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

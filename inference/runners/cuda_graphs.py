@@ -1,0 +1,401 @@
+"""Captured steps: CUDA graphs around the functions of a `Step`, from outside.
+
+A graph replays kernels over fixed addresses, so a step costs one launch a function instead of one a kernel. No Python
+runs at a replay. What a function works on is therefore one of three things:
+
+- The state: it lies where it is, since `DecodeState` never moves. A drafter's state of a new text is copied into the
+  first one's (`Drafter.has_static_state`).
+- Values: trees, logits, noise, and the tensors of processors. They are copied into the graph's own tensors before each
+  replay, and results are copied out into tensors that are the graph's own, too.
+- Everything else is part of the key, by which there is one graph: numbers of rows and nodes, the size of the view, the
+  policy, settings of processors.
+
+All other memory comes from one pool of all graphs; nothing in it is read after a replay.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.inference.acceptance.exact import Acceptance
+from draftsmith.inference.acceptance.rules import AcceptanceRule
+from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.request.token_history import TokenHistory
+from draftsmith.inference.state import DecodeState
+from draftsmith.inference.step import Step, accept, commit, draft, plant_root, verify
+from draftsmith.inference.targets.passes import TargetOutput
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.policy import TreePolicy
+from draftsmith.inference.trees.token_tree import TokenTree
+
+# Graphs of one function before further ones run eagerly. A text crosses few views; every temperature is a new one.
+GRAPH_LIMIT = 128
+# Each size of the view is a set of graphs. Reading this many slots too many costs little beside reading the weights.
+GRAPH_VIEW = 256
+
+logger = logging.getLogger(__name__)
+
+
+class Graph(ABC):
+    """One recorded function without arguments."""
+
+    @abstractmethod
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        """Runs the function once, where libraries will see the stream of the capture; returns its result."""
+
+    @abstractmethod
+    def capture(self, function: Callable[[], None]) -> None:
+        """Records the function. Its operators have no effect yet.
+
+        Raises:
+            RuntimeError: it needs the host.
+        """
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Runs what was recorded."""
+
+
+class CudaGraph(Graph):
+    """A `torch.cuda.CUDAGraph`. docs/gpu.md says what ran on a GPU; the logic around it is tested on a CPU.
+
+    Args:
+        pool: memory that all graphs share; stream: of warm-ups and captures.
+    """
+
+    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        self.pool, self.stream = pool, stream
+        self.graph = torch.cuda.CUDAGraph()
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        current = torch.cuda.current_stream(self.stream.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            result = function()
+        current.wait_stream(self.stream)
+        return result
+
+    def capture(self, function: Callable[[], None]) -> None:
+        # Decoders of other threads may allocate memory meanwhile.
+        with torch.cuda.graph(self.graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            function()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+class Captured:
+    """A graph with its own inputs and outputs, and the function, whose constants must stay alive.
+
+    The tensors are made outside of the graph's memory, which other graphs use as well.
+
+    Args:
+        given: the tensors of the values of the first, eager call; result: what that returned.
+    """
+
+    def __init__(self, graph: Graph, function: Callable[[Any], Any], given: Sequence[Tensor], result: Any) -> None:
+        self.graph, self.function = graph, function
+        self.inputs = [torch.empty_like(tensor) for tensor in given]
+        self.outputs = [torch.empty_like(tensor) for tensor in find_tensors(result)]
+        self.result = replace_tensors(result, iter(self.outputs))
+        self.is_captured = False
+
+    def run(self, values: Any, given: list[Tensor]) -> Any:
+        """The function's result for `values`, whose tensors are `given`."""
+        if given:
+            torch._foreach_copy_(self.inputs, given)
+        if not self.is_captured:
+            inputs = replace_tensors(values, iter(self.inputs))
+            self.graph.capture(lambda: torch._foreach_copy_(self.outputs, list(find_tensors(self.function(inputs)))))
+            self.is_captured = True
+        self.graph.replay()
+        return self.result
+
+
+class Graphs:
+    """The graphs of one function, one for each key.
+
+    Attributes:
+        seconds: spent on capturing.
+        is_eager: whether it has turned out that the function cannot be captured.
+    """
+
+    def __init__(self, name: str, new_graph: Callable[[], Graph]) -> None:
+        self.name, self._new_graph = name, new_graph
+        self.seconds, self.is_eager = 0.0, False
+        self.entries: dict[Any, Captured] = {}
+
+    def run(self, key: Any, function: Callable[[Any], Any], values: Any) -> Any:
+        """`function(values)`: eagerly the first time, which is a step like any other and warms up the libraries.
+
+        Args:
+            key: what is equal in calls that may share a graph, beside the shapes of tensors.
+        """
+        if self.is_eager:
+            return function(values)
+        given = list(find_tensors(values))
+        key = key, tuple((tensor.shape, tensor.dtype) for tensor in given)
+        entry = self.entries.get(key)
+        if entry is None:
+            if len(self.entries) == GRAPH_LIMIT:
+                self._give_up(f"it has run with {GRAPH_LIMIT} settings and sizes; make a new Decoder for others")
+                return function(values)
+            graph = self._new_graph()
+            result = graph.warm_up(lambda: function(values))
+            self.entries[key] = Captured(graph, function, given, result)
+            return result
+        if entry.is_captured:
+            return entry.run(values, given)
+        start = time.perf_counter()
+        try:
+            return entry.run(values, given)
+        except RuntimeError as error:
+            self._give_up(str(error).partition("\n")[0])
+            return function(values)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def _give_up(self, reason: str) -> None:
+        logger.warning("%s runs eagerly from now on, not as a CUDA graph: %s", self.name, reason)
+        self.is_eager = True
+
+
+def find_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of a value that is made of tensors, tuples, lists and dataclasses of these."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from find_tensors(part)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from find_tensors(getattr(value, field.name))
+
+
+def replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """The value with other tensors, in the order of `find_tensors`."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, (tuple, list)):
+        return type(value)(replace_tensors(part, tensors) for part in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {
+            field.name: replace_tensors(getattr(value, field.name), tensors) for field in dataclasses.fields(value)
+        }
+        return dataclasses.replace(value, **parts)
+    return value
+
+
+@dataclasses.dataclass
+class SamplerParts:
+    """A sampler taken apart: tensors that differ from call to call, and the rest, which a graph holds."""
+
+    sampler: Sampler
+    tensors: list[Tensor]
+    key: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, sampler: Sampler) -> SamplerParts:
+        key: list[Any] = [type(sampler), sampler.do_sample, sampler.keeps_scores, sampler.texts is None]
+        tensors = [] if sampler.row_seeds is None else [sampler.row_seeds]
+        for processor in sampler.processors:
+            key.append(type(processor))
+            for name, value in sorted(vars(processor).items()):
+                if isinstance(value, Tensor):
+                    tensors.append(value)
+                else:
+                    key.append((name, value if isinstance(value, (bool, int, float, str, type(None))) else id(value)))
+        return cls(sampler, tensors, tuple(key))
+
+    def join(self, tensors: Sequence[Tensor], history: TokenHistory) -> Sampler:
+        """The sampler, on a graph's own tensors."""
+        own, sampler = iter(tensors), copy.copy(self.sampler)
+        if sampler.row_seeds is not None:
+            sampler.row_seeds = next(own)
+        copies = {}
+        for processor in sampler.processors:
+            copies[id(processor)] = mine = copy.copy(processor)
+            for name, value in sorted(vars(processor).items()):
+                if isinstance(value, Tensor):
+                    object.__setattr__(mine, name, next(own))
+        sampler.processors = tuple(copies[id(one)] for one in sampler.processors)
+        sampler._draft_warpers = tuple(copies[id(one)] for one in sampler._draft_warpers)
+        sampler.texts = None if sampler.texts is None else history
+        return sampler
+
+
+def graph_step(step: Step, new_graph: Callable[[], Graph] | None = None) -> CapturedStep:
+    """Lets a step replay graphs. Pending tokens after plain steps, lazy processors and prompts go on running eagerly.
+
+    A graph holds the addresses of weights: a captured decoder sees weights that are changed in place, and no others.
+
+    Args:
+        new_graph: makes a graph; None = CUDA graphs.
+    """
+    if new_graph is None:
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(step.target.device)
+        new_graph = partial(CudaGraph, pool, stream)
+    return CapturedStep(step, new_graph)
+
+
+class CapturedStep:
+    """The captured functions of one step. All graphs are of one state.
+
+    Attributes:
+        graphs: of each function, by its name.
+    """
+
+    def __init__(self, step: Step, new_graph: Callable[[], Graph]) -> None:
+        self.graphs = {
+            name: Graphs(name, new_graph) for name in ("draft", "root", "verify", "accept", "commit", "count")
+        }
+        self._state: DecodeState | None = None
+        self._home: Any = None  # the drafter's state that graphs know
+        self._count = step.count_accepted
+        step.runner, step.has_fixed_rows, step.view_multiple = "captured", True, GRAPH_VIEW
+        step.setup_seconds, step.forget = self._seconds, self.forget
+        step.draft, step.plant_root, step.accept, step.commit = (
+            self._draft,
+            self._plant_root,
+            self._accept,
+            self._commit,
+        )
+        if not step.target.is_encoder_decoder:  # each text's source has another size
+            step.verify_nodes = self._verify
+        if self._count is not None:
+            step.count_accepted = self._count_accepted
+
+    def _seconds(self) -> float:
+        return sum(graphs.seconds for graphs in self.graphs.values())
+
+    def forget(self) -> None:
+        """Drops all graphs, with the state that they belong to."""
+        self._state = self._home = None
+        for graphs in self.graphs.values():
+            graphs.entries.clear()
+
+    def _own(self, state: DecodeState) -> None:
+        """Another state needs other graphs."""
+        if state is not self._state:
+            self.forget()
+            self._state = state
+
+    def _draft(
+        self, step: Step, state: DecodeState, policy: TreePolicy, sampler: Sampler, width: int, in_view: Tensor
+    ) -> Any:
+        self._own(state)
+        assert step.drafter is not None
+        if not step.drafter.has_static_state or width != step.path_width:
+            return draft(step, state, policy, sampler, width, in_view)
+        if state.draft is not self._home:  # of another text
+            new, home = (dict(state_tensors(one, state.cache)) for one in (state.draft, self._home))
+            # What is empty belongs to a draft that has not been made yet.
+            kept = [name for name, tensor in new.items() if tensor.numel()]
+            if home and new.keys() == home.keys() and all(new[name].shape == home[name].shape for name in kept):
+                torch._foreach_copy_([home[name] for name in kept], [new[name] for name in kept])
+                state.draft = self._home
+            else:  # such as that of a drafter that has read nothing yet
+                self._home = state.draft
+                self.graphs["draft"].entries.clear()
+        parts = SamplerParts.of(sampler)
+        cache = state.cache
+
+        def run(values: tuple[Tensor | None, list[Tensor]]) -> Any:
+            before = cache.offsets
+            cache.offsets, tensors = values
+            try:
+                return draft(step, state, policy, parts.join(tensors, state.history), width, in_view)
+            finally:
+                cache.offsets = before
+
+        return self.graphs["draft"].run((policy, len(in_view), parts.key), run, (cache.offsets, parts.tensors))
+
+    def _plant_root(self, state: DecodeState, sampler: Sampler, vocab_size: int) -> Any:
+        self._own(state)
+        parts = SamplerParts.of(sampler)
+        return self.graphs["root"].run(
+            parts.key, lambda tensors: plant_root(state, parts.join(tensors, state.history), vocab_size), parts.tensors
+        )
+
+    def _verify(self, cache: TreeCache, tree: TokenTree, target: Target, layers: tuple[int, ...]) -> TargetOutput:
+        def run(values: tuple[TokenTree, Tensor, Tensor | None]) -> TargetOutput:
+            before = cache.slots, cache.offsets
+            own_tree, cache.slots, cache.offsets = values
+            try:
+                return verify(cache, own_tree, target, layers)
+            finally:
+                cache.slots, cache.offsets = before
+
+        windows = tuple(len(sizes) for sizes in cache.window_sizes.values())
+        output: TargetOutput = self.graphs["verify"].run(
+            (cache.view, windows, tree.max_depth), run, (tree, cache.slots, cache.offsets)
+        )
+        return output
+
+    def _accept(
+        self,
+        state: DecodeState,
+        tree: TokenTree,
+        logits: Tensor,
+        noise: Tensor | None,
+        sampler: Sampler,
+        rule: AcceptanceRule,
+    ) -> Acceptance:
+        parts = SamplerParts.of(sampler)
+
+        def run(values: tuple[TokenTree, Tensor, Tensor | None, list[Tensor]]) -> Acceptance:
+            own_tree, own_logits, own_noise, tensors = values
+            return accept(state, own_tree, own_logits, own_noise, parts.join(tensors, state.history), rule)
+
+        accepted: Acceptance = self.graphs["accept"].run(
+            (rule.name, len(state.history.places), tree.max_depth, parts.key), run, (tree, logits, noise, parts.tensors)
+        )
+        return accepted
+
+    def _commit(
+        self,
+        state: DecodeState,
+        tree: TokenTree,
+        accepted: Acceptance,
+        features: Tensor | None,
+        *,
+        is_chain: bool,
+        records_probabilities: bool,
+    ) -> Tensor:
+        flags = is_chain, records_probabilities
+        emitted: Tensor = self.graphs["commit"].run(
+            flags,
+            lambda own: commit(state, *own, is_chain=is_chain, records_probabilities=records_probabilities),
+            (tree, accepted, features),
+        )
+        return emitted
+
+    def _count_accepted(self, *values: Any) -> Tensor:
+        assert self._count is not None
+        count = self._count
+        counted: Tensor = self.graphs["count"].run((), lambda own: count(*own), values)
+        return counted
+
+
+def state_tensors(value: Any, besides: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a drafter's state with their places in it, but for those of an object that all states share."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (tuple, list)):
+        for number, part in enumerate(value):
+            yield from state_tensors(part, besides, f"{name}.{number}")
+    elif value is not besides and not isinstance(value, nn.Module):
+        parts = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+        for key, part in parts.items():
+            yield from state_tensors(part, besides, f"{name}.{key}")

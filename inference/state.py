@@ -1,0 +1,246 @@
+"""DecodeState: everything that changes while texts are decoded.
+
+Legend: R rows that are allocated, B of them in use, C places for tokens, P path length (tree depth + 1), W pending
+tokens, F feature width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.drafters.row_state import first_rows
+from draftsmith.inference.request.row import Row
+from draftsmith.inference.request.token_history import TokenHistory
+
+# Tokens of a row that may wait for the drafter while nothing is drafted: it costs one pass in so many plain steps.
+CATCH_UP = 16
+
+
+class DecodeState:
+    """The rows of a batch: the target's keys and values, the drafter's state, and the texts.
+
+    Tensors are allocated once and written in place, so they keep their addresses. Rows that leave are overwritten by
+    the last ones, rows that join come after the present ones. Of every tensor the first B rows are in use.
+
+    Attributes:
+        cache: the target's keys and values; `cache.lengths` [B], committed tokens of each row: all but the newest,
+            which is the root of the next tree.
+        draft: the drafter's own state; None without a drafter.
+        rows: the text in each place.
+        tokens: [B, C] int64, texts as transformers shows them to a processor: padding, prompt, new tokens.
+        num_tokens: [B] int64, tokens of each text, padding and root included.
+        limits: [B] int64, `num_tokens` at which a text ends.
+        indices: [B] int64, each row's number in its call.
+        active: [B] int64, 0 for finished rows that are still here.
+        pending_ids: [B, W] int64, committed tokens that the drafter has not read.
+        pending_features: [B, W, F], the target's feature of the token before each of them; None if nobody reads it.
+        num_pending: [B] int64, how many of each row's are real.
+        pending_bound: no row has more pending tokens. Host.
+        is_whole: whether no step or prompt is under way, so that the texts are what the cache holds. Host.
+    """
+
+    _FIELDS = ("tokens", "num_tokens", "limits", "indices", "active", "pending_ids", "num_pending")
+
+    tokens: Tensor
+    num_tokens: Tensor
+    limits: Tensor
+    indices: Tensor
+    active: Tensor
+    pending_ids: Tensor
+    num_pending: Tensor
+    history: TokenHistory
+
+    def __init__(
+        self, cache: TreeCache, drafter: Drafter | None, *, num_scratch: int, num_tokens: int, path_width: int
+    ) -> None:
+        """
+        Args:
+            num_scratch: frontier nodes of the largest tree.
+            num_tokens: C, without the P places that a step may write beyond a text's end.
+            path_width: P of the largest tree.
+        """
+        self.cache, self.drafter, self.num_scratch = cache, drafter, num_scratch
+        self.draft: Any = None
+        self.rows: list[Row] = []
+        self.pending_features: Tensor | None = None
+        self.pending_bound = 0
+        self.is_whole = False
+        self.has_media = False
+        self._path_width = path_width
+        self._retired: set[int] = set()
+        self._every_place = torch.arange(num_tokens + path_width, device=cache.lengths.device)
+        self._buffers: dict[str, Tensor] = {}
+        self._allocate(cache.max_batch_size)
+
+    def _allocate(self, num_rows: int) -> None:
+        width = CATCH_UP + 2 * self._path_width
+        sizes = {"tokens": (num_rows, self.capacity), "pending_ids": (num_rows, width)}
+        with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
+            self._buffers = {name: self._every_place.new_zeros(sizes.get(name, (num_rows,))) for name in self._FIELDS}
+        self._show(num_rows)
+
+    @property
+    def capacity(self) -> int:
+        """C, all places included."""
+        return self._every_place.shape[0]
+
+    def _show(self, num_rows: int) -> None:
+        """From now on the tensors are those of the first `num_rows` rows."""
+        for name, buffer in self._buffers.items():
+            setattr(self, name, buffer[:num_rows])
+        places = self._every_place
+        self.history = TokenHistory(self.tokens, self.num_tokens, self.limits, self.indices, places, places)
+
+    def open(self, rows: Sequence[Row], *, has_media: bool = False) -> None:
+        """Begins the texts of these rows: their prompts are known, and nothing has read them."""
+        self.is_whole, self.has_media = False, has_media
+        self.rows, self.draft, self.pending_bound = list(rows), None, 0
+        self._retired.clear()
+        self._show(len(rows))
+        longest = max(len(row.padded) for row in rows)
+        padded = [row.padded + [0] * (longest - len(row.padded)) for row in rows]
+        numbers = [(len(row.padded), row.max_padded, row.index) for row in rows]
+        device = self.tokens.device
+        self.tokens[:, :longest] = torch.tensor(padded, device=device)
+        known = torch.tensor(numbers, device=device).T
+        for tensor, values in zip((self.num_tokens, self.limits, self.indices), known, strict=True):
+            tensor.copy_(values)
+        self.active.fill_(1)
+        self.num_pending.zero_()
+
+    def start_drafter(self) -> Any:
+        """A fresh state of the drafter for the rows in the cache; None without a drafter."""
+        if self.drafter is None:
+            return None
+        state = self.drafter.start(self.cache.batch_size, self.cache.capacity, self.num_scratch)
+        self._share_cache(state)
+        return state
+
+    def _share_cache(self, state: Any) -> None:
+        if self.drafter is not None and self.drafter.shares_target_cache:
+            self.drafter.share_cache(state, self.cache)
+
+    @property
+    def roots(self) -> Tensor:
+        """[B] the newest token of each text."""
+        return self.tokens.gather(1, (self.num_tokens - 1)[:, None])[:, 0]
+
+    def open_step(self, num_ahead: int, *, shows_texts: bool) -> None:
+        """Tells the cache, and what shows texts to processors, how long the running texts are.
+
+        Args:
+            num_ahead: tokens that the step may emit.
+        """
+        shortest, longest, most = self.cache.capacity, 0, 0
+        for row in self.rows:
+            if not row.is_finished:
+                num_committed = row.num_committed
+                shortest, longest = min(shortest, num_committed), max(longest, num_committed)
+                most = max(most, num_committed + 1 + row.num_padding)
+        self.cache.length_bound, self.cache.length_floor = longest, shortest
+        if shows_texts:
+            self.history.open_view(most + num_ahead)
+
+    def append(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
+        """Adds the first counts[b] of tokens [B, P] to each text, and to what the drafter has not read.
+
+        Args:
+            features: [B, P, F], the target's feature of the token before each of them.
+        """
+        steps = self._every_place[: tokens.shape[1]]
+        self.tokens.scatter_(1, self.num_tokens[:, None] + steps, tokens)
+        self.num_tokens += counts
+        if self.drafter is None:
+            return
+        places = self.num_pending[:, None] + steps
+        self.pending_ids.scatter_(1, places, tokens)
+        if features is not None:
+            assert self.pending_features is not None
+            self.pending_features.scatter_(1, places[..., None].expand_as(features), features)
+        self.num_pending += counts
+
+    def hold_features(self, like: Tensor) -> None:
+        """Makes room for pending features of the shape [B, *, F] and dtype of `like`, unless there is."""
+        if self.pending_features is None:
+            shape = (*self._buffers["pending_ids"].shape, like.shape[-1])
+            with torch.inference_mode(False):
+                self._buffers["pending_features"] = torch.zeros(shape, dtype=like.dtype, device=like.device)
+            self.pending_features = self._buffers["pending_features"][: len(self.rows)]
+
+    def retire(self, places: Sequence[int]) -> None:
+        """Finished rows stay and no longer grow. They forget their tokens, so that no view has to reach them."""
+        for place in set(places) - self._retired:
+            for tensor in (self.active, self.cache.lengths, self.num_pending, self.limits):
+                tensor[place].zero_()
+            self.num_tokens[place].fill_(1)  # beyond the limit, so that no processor is asked about it
+            self._retired.add(place)
+
+    def compact(self, ended: Sequence[int]) -> list[int]:
+        """Rows leave, and the last rows move into their places; returns which row comes to each place."""
+        places = close_ranks([place not in ended for place in range(len(self.rows))])
+        self.rows = [self.rows[place] for place in places]
+        self.cache.keep_rows(places)
+        for buffer in self._buffers.values():
+            first_rows(buffer, places)
+        self._show(len(places))
+        if self.drafter is not None and places:
+            self.drafter.keep_rows(self.draft, places)
+            self._share_cache(self.draft)
+        return places
+
+    def add(self, other: DecodeState) -> None:
+        """The rows of another state, of the same capacity, join after the present ones; their drafter has read all
+        but their pending tokens. The states share nothing then."""
+        first, longest = len(self.rows), max(row.num_committed for row in other.rows)
+        self.rows += other.rows
+        if not first:
+            self.cache.reset(0)
+            self._retired.clear()
+        self.cache.add_rows(other.cache, max_length=longest)
+        if other.pending_features is not None:
+            self.hold_features(other.pending_features)
+        self._show(len(self.rows))
+        for name in other._buffers:
+            getattr(self, name)[first:] = getattr(other, name)
+        self.pending_bound = max(self.pending_bound, other.pending_bound)
+        if self.drafter is None:
+            return
+        if first:
+            self.drafter.add_rows(self.draft, other.draft, max_slots=longest)
+            self._share_cache(self.draft)
+        else:
+            lengths = other.cache.lengths - other.num_pending
+            self.draft = self.start_drafter()
+            self.drafter.copy_rows(
+                self.draft, other.draft, self._every_place[: len(lengths)], lengths, max_slots=longest
+            )
+
+    def copy_rows(self, cache: TreeCache, draft: Any, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Now the first lengths[b] tokens of row rows[b] of a cache, this one or another, stand in place b of the
+        cache, and of the drafter's state if there is one.
+
+        Args:
+            draft: the drafter's state for `cache`.
+        """
+        index, counts = (torch.tensor(numbers, device=self.cache.lengths.device) for numbers in (rows, lengths))
+        self.cache.copy_rows(cache, index, counts, max_length=max(lengths))
+        self.draft = self.start_drafter()
+        if self.drafter is not None:
+            self.drafter.copy_rows(self.draft, draft, index, counts, max_slots=max(lengths))
+
+
+def close_ranks(stays: Sequence[bool]) -> list[int]:
+    """Which row comes to each place when some rows leave and the last ones move into their places.
+
+    >>> close_ranks([True, False, True, False, True])
+    [0, 4, 2]
+    """
+    num_left = sum(stays)
+    last = [place for place in range(num_left, len(stays)) if stays[place]]
+    return [place if stays[place] else last.pop() for place in range(num_left)]

@@ -1,0 +1,104 @@
+"""CandidateTrees: a few nested trees to choose from while decoding (`tree="auto"`, `tree="gamma"`).
+
+Legend: B batch, N tree nodes, P path length (root included).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.trees.dynamic import DynamicTree
+from draftsmith.inference.trees.policy import TreePolicy
+from draftsmith.inference.trees.token_tree import TokenTree
+
+# (depth, top_k, nodes), root included: twice as many nodes each time, few for CPUs and batches, many where passes are
+# flat. One width, so that each tree holds those before it; a beam of 4 costs about as much as one of 1.
+SIZES = ((1, 4, 2), (2, 4, 4), (3, 4, 8), (4, 4, 16), (6, 4, 32))
+MAX_GAMMA = 8
+
+
+class CandidateTrees(TreePolicy):
+    """Nested dynamic trees. The decoder's planner chooses one of them, or none, every few steps.
+
+    Args:
+        trees: from small to large; each contains those before it. All share the functions of their levels.
+
+    Raises:
+        ValueError: no trees, or trees that are not nested.
+    """
+
+    is_chosen = True
+
+    def __init__(self, trees: Sequence[DynamicTree] | None = None) -> None:
+        trees = [DynamicTree(*size) for size in SIZES] if trees is None else trees
+        sizes = {(tree.max_depth, tree.num_nodes): tree for tree in trees}
+        self.trees = tuple(sizes.values())
+        if not self.trees:
+            raise ValueError("there are no trees to choose from: give at least one DynamicTree")
+        for small, large in itertools.pairwise(self.trees):
+            if not large.contains(small):
+                raise ValueError(
+                    f"trees to choose from are given from small to large, with one top_k and root_factor; the tree of "
+                    f"{large.num_nodes} nodes and depth {large.max_depth} comes after one of {small.num_nodes} nodes "
+                    f"and depth {small.max_depth}, which it does not contain"
+                )
+        self.largest = self.trees[-1]
+        self.max_depth, self.num_nodes = self.largest.max_depth, self.largest.num_nodes
+        self.num_scratch = self.largest.num_scratch
+        self._tables: dict[torch.device, Tensor] = {}
+
+    @property
+    def candidates(self) -> tuple[DynamicTree, ...]:
+        return self.trees
+
+    @property
+    def is_chain(self) -> bool:
+        return self.largest.is_chain
+
+    def limit_depth(self, max_depth: int | None) -> TreePolicy:
+        if max_depth is None or self.max_depth <= max_depth:
+            return self
+        return CandidateTrees([tree.limit_depth(max_depth) for tree in self.trees])
+
+    def grow(self, *args: Any, **kwargs: Any) -> TokenTree:
+        """The largest tree."""
+        return self.largest.grow(*args, **kwargs)
+
+    def count_accepted(self, tree: TokenTree, path: Tensor, counts: Tensor) -> Tensor:
+        """Exact for candidates of the tree's depth with fewer nodes; nearly so for shallower ones, which may hold a
+        node that gave way to a deeper one; too low for larger ones.
+
+        A smaller tree keeps the best scores among the nodes of its depth. So the places of the accepted nodes in the
+        order of scores tell which of them it would hold.
+        """
+        depth, num_nodes = self._sizes_on(path.device)[..., None]  # each [candidates, 1]
+        scores, steps = tree.log_probs[:, None], torch.arange(path.shape[1] - 1, device=path.device)
+        nodes = torch.arange(tree.num_nodes, device=path.device)
+        own, own_node = scores[:, 0].gather(1, path[:, 1:])[..., None], path[:, 1:, None]  # [B, P - 1, 1]
+        is_better = (scores > own) | ((scores == own) & (nodes < own_node))
+        is_better = is_better & (tree.parents >= 0)[:, None]  # [B, P - 1, N], neither the root nor padding
+        is_drafted = tree.depths[:, None] <= depth  # [B, candidates, N]
+        places = (is_better[:, None] & is_drafted[:, :, None]).sum(-1)  # [B, candidates, P - 1]; 0 = best
+        is_kept = (places < num_nodes - 1) & (steps < torch.minimum(depth, counts[:, None, None] - 1))
+        counted: Tensor = is_kept.sum(-1)
+        return counted
+
+    def _sizes_on(self, device: torch.device) -> Tensor:
+        """The depths and numbers of nodes of the candidates [2, candidates]."""
+        if device not in self._tables:
+            sizes = [(tree.max_depth, tree.num_nodes) for tree in self.trees]
+            self._tables[device] = torch.tensor(sizes, device=device).T.contiguous()
+        return self._tables[device]
+
+
+def gamma_chain(max_gamma: int = MAX_GAMMA) -> CandidateTrees:
+    """Chains of 1 to `max_gamma` tokens to choose from: gamma of Leviathan et al. (arXiv 2211.17192), from measured
+    acceptance and costs instead of their formula."""
+    if max_gamma < 1:
+        raise ValueError(f"max_gamma is {max_gamma}; a chain has at least 1 token")
+    return CandidateTrees([DynamicTree(gamma, 1, gamma + 1, root_factor=1) for gamma in range(1, max_gamma + 1)])

@@ -1,0 +1,163 @@
+"""Steps without drafting: the drafter catches up in time, and drafts as if it had drafted all along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.inference import Decoder, DynamicTree, Target, chain, generate
+from draftsmith.inference import step as step_module
+from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference.drafters.staged import StagedDrafter
+from draftsmith.inference.engine import Engine
+from draftsmith.inference.state import CATCH_UP, DecodeState
+from draftsmith.inference.step import Step
+from draftsmith.inference.trees.token_tree import TokenTree
+from tests.heads.tiny_heads import tiny_heads
+from tests.inference.drafters.test_small_model import ScriptedChoice, rough_copy
+from tests.params import slow_but
+from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, target_of
+
+DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
+    **{kind: lambda target, kind=kind: tiny_heads(kind, target) for kind in HEAD_TYPES},  # type: ignore[misc]
+    "ngram": lambda _: NgramDrafter(),
+    "small model": lambda target: SmallModelDrafter(rough_copy(target.model)),
+    "staged": lambda target: StagedDrafter(SmallModelDrafter(rough_copy(target.model))),
+    "merged": lambda target: MergedDrafter(tiny_heads("eagle3", target), NgramDrafter(), rate=0.0),
+}
+PLAIN_STEPS = 2 * CATCH_UP + 7
+
+
+def scripted(target: Target, drafter: Drafter, is_drafting: Sequence[bool]) -> Decoder:
+    tree: Any = chain(3) if drafter.drafts_chains_only else DynamicTree(3, 2, 6)
+    decoder = Decoder(target, drafter, tree=tree)
+    decoder.planner = ScriptedChoice(decoder.policy, is_drafting)  # type: ignore[arg-type]
+    return decoder
+
+
+@pytest.fixture
+def trees(monkeypatch: pytest.MonkeyPatch) -> list[TokenTree]:
+    """The trees that were drafted."""
+    found: list[TokenTree] = []
+    draft = step_module.draft
+
+    def note(step: Step, *args: Any) -> Any:
+        tree, noise = draft(step, *args)
+        found.append(tree)
+        return tree, noise
+
+    monkeypatch.setattr(step_module, "draft", note)
+    return found
+
+
+@pytest.mark.parametrize("name", slow_but({"eagle3", "kangaroo", "ngram", "small model"}, list(DRAFTERS)))
+def test_after_plain_steps_it_drafts_what_it_would_draft_after_a_prompt(name: str, trees: list[TokenTree]) -> None:
+    """A prompt is a full recompute. Two rows of two lengths, of which the drafter reads the plain steps in parts."""
+    target, num_new = target_of("llama", initializer_range=0.3), PLAIN_STEPS + 40
+    drafter = DRAFTERS[name](target)
+    prompts = [random_prompt(length, seed=length) for length in (17, 9)]
+    free = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    resumed = scripted(target, drafter, [*[False] * PLAIN_STEPS, *[True] * num_new])
+    output = resumed.generate(**pad_prompts(prompts), **free, max_new_tokens=num_new)
+    assert torch.equal(
+        output.sequences, generate(target, None, **pad_prompts(prompts), **free, max_new_tokens=num_new).sequences
+    )
+    found = trees[:3]
+    trees.clear()
+    texts = [
+        torch.cat([prompt[0], row[17 : 17 + PLAIN_STEPS]])
+        for prompt, row in zip(prompts, output.sequences, strict=True)
+    ]
+    scripted(target, drafter, [True]).generate(**pad_prompts(texts), **free, max_new_tokens=40)
+    for one, other in zip(found, trees[:3], strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        torch.testing.assert_close(one.log_probs, other.log_probs, atol=1e-4, rtol=1e-4)
+    assert len(found) == 3
+
+
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DecodeState, int]]:
+    """After each step, the state and how many tokens of a row wait for the drafter."""
+    found: list[tuple[DecodeState, int]] = []
+    emit = Engine.emit
+
+    def note(engine: Engine, output: Any) -> Any:
+        found.append((engine.state, int(engine.state.num_pending.max())))
+        return emit(engine, output)
+
+    monkeypatch.setattr(Engine, "emit", note)
+    return found
+
+
+def test_what_waits_is_bounded(states: list[tuple[DecodeState, int]]) -> None:
+    target = target_of("llama")
+    decoder = scripted(target, tiny_heads("eagle3", target), [False])
+    decoder.generate(random_prompt(5), max_new_tokens=180, do_sample=False, eos_token_id=None)
+    assert len(states) > 170
+    assert max(waiting for _, waiting in states) == CATCH_UP
+    (state,) = {state for state, _ in states}
+    assert state.pending_ids.shape[1] == CATCH_UP + 2 * decoder.step.path_width
+    assert state.pending_features is not None
+    assert state.pending_features.shape[:2] == state.pending_ids.shape
+
+
+def test_plain_decoding_holds_nothing_for_a_drafter(states: list[tuple[DecodeState, int]]) -> None:
+    Decoder(target_of("llama")).generate(random_prompt(5), max_new_tokens=50, do_sample=False, eos_token_id=None)
+    assert {waiting for _, waiting in states} == {0}
+    assert states[-1][0].pending_features is None
+
+
+@pytest.fixture
+def eager_catching_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The drafter catches up after 4 tokens, not `CATCH_UP`; notes how many it reads, then and when it drafts."""
+    monkeypatch.setattr(step_module, "CATCH_UP", 4)
+    read: list[int] = []
+    catch_up = step_module.catch_up
+
+    def note(state: DecodeState, drafter: Drafter, width: int, max_slots: int) -> Any:
+        read.append(width)
+        return catch_up(state, drafter, width, max_slots)
+
+    monkeypatch.setattr(step_module, "catch_up", note)
+    return read
+
+
+@pytest.mark.parametrize("name", slow_but({"eagle3", "kangaroo", "staged"}, list(DRAFTERS)))
+@pytest.mark.parametrize("can_leave", [True, False])
+def test_texts_while_drafting_stops_and_goes_on(
+    name: str,
+    can_leave: bool,
+    eager_catching_up: list[int],
+    trees: list[TokenTree],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows end at different times and leave, or stay without growing; then the next turn goes on from the cache."""
+    target = target_of("gemma3", initializer_range=0.3)
+    drafter = DRAFTERS[name](target)
+    if not can_leave:
+        monkeypatch.setattr(type(drafter), "can_copy_rows", False)
+    prompts = [random_prompt(length, seed=length) for length in (4, 11, 7)]
+    options: dict[str, Any] = {"do_sample": True, "seed": [1, 2, 3], "max_new_tokens": 60, "pad_token_id": 0}
+    ends: dict[str, Any] = {"eos_token_id": list(range(2, VOCAB_SIZE, 30))}
+    expected = generate(target, None, **pad_prompts(prompts), **options, **ends).sequences
+    decoder = scripted(target, drafter, [True, *[False] * 7, True, *[False] * 12])
+    assert torch.equal(decoder.generate(**pad_prompts(prompts), **options, **ends).sequences, expected)
+    assert max(eager_catching_up) == 4
+    assert len(eager_catching_up) > len(trees) + 1
+    if can_leave:
+        check_next_turn(decoder, target, [row[row > 0] for row in expected], options)
+
+
+def check_next_turn(decoder: Decoder, target: Target, texts: list[Tensor], options: dict[str, Any]) -> None:
+    """After a call that ended while tokens waited."""
+    turns = pad_prompts([torch.cat([text, random_prompt(3, seed=1)[0]]) for text in texts])
+    expected = generate(target, None, **turns, **options).sequences
+    assert torch.equal(decoder.generate(**turns, **options, reuse_cache=True).sequences, expected)
