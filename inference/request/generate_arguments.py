@@ -226,8 +226,8 @@ def _refuse_arguments(model: Any, generate_kwargs: dict[str, Any]) -> None:
     configs = generate_kwargs.get("generation_config"), model.generation_config
     if generate_kwargs.get("token_healing", any(getattr(config, "token_healing", False) for config in configs)):
         raise ValueError(
-            "token_healing is not supported by this decode loop: leave it out, or set it to false in the model's "
-            "generation config, and give model.heal_tokens(input_ids, tokenizer) as the prompt"
+            "token_healing is not supported by this decode loop: leave it out, and give "
+            "model.heal_tokens(input_ids, tokenizer) as the prompt; token_healing=False switches the model's own off"
         )
 
 
