@@ -43,6 +43,7 @@ from draftsmith.scripts.measuring.measure import Settings
 from draftsmith.scripts.measuring.plot import draw_batch_plot, draw_plot
 from draftsmith.scripts.measuring.render import Grid, make_grids
 from draftsmith.scripts.measuring.report import headline, make_report, write_json
+from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.ranks import choose_device, connect_servers, read_rank, serve_rank
@@ -50,7 +51,7 @@ from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.options.program_parser import ProgramParser
 
 GROUPS = {
-    "target and drafters": "target heads drafter_model ngrams assistant tree acceptance",
+    "target and drafters": "target heads draft_vocab_size drafter_model ngrams assistant tree acceptance",
     "prompts and sampling": "prompts num_prompts max_new_tokens temperature repetition_penalty batch_size seed",
     "execution": "dtype compile pack_weights distributed device threads repeats",
     "output": "json markdown plot",
@@ -70,6 +71,8 @@ class BenchmarkArguments:
             "row that says so."
         },
     )
+    draft_vocab_size: int | None = field(default=None, metadata={"help": SIZE_HELP})
+    draft_vocab_data: list[str] = field(default_factory=list, metadata={"help": DATA_HELP})
     assistant: str | None = field(
         default=None,
         metadata={"help": "A small causal LM with the target's tokenizer, for transformers' assisted generation."},
@@ -154,6 +157,7 @@ class BenchmarkArguments:
             raise ValueError(f"got --batch_size {' '.join(map(str, self.batch_size))}: give sizes of at least 1")
         if self.repetition_penalty is not None and self.repetition_penalty <= 0:
             raise ValueError(f"got --repetition_penalty {self.repetition_penalty}: give a positive number; 1 = none")
+        self.vocabulary = DraftVocabulary.of(self)
         for rule in self.acceptance:
             resolve_rule(rule)
         if self.distributed and (len(self.target) > 1 or self.pack_weights):
@@ -224,6 +228,7 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
         subject = load_subject(
             name,
             heads=args.heads,
+            vocabulary=args.vocabulary,
             assistant=args.assistant,
             drafter_model=args.drafter_model,
             has_ngrams=args.ngrams,

@@ -143,12 +143,13 @@ class Eagle3Heads(AutoregressionHeads):
         self._is_fitted = False
         self.post_init()
 
+    borrows_lm_head = False
     # The draft vocabulary.
 
     @property
     def draft_token_ids(self) -> Tensor | None:
-        if not self.has_draft_vocab:
-            return None
+        if not self.has_draft_vocab or self._column_ids is not None:
+            return self._column_ids
         return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
 
     @property
@@ -180,6 +181,7 @@ class Eagle3Heads(AutoregressionHeads):
     @property
     def layer(self) -> Eagle3Layer:
         return self.midlayer
+        super().fit_vocabulary(token_counts)
 
     def fuse(self, features: Tensor) -> Tensor:
         features = features.to(self.compute_dtype)

@@ -151,6 +151,7 @@ class KangarooHeads(DraftHeads):
     """The adapter between the exit layer and the target's frozen LM head."""
 
     config_class = KangarooConfig
+    borrows_lm_head = True
     row_tensors = ("ancestors", "confidence")
     default_loss = "distillation"  # section 3.1: cross-entropy to the target's distribution
     runs_target_layers = True
@@ -217,7 +218,8 @@ class KangarooHeads(DraftHeads):
         state.cache.store(keys, values, counts, max_slots)
         state.rows.forget_levels(max_slots)
         root_ids = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
-        return DraftLogits(self._draft(state, root_ids, torch.zeros_like(state.ancestors[:, :1])))
+        logits = self._draft(state, root_ids, torch.zeros_like(state.ancestors[:, :1]))
+        return DraftLogits(logits, self.draft_token_ids)
 
     def expand(self, state: KangarooState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         above = state.base + parents
@@ -226,7 +228,7 @@ class KangarooHeads(DraftHeads):
         logits = self._draft(state, token_ids, ancestors)
         if state.threshold is not None:
             logits = logits.masked_fill((drawn_with < state.threshold)[..., None], float("-inf"))
-        return DraftLogits(logits)
+        return DraftLogits(logits, self.draft_token_ids)
 
     def _draft(self, state: KangarooState, token_ids: Tensor, ancestors: Tensor) -> Tensor:
         """Scores [B, W, V] of the children of one level's nodes [B, W]; a node sees its `ancestors` [B, W, R] and

@@ -94,6 +94,10 @@ class MedusaHeads(DraftHeads):
         self.post_init()
 
     @property
+    def borrows_lm_head(self) -> bool:  # type: ignore[override]
+        return bool(self.config.shares_lm_head)
+
+    @property
     def each_head(self) -> list[MedusaHead]:
         return cast(list[MedusaHead], list(self.heads))
 
@@ -129,8 +133,8 @@ class MedusaHeads(DraftHeads):
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
         hidden_BD = features.gather(1, last)[:, 0].to(self.compute_dtype)
         state.logits = torch.stack([self.scorer_of(head)(head.blocks(hidden_BD)) for head in self.each_head], dim=1)
-        return DraftLogits(state.logits[:, :1])
+        return DraftLogits(state.logits[:, :1], self.draft_token_ids)
 
     def expand(self, state: MedusaState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         assert state.logits is not None
-        return DraftLogits(state.logits[:, depth : depth + 1])
+        return DraftLogits(state.logits[:, depth : depth + 1], self.draft_token_ids)

@@ -138,6 +138,7 @@ class MTPHeads(DraftHeads):
 
     supports_gradient_checkpointing = True
     config_class = MTPConfig
+    borrows_lm_head = True
     row_tensors = ("states", "trail", "ancestors")
     default_loss = "distillation"
     # FastMTP, section 3.2: beta 0.6. (FastMTP divides by the sum of all weights, which only scales the learning rate.)
@@ -326,7 +327,7 @@ class MTPHeads(DraftHeads):
             last_BnD = torch.where((here > 0)[:, None, None], states.gather(1, last)[:, 0], last_BnD)
         state.states.narrow(1, 0, 1).copy_(last_BnD[:, None])
         state.base, state.depth = torch.zeros_like(state.base), torch.zeros_like(state.depth)
-        return DraftLogits(self.score(self.each_block[0], last_BnD[:, :1]))
+        return DraftLogits(self.score(self.each_block[0], last_BnD[:, :1]), self.draft_token_ids)
 
     def expand(self, state: MTPState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         width, first = token_ids.shape[1], state.caches[0]
@@ -356,7 +357,7 @@ class MTPHeads(DraftHeads):
         state.states.narrow(2, begin, len(outputs)).index_copy_(1, 1 + own, torch.stack(outputs, dim=2))
         state.ancestors.index_copy_(1, 1 + own, ancestors)
         state.base, state.depth = 1 + own[:1], state.depth + 1
-        return DraftLogits(self.score(self.each_block[begin], outputs[0]))
+        return DraftLogits(self.score(self.each_block[begin], outputs[0]), self.draft_token_ids)
 
 
 def _without_first(mask: Tensor, columns: Tensor, num_scratch: int, depth: int) -> Tensor:

@@ -401,8 +401,9 @@ class Target:
             scores = scores.gather(1, read[..., None].expand(-1, -1, scores.shape[-1]))
         return self.compute_logits(scores) if output.logits is None else scores
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """The model's own logits [..., V] of post-norm states [..., D], with its soft-capping and scales.
+    def compute_logits(self, hidden: Tensor, lm_head: nn.Module | None = None) -> Tensor:
+        """The model's own logits [..., V] of post-norm states [..., D], with its soft-capping and scales; those of
+        fewer tokens with an `lm_head` of fewer rows.
 
         Gradients reach `hidden` only: the LM head is frozen, even if its parameters require gradients.
         """
@@ -411,7 +412,7 @@ class Target:
                 f"{type(self._causal_lm).__name__} does more between its last hidden state and its logits than an LM "
                 f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states"
             )
-        return self.findings.scale_logits(run_frozen(self.lm_head, hidden))
+        return self.findings.scale_logits(run_frozen(self.lm_head if lm_head is None else lm_head, hidden))
 
     def lm_head_weight(self) -> Tensor:
         """[V, D] in the target's dtype, however the LM head stores it (see `read_weight`). Do not change it."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.inference.acceptance.rules import RULES
+from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
 
 DRAFTERS = "--heads, --drafter_model or --ngrams"
@@ -17,6 +18,8 @@ class GenerateArguments:
     heads: str | None = field(
         default=None, metadata={"help": "Draft heads: a folder or a hub id; none = plain decoding."}
     )
+    draft_vocab_size: int | None = field(default=None, metadata={"help": SIZE_HELP})
+    draft_vocab_data: list[str] = field(default_factory=list, metadata={"help": DATA_HELP})
     drafter_model: str | None = field(
         default=None,
         metadata={"help": "A small causal LM with the target's tokenizer, as the drafter: a folder or a hub id."},
@@ -74,6 +77,7 @@ class GenerateArguments:
     color: bool = field(default=True, metadata={"help": "Show accepted drafts in colour, by depth (in a terminal)."})
 
     def __post_init__(self) -> None:
+        self.vocabulary = DraftVocabulary.of(self)
         has_drafter = bool(self.heads or self.drafter_model or self.ngrams)
         if self.staged and self.drafter_model is None:
             raise ValueError("got --staged without --drafter_model: give the small model that n-grams should draft for")

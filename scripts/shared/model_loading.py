@@ -27,6 +27,7 @@ from draftsmith.inference.kernels.packed_weights import has_bfloat16
 from draftsmith.inference.request.chat_template import encode_prompt
 from draftsmith.inference.targets.model_config import find_auto_class_of
 from draftsmith.inference.trees.options import resolve_policy
+from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -156,17 +157,19 @@ def load_drafter_model(name: str, target: Target, tokenizer: Any) -> SmallModelD
         ValueError: when its tokenizer is not the target's.
     """
     drafter = SmallModelDrafter(
-        load_assistant(name, target), tokenizer=AutoTokenizer.from_pretrained(name), target_tokenizer=tokenizer
+        load_assistant(name, target), tokenizer=read_tokenizer(name), target_tokenizer=tokenizer
     )
     return drafter.for_target(target)
 
 
 def load_drafter(
+    vocabulary: DraftVocabulary | None = None,
     target: Target,
     tokenizer: Any,
     *,
     heads: str | None = None,
     drafter_model: str | None = None,
+        vocabulary: of the heads.
     staged: bool = False,
     ngrams: bool = False,
 ) -> Drafter | None:

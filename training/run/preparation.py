@@ -195,7 +195,7 @@ def _name_target(heads: DraftHeads, target: Target) -> None:
 
 
 def _load_rows(options: RunOptions, models: _Models) -> _Rows:
-    """Tokenized conversations; heads with a reduced draft vocabulary choose it from them."""
+    """Tokenized conversations. The heads note how often these have each token, for a reduced draft vocabulary."""
     args, counts = options.training, Counter[str]()
     with one_process_first():
         train_set, eval_set = load_datasets(
@@ -206,10 +206,9 @@ def _load_rows(options: RunOptions, models: _Models) -> _Rows:
             num_processes=args.world_size,
             counts=counts,
         )
-    if models.heads.wants_token_counts:
-        is_stream = isinstance(train_set, ConversationStream)
-        counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
-        models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
+    is_stream = isinstance(train_set, ConversationStream)
+    counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
+    models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
     for stored in (train_set, eval_set):
         refuse_placeholders(stored, models.target.model.config)
     if not any("media" in getattr(rows, "column_names", ()) for rows in (train_set, eval_set)):
