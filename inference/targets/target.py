@@ -40,6 +40,7 @@ from draftsmith.inference.targets.model_config import (
     unwrap_model,
 )
 from draftsmith.inference.targets.parts import (
+    count_layer_parameters,
     find_final_norm,
     find_final_norm_gain,
     read_weight,
@@ -417,6 +418,11 @@ class Target:
     def lm_head_weight(self) -> Tensor:
         """[V, D] in the target's dtype, however the LM head stores it (see `read_weight`). Do not change it."""
         return read_weight(self.lm_head, (self.vocab_size, self.hidden_size), self.dtype, self.device)
+
+    @property
+    def layers_size(self) -> int:
+        """Parameters of all decoder layers together, also where only the first are in memory."""
+        return round(count_layer_parameters(self._causal_lm) * self.num_layers)
 
     def final_norm_gain(self) -> Tensor | None:
         """The factor of each channel in the model's final norm ([D], its dtype); None without such a norm."""

@@ -116,6 +116,10 @@ class Shape:
         quantized = getattr(whole, "quantization_config", None) is not None
         return cls(config, _count(model), _count(layers[-1]), quantized)
 
+    @property
+    def layers_size(self) -> int:
+        return self.layer_parameters * int(self.config.num_hidden_layers)
+
     def make_heads(self, kind: str, overrides: Mapping[str, Any]) -> Any:
         """Heads of this kind for the target, without storage."""
         config = self.config
@@ -125,6 +129,7 @@ class Shape:
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             num_layers=config.num_hidden_layers,
+            layers_size=self.layers_size,
         )
         with torch.device("meta"):
             return find_kind(kind)(find_kind(kind).config_class.from_target(target, **overrides))
@@ -183,9 +188,7 @@ def _choose(
         is_native = start.name == "init_heads"
         yield start
     is_fresh = not is_native and "init_heads" not in given
-    overrides = dict(overrides)
     if is_fresh and (vocabulary := _choose_vocabulary(kind, overrides, shape)) is not None:
-        overrides["draft_vocab_size"] = default_draft_vocabulary(shape.config.vocab_size)
         yield vocabulary
     is_split = any(name in given or is_requested(name) for name in ("fsdp", "deepspeed"))
     has_muon = hasattr(torch.optim, "Muon") and not is_split
@@ -222,10 +225,15 @@ def _choose_heads(name: str, shape: Shape) -> Choice:
 def _choose_vocabulary(kind: str, overrides: Mapping[str, Any], shape: Shape) -> Choice | None:
     config_class: type = find_kind(kind).config_class
     takes = any("draft_vocab_size" in inspect.signature(one.__init__).parameters for one in config_class.__mro__[:-1])  # type: ignore[misc]
-    size = shape.config.vocab_size
-    if not takes or "draft_vocab_size" in overrides or (fewer := default_draft_vocabulary(size)) is None:
+    size, width = shape.config.vocab_size, shape.config.hidden_size
+    if not takes or "draft_vocab_size" in overrides:
         return None
-    reason = f"the most frequent in the data, of the target's {size:,}: a smaller LM head drafts faster"
+    if (fewer := default_draft_vocabulary(size, width, shape.layers_size)) is None:
+        return None
+    share = size * width / (size * width + shape.layers_size)
+    reason = (
+        f"the most frequent in the data, of {size:,}: their LM head is {share:.0%} of the target, for each draft level"
+    )
     return Choice("head_overrides", f"draft_vocab_size={fewer}", reason)
 
 

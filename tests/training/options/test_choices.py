@@ -76,6 +76,29 @@ def test_an_8b_target(machine: Any, tmp_path: Path, conversations: Path) -> None
     assert not {"head_overrides", "max_length", "num_train_epochs"} & found.keys()
 
 
+SMOLLM2 = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        (SMOLLM2, 8192),
+        (SMOLLM2 | {"vocab_size": 8000}, None),
+        (LLAMA_8B | {"vocab_size": 32000}, None),
+        (LLAMA_70B, 32000),  # an LM head of 1.5%, whose scores would fill the memory of training
+    ],
+    ids=["smollm2", "few-tokens", "llama-2", "70b"],
+)
+def test_the_draft_vocabulary_follows_the_share_of_the_lm_head(
+    machine: Any, tmp_path: Path, conversations: Path, shape: dict[str, Any], size: int | None
+) -> None:
+    target = write_shape(tmp_path / "t", **shape)
+    expected = None if size is None else f"draft_vocab_size={size}"
+    assert choose(target, conversations).get("head_overrides") == expected
+    assert "head_overrides" not in choose(target, conversations, head_type="mtp")
+
+
 def test_a_target_that_does_not_fit_on_one_device(
     machine: Any, tmp_path: Path, conversations: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
