@@ -19,12 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.native_mtp import find_modules
 from draftsmith.heads.kinds.eagle3 import default_draft_vocabulary
 from draftsmith.heads.registration import find_kind
+from draftsmith.inference.targets.files import read_config
 from draftsmith.inference.targets.model_config import find_auto_class, find_length_limit
 from draftsmith.training.distributed.launch import count_launched, is_requested
 
@@ -108,7 +108,7 @@ class Shape:
 
     @classmethod
     def read(cls, name: str, *, trust_remote_code: bool) -> Shape:
-        whole = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        whole = read_config(name, trust_remote_code=trust_remote_code)
         config = whole.get_text_config()
         with torch.device("meta"):
             model: Any = find_auto_class(whole).from_config(whole, trust_remote_code=trust_remote_code)

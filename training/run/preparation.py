@@ -20,6 +20,7 @@ from draftsmith.heads.config import name_of_target
 from draftsmith.inference import Target
 from draftsmith.inference.kernels.packed_weights import has_bfloat16
 from draftsmith.inference.targets.model_config import LengthLimit, find_length_limit
+from draftsmith.inference.targets.files import read_tokenizer
 from draftsmith.training.data.collation import ConversationCollator, count_tokens
 from draftsmith.training.data.options import seed_of_data
 from draftsmith.training.data.packing import pack_rows
@@ -157,7 +158,7 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
         model = load_model(args, options.placement, device, num_processes=options.training.world_size)
         target = Target(adapt_target(model, stored, options.joint))
     check_placement(target, device)
-    tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+    tokenizer = read_tokenizer(args.target, trust_remote_code=args.trust_remote_code)
     if is_foreign:
         stored = load_published_heads(args, target)
     if stored is not None:
