@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from draftsmith.training.data.streaming import check_streaming
 from draftsmith.training.distributed.launch import check_launch, find_strategy
-from draftsmith.training.options.run_options import RunOptions
+from draftsmith.training.options.run_options import RunOptions, parse_seconds
 
 
 def check_options(options: RunOptions) -> None:
@@ -61,6 +61,8 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
             f"one process sees {training.n_gpu} GPUs, and heads do not train under DataParallel: start with "
             "`accelerate launch --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES"
         )
+    if options.run.time_budget is not None:
+        yield from _budget_problems(options)
     if training.torch_compile:
         yield (
             "got torch_compile, which compiles the whole draft again for batches of other lengths, and so takes "
@@ -104,6 +106,23 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
         for name, (is_given, reason) in excluded.items():
             if is_given:
                 yield f"got on_policy_fraction with {name}, {reason}: leave one out"
+
+
+def _budget_problems(options: RunOptions) -> Iterator[str]:
+    budget = options.run.time_budget or ""
+    try:
+        parse_seconds(budget)
+    except ValueError as error:
+        yield str(error)
+    excluded = {
+        "max_steps": (options.training.max_steps > 0, "which is the number of steps that the budget sets"),
+        "streaming": (options.data.streaming, "whose length is not known"),
+        "lora_r": (options.joint.is_on, "whose steps get slower when the adapters begin to learn"),
+        "on_policy_fraction": (options.on_policy.is_on, "whose replies take time of their own"),
+    }
+    for name, (is_given, reason) in excluded.items():
+        if is_given:
+            yield f"got time_budget {budget} with {name}, {reason}: leave one out"
 
 
 def refuse_with_images(options: RunOptions) -> None:

@@ -144,11 +144,15 @@ def _count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def wants_choices(given: Mapping[str, Sequence[str]]) -> bool:
-    """Whether to choose: as `choose` says, and without it where neither a kind nor trained heads are given."""
+def wants_choices(given: Mapping[str, Sequence[str]], *, has_file: bool) -> bool:
+    """Whether to choose: as `choose` says, and without it for new heads of a target.
+
+    Args:
+        has_file: a file gives options. With one that names the kind, nothing is chosen.
+    """
     if "choose" in given and given["choose"] != ["none"]:
         return _is_on(given, "choose")
-    return "head_type" not in given and "init_heads" not in given and "target" in given
+    return "target" in given and "init_heads" not in given and not (has_file and "head_type" in given)
 
 
 def choose_options(given: Mapping[str, Sequence[str]], overrides: Mapping[str, Any]) -> list[Choice]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
@@ -11,6 +12,23 @@ from draftsmith.training.features.target_options import FeatureArguments, ModelA
 from draftsmith.training.options.joint_options import JointArguments
 from draftsmith.training.options.training_options import HeadsTrainingArguments
 from draftsmith.training.synthesis.on_policy import OnPolicyArguments
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a time such as 90m, 2h or 1.5d.
+
+    >>> parse_seconds("90m"), parse_seconds("2h")
+    (5400.0, 7200.0)
+
+    Raises:
+        ValueError: another form, or no time at all.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if found is None or not float(found[1]):
+        raise ValueError(f"got time_budget {text!r}: give a number and s, m, h or d, such as 90m or 2h")
+    return float(found[1]) * _UNITS[found[2]]
 
 
 @dataclass
@@ -23,7 +41,12 @@ class RunArguments:
     choose: bool | None = option(
         default=None,
         help="Choose every option that is not given, from the target's shape and the device's memory, and print the "
-        "reasons; none = if neither --head_type nor --init_heads is given.",
+        "reasons; none = for new heads, unless a --config names their kind.",
+    )
+    time_budget: str | None = option(
+        default=None,
+        help="Train for at most this long, such as 90m, 2h or 1d: a measurement of the speed sets the number of steps. "
+        "none = as long as the steps or epochs take.",
     )
     report: bool = option(default=True, help="Write report.html at the end: curves, acceptance by depth, examples.")
 

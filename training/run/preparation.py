@@ -10,17 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import yaml
-from transformers import AutoTokenizer, EarlyStoppingCallback, set_seed
+from transformers import EarlyStoppingCallback, TrainerState, set_seed
 
 from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.checkpoint import is_published
 from draftsmith.heads.config import name_of_target
 from draftsmith.inference import Target
 from draftsmith.inference.kernels.packed_weights import has_bfloat16
-from draftsmith.inference.targets.model_config import LengthLimit, find_length_limit
 from draftsmith.inference.targets.files import read_tokenizer
+from draftsmith.inference.targets.model_config import LengthLimit, find_length_limit
 from draftsmith.training.data.collation import ConversationCollator, count_tokens
 from draftsmith.training.data.options import seed_of_data
 from draftsmith.training.data.packing import pack_rows
@@ -44,12 +45,13 @@ from draftsmith.training.features.target_options import FeatureArguments
 from draftsmith.training.images.processor import ImageCollator, load_processor, refuse_placeholders
 from draftsmith.training.options.checks import check_options, refuse_with_images
 from draftsmith.training.options.command_line import resolve_arguments
-from draftsmith.training.options.run_options import RunOptions
+from draftsmith.training.options.run_options import RunOptions, parse_seconds
 from draftsmith.training.reporting.examples import Prompt
 from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts
 from draftsmith.training.run.joint_model import JointModel, adapt_target
 from draftsmith.training.run.joint_trainer import JointTrainer
 from draftsmith.training.run.outcome import PreparedRun, write_text
+from draftsmith.training.run.pace import measure_pace
 from draftsmith.training.run.resume import check_same_run, describe_run, find_checkpoint
 from draftsmith.training.run.trainer import HeadsTrainer
 from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
@@ -126,6 +128,8 @@ def prepare_run(*parts: Any) -> PreparedRun:
         check_first_row(models.target, features.peek, features.collate, rows.train_set, models.heads.feature_layers)
     if isinstance(rows.train_set, OnPolicyRows) and checkpoint is not None:
         rows.train_set.load(checkpoint)
+    if options.run.time_budget is not None or ((options.run.choose or options.run.dry_run) and checkpoint is None):
+        _settle_time(options, trainer, features, checkpoint)
     output_dir = Path(args.output_dir)
     if is_main_process and not options.run.dry_run:  # now, so that an interrupted run has its configuration
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -140,6 +144,23 @@ def prepare_run(*parts: Any) -> PreparedRun:
         wants_report=options.run.report,
         makes_folder=makes_folder,
     )
+
+
+def _settle_time(
+    options: RunOptions, trainer: HeadsTrainer, features: PreparedFeatures, checkpoint: Path | None
+) -> None:
+    """Measures how long the run will take and says so; a time budget sets its steps. A resumed run keeps its steps."""
+    if checkpoint is not None:
+        trainer.args.max_steps = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).max_steps
+        return
+    if not isinstance(trainer.train_dataset, datasets.Dataset) or options.joint.is_on:
+        return  # a stream, replies that are not written yet, or adapters that begin to learn later
+    pace = measure_pace(trainer, features.peek)
+    if options.run.time_budget is not None:
+        pace = replace(pace, num_steps=pace.fit(parse_seconds(options.run.time_budget)))
+        trainer.args.max_steps = pace.num_steps
+    for line in pace.describe().splitlines():
+        logger.info(line)
 
 
 def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:

@@ -172,8 +172,16 @@ def test_what_is_given_wins_from_a_file_and_from_the_command_line(
     assert (model.head_type, data.max_length, data.packing) == ("eagle3", 64, False)
     assert (training.learning_rate, training.bf16) == (0.25, False)
     words += ["--head_type", "medusa", "--head_overrides", "num_heads=2"]
-    assert parse_arguments(words)[2].muon_learning_rate is None, "with a kind, nothing is chosen"
+    assert parse_arguments(words)[2].muon_learning_rate is None, "a file that goes with a kind is whole"
     model, data, training, *_ = parse_arguments([*words, "--choose", "true"])
     assert (model.head_type, model.parse_head_overrides(), data.max_length) == ("medusa", {"num_heads": 2}, 64)
     assert training.learning_rate == 0.5
     assert training.num_train_epochs == 5
+
+
+def test_naming_one_option_keeps_choosing_the_others(machine: Any, target_path: Path, conversations: Path) -> None:
+    words = ["--target", str(target_path), "--dataset", str(conversations), "--use_cpu", "true", "--no_bf16"]
+    model, data, training, _, run, *_ = parse_arguments([*words, "--head_type", "mtp"])
+    assert (model.head_type, data.packing, training.num_train_epochs, run.choose) == ("mtp", True, 5, True)
+    assert not parse_arguments([*words, "--head_type", "mtp", "--choose", "false"])[1].packing
+    assert not parse_arguments([*words, "--init_heads", "somewhere"])[1].packing
