@@ -125,6 +125,8 @@ class TestCounts:
         assert loaded.draft_token_ids is None, "training and exports use all tokens"
         loaded.save_pretrained(tmp_path / "again")
         assert torch.equal(DraftHeads.from_pretrained(tmp_path / "again").token_counts, counts)
+        create_heads("mtp", target).save_pretrained(tmp_path / "again")
+        assert DraftHeads.from_pretrained(tmp_path / "again").token_counts is None, "they were other heads'"
         given = DraftHeads.from_pretrained(tmp_path / "without", draft_vocab_size=2, token_counts=counts.flip(0))
         assert given.for_target(target).draft_token_ids.tolist() == [126, 127]
         with pytest.raises(ValueError, match=f"got draft_vocab_size 5.*{COUNTS_FILE}.*--draft_vocab_data"):

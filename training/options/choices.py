@@ -236,7 +236,7 @@ def _choose_vocabulary(kind: str, overrides: Mapping[str, Any], shape: Shape) ->
         return None
     share = size * width / (size * width + shape.layers_size)
     reason = (
-        f"the most frequent in the data, of {size:,}: their LM head is {share:.0%} of the target, for each draft level"
+        f"the most frequent in the data; an LM head of all {size:,} is {share:.0%} of the target, at every draft level"
     )
     return Choice("head_overrides", f"draft_vocab_size={fewer}", reason)
 

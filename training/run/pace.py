@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,9 +106,11 @@ def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
     """
     rows: Any = trainer.train_dataset
     args = trainer.args
-    num_steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
     lengths = row_lengths(rows)
     per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    num_batches = math.ceil(len(rows) / (args.train_batch_size * args.world_size))
+    steps_per_epoch = math.ceil(num_batches / args.gradient_accumulation_steps)
+    num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
     with torch.random.fork_rng():
         speed = _measure_speed(trainer, source, lambda count: [rows[i % len(rows)] for i in range(count)])
     return Pace(speed * args.world_size, per_step * sum(lengths) / len(lengths), num_steps)
