@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -18,12 +18,13 @@ from draftsmith.training.features.sources import FeatureSource
 from draftsmith.training.run.stopping import FiniteWatch
 from draftsmith.training.run.trainer import HeadsTrainer
 
-# A measurement ends after the batch in which these seconds are over.
-MEASURED_SECONDS = 10.0
+# Whole rows are measured while they fit into these seconds; before them a row of about so many tokens, twice.
+MEASURED_SECONDS = 15.0
+SHORT = 512
 # Of a time budget, for evaluations, checkpoints and the optimizer.
 USED_SHARE = 0.9
 FEWEST_STEPS = 20  # fewer than these learn nothing
-LONG = 2 * 3600.0
+LONG = 2 * 3600.0  # then `describe` says what to do; its factors: docs/benchmarks/README.md
 # Acceptance length of a chain of 4 at T = 0 after so many tokens, of EAGLE-3 and MTP heads on small targets:
 # docs/choosing-heads.md.
 EXPECTED = ((1.5e6, "below 1.5"), (3e6, "1.5 to 1.9"), (12e6, "1.9 to 2.3"))
@@ -77,8 +78,8 @@ class Pace:
         if self.seconds > LONG:
             fitting = USED_SHARE * LONG * self.tokens_per_second
             lines.append(
-                f"that is long. Fewer tokens: --time_budget 2h trains {fitting / 1e6:,.2g} M. Another kind: "
-                "--head_type medusa trains more tokens a second. Or a GPU"
+                f"that is long. Fewer tokens: --time_budget 2h trains {fitting / 1e6:,.2g} M. Another kind: eagle and "
+                "kangaroo train 2.6 times as many tokens a second as eagle3, mtp 1.6 times. Or a GPU"
             )
         return "\n".join(lines)
 
@@ -99,8 +100,6 @@ def describe_time(seconds: float) -> str:
 def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
     """Times forward and backward passes, and leaves the heads and the random numbers as they were. Collective.
 
-    The first pass has one row. More rows, up to a batch, follow while there is time.
-
     Args:
         source: of the target's states; it writes nothing.
     """
@@ -111,35 +110,53 @@ def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
     num_batches = math.ceil(len(rows) / (args.train_batch_size * args.world_size))
     steps_per_epoch = math.ceil(num_batches / args.gradient_accumulation_steps)
     num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
-    with torch.random.fork_rng():
-        speed = _measure_speed(trainer, source, lambda count: [rows[i % len(rows)] for i in range(count)])
-    return Pace(speed * args.world_size, per_step * sum(lengths) / len(lengths), num_steps)
-
-
-def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, take: Callable[[int], list[Any]]) -> float:
-    """Tokens per second of this process."""
     model: Any = trainer.model
     was_training = model.training
     model.train()
-    speed, count, start = 0.0, 1, time.perf_counter()
+    with torch.random.fork_rng():
+        speed = _measure_speed(trainer, source, rows)
+    model.zero_grad(set_to_none=True)
+    model.train(was_training)
+    trainer.watch = FiniteWatch()
+    return Pace(speed * args.world_size, per_step * sum(lengths) / len(lengths), num_steps)
+
+
+def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> float:
+    """Tokens per second of this process: of a short row, twice because the first pass warms up, then of whole rows, up
+    to a batch, while there is time."""
+    end = time.perf_counter() + MEASURED_SECONDS
+    short = [_shorten(rows[0])]
+    speed = max(_time_batch(trainer, source, short) for _ in range(2))
+    count = 1
     while True:
-        batch = trainer.data_collator(take(count))
-        inputs = trainer._prepare_inputs(batch)
-        began = time.perf_counter()
-        output = trainer.draft_from(source(inputs), inputs, trainer.heads, model, None)
-        output.loss.backward()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-        speed = max(speed, int(read_on_host(inputs["attention_mask"]).sum()) / seconds)
-        left = MEASURED_SECONDS - (time.perf_counter() - start)
-        decision = [min(trainer.args.train_batch_size, 2 * count) if left > 0 else 0]
+        batch = [rows[i % len(rows)] for i in range(count)]
+        fits = time.perf_counter() + sum(len(row["input_ids"]) for row in batch) / speed < end
+        decision = [fits]
         broadcast_object_list(decision)  # processes that share a target make equally many passes
         if not decision[0]:
-            break
-        count = decision[0]
-    cast_model: nn.Module = model
-    cast_model.zero_grad(set_to_none=True)
-    cast_model.train(was_training)
-    trainer.watch = FiniteWatch()
-    return speed
+            return speed
+        speed = max(speed, _time_batch(trainer, source, batch))
+        count = min(trainer.args.train_batch_size, 2 * count)
+
+
+def _shorten(row: dict[str, Any]) -> dict[str, Any]:
+    """A packed row without the documents after its first `SHORT` tokens; a row of one document as it is."""
+    ends = list(itertools.accumulate(row.get("document_lengths", ())))
+    kept = [end for place, end in enumerate(ends) if not place or end <= SHORT]
+    if not kept:
+        return row
+    return {
+        "input_ids": row["input_ids"][: kept[-1]],
+        "loss_mask": row["loss_mask"][: kept[-1]],
+        "document_lengths": row["document_lengths"][: len(kept)],
+    }
+
+
+def _time_batch(trainer: HeadsTrainer, source: FeatureSource, rows: list[dict[str, Any]]) -> float:
+    """Tokens per second of a forward and a backward pass."""
+    inputs = trainer._prepare_inputs(trainer.data_collator(rows))
+    start = time.perf_counter()
+    trainer.draft_from(source(inputs), inputs, trainer.heads, cast(nn.Module, trainer.model), None).loss.backward()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return int(read_on_host(inputs["attention_mask"]).sum()) / (time.perf_counter() - start)
