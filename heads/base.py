@@ -457,7 +457,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         Args:
             target: binds the heads to it. With a target, heads in another project's format (EAGLE's, speculators', ...)
                 are imported, in the dtype of their files unless `dtype` is given.
-            draft_vocab_size, token_counts: `limit_vocabulary`; None = the heads score all that they can.
+            draft_vocab_size: as in `limit_vocabulary`; None = the heads score all that they can.
+            token_counts: [V] in place of the counts beside the heads.
 
         Raises:
             ValueError: the directory does not exist or holds no heads; the heads are in another project's format, and
@@ -479,9 +480,9 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
                 heads._adapter[:] = [StoredAdapter(path, heads.config.target_adapter, hub)]
             if target is not None:
                 heads.bind(target)
-        heads.token_counts = read_counts(path, **hub)
+        heads.token_counts = read_counts(path, **hub) if token_counts is None else token_counts
         if draft_vocab_size is not None:
-            heads.limit_vocabulary(draft_vocab_size, token_counts)
+            heads.limit_vocabulary(draft_vocab_size)
         return (heads, info) if wants_info else heads
 
     @classmethod

@@ -32,6 +32,7 @@ from draftsmith.inference.request.model_settings import describe_model_settings
 from draftsmith.inference.targets.files import read_generation_config, read_tokenizer
 from draftsmith.scripts.shared.model_loading import (
     check_device,
+    check_folder,
     load_heads,
     load_target,
     resolve_dtype,
@@ -71,6 +72,7 @@ def generate_data(args: SynthesisArguments) -> None:
     index, count = args.shard()
     if args.endpoint is None and count == 1:  # shards may run on other machines, and must agree
         args = replace(args, dtype=resolve_dtype(args.target, args.dtype, check_device(args.device)))
+    check_folder(args.target)
     generation_config = read_generation_config(args.target) if args.endpoint is None else None
     settings = args.settings_of_the_data(generation_config)
     output = SynthesisOutput(Path(args.output), settings, shard=(index, count))
