@@ -60,7 +60,7 @@ GROUPS = {
 
 @dataclass
 class BenchmarkArguments:
-    target: list[str] = field(metadata={"help": "Targets: folders or hub ids."})
+    target: list[str] = field(metadata={"help": "Targets: folders, hub ids or GGUF files."})
     prompts: list[str] = field(
         metadata={"help": "Files of prompts or conversations (JSON lines, .gz or not); the first user turns are used."}
     )

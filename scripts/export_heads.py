@@ -51,7 +51,7 @@ class ExportArguments:
     """Options of export_heads.py."""
 
     heads: str = field(metadata={"help": "Trained heads: a folder or a hub id."})
-    target: str = field(metadata={"help": "Their target: a folder or a hub id."})
+    target: str = field(metadata={"help": "Their target: a folder, a hub id or a GGUF file."})
     format: str = field(metadata={"help": "Who reads them.", "choices": NAMES})
     output: str = field(metadata={"help": "Folder to write, empty or not there yet."})
     target_gguf: str | None = field(

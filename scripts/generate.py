@@ -35,8 +35,8 @@ from draftsmith.scripts.shared.ranks import read_rank, serve_rank
 from draftsmith.training.options.program_parser import ProgramParser
 
 GROUPS = {
-    "target and drafter": "target heads draft_vocab_size drafter_model ngrams",
-    "execution": "dtype device compile pack_weights batch_invariant",
+    "target and drafter": "target heads draft_vocab_size drafter_model ngrams dtype device compile pack_weights "
+    "batch_invariant",
     "prompt": "prompt system raw",
     "sampling": "max_new_tokens temperature top_k top_p seed",
     "drafting": "tree acceptance staged distributed",

@@ -36,7 +36,7 @@ class ImportArguments:
     """Options of import_heads.py."""
 
     checkpoint: str = field(metadata={"help": "Heads of another project: a folder, a hub id or a GGUF file."})
-    target: str = field(metadata={"help": "The target that they draft for: a folder or a hub id."})
+    target: str = field(metadata={"help": "The target that they draft for: a folder, a hub id or a GGUF file."})
     output: str = field(metadata={"help": "Folder to write the heads to."})
     check: bool = field(
         default=False,

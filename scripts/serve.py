@@ -34,8 +34,8 @@ from draftsmith.training.options.program_parser import ProgramParser
 
 API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"
 GROUPS = {
-    "target and drafters": "target heads draft_vocab_size drafter_model ngrams tree",
-    "execution": "dtype device pack_weights batch_invariant",
+    "target and drafters": "target heads draft_vocab_size drafter_model ngrams dtype device tree pack_weights "
+    "batch_invariant",
     "server": "host port api_key model_name drain_seconds",
     "limits": "max_batch_size max_length max_queue max_lanes threads",
 }
@@ -43,7 +43,7 @@ GROUPS = {
 
 @dataclass
 class ServeArguments:
-    target: str = field(metadata={"help": "The target: a folder or a hub id."})
+    target: str = field(metadata={"help": "The target: a folder, a hub id or a GGUF file."})
     heads: list[str] = field(
         default_factory=list, metadata={"help": "Draft heads, the default first: folders or hub ids.", "nargs": "+"}
     )

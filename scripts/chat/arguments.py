@@ -14,7 +14,7 @@ DRAFTERS = "--heads, --drafter_model or --ngrams"
 
 @dataclass
 class GenerateArguments:
-    target: str = field(metadata={"help": "The target: a folder or a hub id."})
+    target: str = field(metadata={"help": "The target: a folder, a hub id or a GGUF file."})
     heads: str | None = field(
         default=None, metadata={"help": "Draft heads: a folder or a hub id; none = plain decoding."}
     )

@@ -132,7 +132,10 @@ def refuse_with_images(options: RunOptions) -> None:
         ValueError: naming every such option.
     """
     excluded = {
-        "packing": (options.data.packing, "images belong to whole rows: train_sampling_strategy group_by_length"),
+        "packing": (
+            options.data.packing,
+            "images belong to whole rows: --packing false, and group_by_length",
+        ),
         "features": (options.features.features, "stored states are found by tokens, and images do not show in them"),
         "features_endpoint": (options.features.features_endpoint, "only text is sent to the server"),
         "on_policy_fraction": (options.on_policy.is_on, "the target would write replies without seeing"),

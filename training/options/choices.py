@@ -196,9 +196,10 @@ def _choose(
         yield vocabulary
     is_split = any(name in given or is_requested(name) for name in ("fsdp", "deepspeed"))
     has_muon = hasattr(torch.optim, "Muon") and not is_split
-    yield from _choose_optimizer(
-        kind, shape.config.hidden_size, is_fresh=is_fresh, is_native=is_native, has_muon=has_muon
-    )
+    if "lora_r" not in given:  # adapters have rates of their own
+        yield from _choose_optimizer(
+            kind, shape.config.hidden_size, is_fresh=is_fresh, is_native=is_native, has_muon=has_muon
+        )
     if not {"bf16", "fp16"} & given.keys():
         reason = "computes fast in bfloat16; the heads' weights stay float32" if machine.has_bf16 else "lacks bfloat16"
         yield Choice("bf16", str(machine.has_bf16).lower(), f"{machine.name} {reason}")

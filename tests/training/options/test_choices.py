@@ -185,3 +185,5 @@ def test_naming_one_option_keeps_choosing_the_others(machine: Any, target_path: 
     assert (model.head_type, data.packing, training.num_train_epochs, run.choose) == ("mtp", True, 5, True)
     assert not parse_arguments([*words, "--head_type", "mtp", "--choose", "false"])[1].packing
     assert not parse_arguments([*words, "--init_heads", "somewhere"])[1].packing
+    training = parse_arguments([*words, "--head_type", "medusa", "--lora_r", "4"])[2]
+    assert (training.learning_rate, training.muon_learning_rate) == (None, None), "adapters have rates of their own"
