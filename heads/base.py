@@ -27,17 +27,15 @@ from draftsmith.heads.checkpoint import (
     check_place,
     is_published,
     load_strictly,
-    read_dtype,
     read_head_type,
     replace_checkpoint,
 )
 from draftsmith.heads.config import DraftHeadsConfig
-from draftsmith.heads.formats.format import Imported
-from draftsmith.heads.formats.published import HUB_KEYS, open_published
-from draftsmith.heads.formats.registry import recognize
+from draftsmith.heads.draft_vocabulary import choose_columns, read_counts, take_lm_head_rows, write_counts
+from draftsmith.heads.formats.published import HUB_KEYS
+from draftsmith.heads.importing import check_kind, import_heads
 from draftsmith.heads.modules.draft_step import DraftStep, unroll_documents
 from draftsmith.heads.modules.host_tensors import OnHost, read_on_host
-from draftsmith.heads.registration import find_kind
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.kernels.packed_weights import pack
 from draftsmith.inference.targets.model_config import find_compute_dtype
@@ -54,7 +52,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     `DraftHeads.from_pretrained(path_or_hub_id)` returns the right kind.
 
     A kind sets `config_class`, builds its modules in `__init__` and implements `unroll` (training), and `start`,
-    `extend`, `expand` and `draft_caches` (decoding, see `draftsmith.Drafter`).
+    `extend` and `expand` (decoding, see `draftsmith.Drafter`).
 
     Attributes:
         default_loss: the kind's usual objective, in the words of the training option `loss_type`.
@@ -63,6 +61,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         default_learning_rate: the usual peak learning rate of AdamW.
         estimates_states: whether the steps' states estimate the state that the target's LM head reads, so that
             `smooth_l1` can compare the two.
+        borrows_lm_head: whether the target's LM head scores drafts. False: the heads have LM heads, modules of the name
+            `lm_head`. None: neither, so `limit_vocabulary` is refused.
         runs_target_layers: whether drafted tokens pass through layers of the target and so have features. Then one step
             of `unroll` serves every depth, and it reads features up to t + 1.
     """
@@ -76,9 +76,9 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     default_depth_weights: ClassVar[str | None] = None
     default_learning_rate: ClassVar[float] = 1e-4  # decoder layers on a large target (EAGLE-3's code: 5e-5)
     estimates_states: ClassVar[bool] = False
+    borrows_lm_head: bool | None = None
     runs_target_layers: ClassVar[bool] = False
     can_copy_rows = True
-    has_static_state = True
 
     def __init__(self, config: DraftHeadsConfig) -> None:
         super().__init__(config)
@@ -88,6 +88,13 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         self._adapter: list[StoredAdapter | nn.Module] = []
         self._checked: weakref.WeakSet[Target] = weakref.WeakSet()
         self._copies = WeightCopies()
+        self.token_counts: Tensor | None = None
+        # None = no limit. Heads have the columns that their views keep, and views their token ids and the rows of the
+        # target's LM head.
+        self.draft_vocab_size: int | None = None
+        self._columns: Tensor | None = None
+        self._column_ids: Tensor | None = None
+        self.register_module("borrowed_rows", None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are unbound."""
@@ -107,7 +114,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     @property
     def draft_token_ids(self) -> Tensor | None:
         """[C] int64, the target's id of each draft vocabulary entry; None = the target's own vocabulary."""
-        return None
+        return self._column_ids
 
     @abstractmethod
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> Any: ...
@@ -202,12 +209,13 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         return False
 
     def fit_vocabulary(self, token_counts: Tensor) -> None:
-        """Chooses the draft vocabulary: the most frequent tokens of the training data. Kinds without a reduced
-        vocabulary do nothing.
+        """Notes which tokens the training data has, for `limit_vocabulary`. Kinds with a reduced vocabulary of their
+        own choose it: the most frequent tokens.
 
         Args:
             token_counts: [V] int64, how often the data has each target token as a token to predict.
         """
+        self.token_counts = token_counts
 
     def init_from_target(self, target: Target) -> None:
         """Copies initial weights from the target. The base class copies nothing."""
@@ -241,9 +249,37 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         self._check(target)
         view = copy.copy(self)
         view._bound, view._adapter = [target], self._adapter
-        if (self.dtype, self.device) != (target.dtype, target.device):
-            vars(view).update(self._copies.make(self, target.dtype, target.device))
+        if (self.dtype, self.device) != (target.dtype, target.device) or self._columns is not None:
+            vars(view).update(self._copies.make(self, target.dtype, target.device, self._columns))
+        if self._columns is not None:
+            ids, columns = self.draft_token_ids, self._columns.to(target.device)
+            view._columns, view._column_ids = None, columns if ids is None else ids.to(target.device)[columns]
+            rows = take_lm_head_rows(target, view._column_ids) if self.borrows_lm_head else None
+            view._modules = {**view._modules, "borrowed_rows": rows}
         return pack(view) if target.is_packed else view
+
+    def limit_vocabulary(self, size: int, token_counts: Tensor | None = None) -> Self:
+        """Lets decoders score only the `size` most frequent tokens of those that these heads score. Drafts take less
+        time, seldom tokens are not drafted, and the text stays the same. Nothing else changes: training and saved heads
+        are whole. For a decoder that draws from q, q has these tokens only.
+
+        Args:
+            size: the number of all scored tokens = no limit.
+            token_counts: [V], as in `fit_vocabulary`; None = those of the training data.
+
+        Raises:
+            ValueError: a size that is not possible, no counts, or a kind from outside that cannot do it.
+        """
+        if self.borrows_lm_head is None:
+            raise ValueError(
+                f"got draft_vocab_size {size} for {self.config.head_type} heads, a kind that does not say where its LM "
+                "head is (borrows_lm_head): leave draft_vocab_size out"
+            )
+        counts = self.token_counts if token_counts is None else token_counts
+        self._columns = choose_columns(size, counts, self.config.target_vocab_size, self.draft_token_ids)
+        self.draft_vocab_size = None if self._columns is None else size
+        self._copies.forget()
+        return self
 
     def _check(self, target: Target) -> None:
         """Refuses a target that the heads do not fit, once for each."""
@@ -283,10 +319,10 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             return cast(Tensor, self.target.embed_tokens(token_ids)).to(self.compute_dtype)
 
     def score_as_target(self, hidden: Tensor) -> Tensor:
-        """The target's own (frozen) LM head: states [..., D] of its final norm's scale -> logits [..., V] in its
-        dtype."""
+        """The target's own (frozen) LM head: states [..., D] of its final norm's scale -> logits [..., C] over
+        `draft_token_ids` in its dtype."""
         target = self.target
-        return target.compute_logits(hidden.to(target.dtype))
+        return target.compute_logits(hidden.to(target.dtype), cast(nn.Module | None, self.borrowed_rows))
 
     def get_input_embeddings(self) -> Any:
         """None, which FSDP reads: the embeddings are the target's."""
@@ -371,6 +407,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         hub = {key: kwargs.pop(key) for key in hub_keys & kwargs.keys()}
         with replace_checkpoint(directory) as scratch:
             super().save_pretrained(scratch, **kwargs)
+            if self.token_counts is not None:
+                write_counts(scratch, self.token_counts)
             if self.config.target_adapter:
                 if not self._adapter:
                     raise ValueError(
@@ -387,6 +425,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         pretrained_model_name_or_path: str | os.PathLike[str],
         *args: Any,
         target: Target | PreTrainedModel | None = None,
+        draft_vocab_size: int | None = None,
+        token_counts: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Loads heads of any kind from a directory, a hub id or a GGUF file.
@@ -394,11 +434,13 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         Args:
             target: binds the heads to it. With a target, heads in another project's format (EAGLE's, speculators', ...)
                 are imported, in the dtype of their files unless `dtype` is given.
+            draft_vocab_size: as in `limit_vocabulary`; None = the heads score all that they can.
+            token_counts: [V] in place of the counts beside the heads.
 
         Raises:
             ValueError: the directory does not exist or holds no heads; the heads are in another project's format, and
                 no target was given, or of an unknown kind; or tensors are missing, unexpected, mis-shaped, truncated or
-                not finite, each named.
+                not finite, each named; or as `limit_vocabulary`.
         """
         path = str(pretrained_model_name_or_path)
         check_place(path)
@@ -406,67 +448,19 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         if target is not None and is_published(path, **hub):
             if unknown := kwargs.keys() - hub.keys() - {"dtype"}:
                 raise ValueError(f"{path} is another project's checkpoint, which is imported without {sorted(unknown)}")
-            return cls._import(path, target, kwargs.get("dtype"), hub)
-        kind_class = cls._find_kind(read_head_type(path, **hub), path)
-        wants_info = kwargs.pop("output_loading_info", False)
-        heads, info = kind_class._load(path, *args, **kwargs)
-        if heads.config.target_adapter:
-            heads._adapter[:] = [StoredAdapter(path, heads.config.target_adapter, hub)]
-        if target is not None:
-            heads.bind(target)
+            wants_info, heads = False, import_heads(path, Target.of(target), kwargs.get("dtype"), cls, **hub)
+        else:
+            kind_class = check_kind(read_head_type(path, **hub), path, cls)
+            wants_info = kwargs.pop("output_loading_info", False)
+            heads, info = kind_class._load(path, *args, **kwargs)
+            if heads.config.target_adapter:
+                heads._adapter[:] = [StoredAdapter(path, heads.config.target_adapter, hub)]
+            if target is not None:
+                heads.bind(target)
+        heads.token_counts = read_counts(path, **hub) if token_counts is None else token_counts
+        if draft_vocab_size is not None:
+            heads.limit_vocabulary(draft_vocab_size)
         return (heads, info) if wants_info else heads
-
-    @classmethod
-    def _import(
-        cls, path: str, target: Target | PreTrainedModel, dtype: torch.dtype | str | None, hub: dict[str, Any]
-    ) -> Self:
-        published = open_published(path, **hub)
-        if (found := recognize(published)) is None:
-            raise ValueError(
-                f"{path} holds no heads in a format that is known here: give the folder of the heads themselves, with "
-                "their config.json, or their GGUF file"
-            )
-        target = Target.of(target)
-        imported = found.read(published, target)
-        for note in imported.notes:
-            logger.warning("%s: %s", path, note)
-        return cls.from_imported(imported, target, path, dtype=dtype)
-
-    @classmethod
-    def from_imported(
-        cls, imported: Imported, target: Target, path: str, *, dtype: torch.dtype | str | None = None
-    ) -> Self:
-        """Builds heads from a checkpoint of another project, and binds them to the target.
-
-        Args:
-            path: where the checkpoint came from, for messages.
-            dtype: None or "auto" = the dtype of the checkpoint's tensors.
-
-        Raises:
-            ValueError: one message with everything that is wrong with the checkpoint.
-        """
-        kind_class = cls._find_kind(imported.kind, path)
-        try:
-            config = kind_class.config_class.from_target(target, **imported.settings)
-        except ValueError as error:
-            imported.refuse(path, [str(error)])
-            raise
-        with torch.device("meta"):  # a wrong size in a config may ask for more memory than there is
-            imported.check(kind_class(config), path)
-        heads: Any = kind_class(config)
-        heads.to(read_dtype(dtype) or imported.dtype)
-        for name, buffer in heads.named_buffers():
-            if name.rpartition(".")[2] in imported.float32_parts:
-                buffer.data = buffer.float()
-        heads.load_state_dict(imported.tensors)
-        heads.bind(target)
-        return cast(Self, heads.eval())
-
-    @classmethod
-    def _find_kind(cls, kind: str, path: str) -> type[Any]:
-        if not issubclass(found := find_kind(kind), cls):
-            raise ValueError(f"{path} holds {kind} heads, not {cls.__name__}: load it with DraftHeads.from_pretrained")
-        return found
 
     @classmethod
     def _load(cls, path: str, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:

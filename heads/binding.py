@@ -71,10 +71,16 @@ class WeightCopies:
         self._kept.clear()
 
     @torch.no_grad()
-    def make(self, module: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    def make(
+        self, module: PreTrainedModel, dtype: torch.dtype, device: torch.device, columns: Tensor | None = None
+    ) -> dict[str, Any]:
         """`module`'s `_modules`, `_parameters` and `_buffers` on `device`, floating tensors in `dtype`.
 
-        The module's config is shared, and tensors that it keeps in float32 stay so.
+        The module's config is shared, and tensors that it keeps in float32 stay so. Memory is shared where neither
+        dtype nor device changes.
+
+        Args:
+            columns: [C] the rows that modules of the name `lm_head` keep; None = all. Call `forget` before others.
         """
         named = [*module.named_parameters(), *module.named_buffers()]
         tensors = [tensor for _, tensor in named]
@@ -87,7 +93,9 @@ class WeightCopies:
         wide = module._keep_in_fp32_modules_strict or ()
         for name, tensor in named:
             is_cast = tensor.is_floating_point() and name.rpartition(".")[2] not in wide
-            moved = tensor.to(device, dtype if is_cast else tensor.dtype)
+            is_cut = columns is not None and "lm_head" in name.split(".")
+            rows = tensor[columns.to(tensor.device)] if is_cut else tensor  # type: ignore[union-attr]
+            moved = rows.to(device, dtype if is_cast else tensor.dtype)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if is_parameter else moved
         parts = {name: copy.deepcopy(vars(module)[name], memo) for name in ("_modules", "_parameters", "_buffers")}

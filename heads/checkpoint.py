@@ -21,7 +21,7 @@ from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.registration import known_kinds
 
 SCRATCH = ".incomplete"  # the folder, inside that of a checkpoint, into which files are written first
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|token_counts\.safetensors")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -30,9 +30,10 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
     """Yields a folder to write a checkpoint into; afterwards its files take the place of those in `directory`.
 
     A full disk or a kill during writing leaves the previous checkpoint as it was, and the next save removes the
-    leftovers. Weights are renamed into place before the JSON files; weights of an earlier save under other names
-    (another number of shards) are removed last. A rename is atomic, so one weights file is always whole. A kill between
-    two renames mixes two saves where several weights files are replaced: shards, or heads with an adapter.
+    leftovers. Weights are renamed into place before the JSON files. Files of an earlier save that this one does not
+    have (another number of shards, counts of tokens) are removed last. A rename is atomic, so one weights file is
+    always whole. A kill between two renames mixes two saves where several weights files are replaced: shards, or heads
+    with an adapter.
 
     Raises:
         ValueError: when `directory` is a file.

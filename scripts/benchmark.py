@@ -43,6 +43,7 @@ from draftsmith.scripts.measuring.measure import Settings
 from draftsmith.scripts.measuring.plot import draw_batch_plot, draw_plot
 from draftsmith.scripts.measuring.report import headline, make_report, write_json
 from draftsmith.scripts.measuring.table import Grid, make_grids
+from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.ranks import choose_device, connect_servers, read_rank, serve_rank
@@ -51,7 +52,7 @@ from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
 
 GROUPS = {
-    "target and drafters": "target heads drafter_model ngrams assistant tree acceptance",
+    "target and drafters": "target heads draft_vocab_size drafter_model ngrams assistant tree acceptance",
     "prompts and sampling": "prompts num_prompts max_new_tokens temperature repetition_penalty batch_size seed",
     "execution": "dtype compile pack_weights distributed device threads repeats",
     "output": "json markdown plot",
@@ -60,7 +61,7 @@ GROUPS = {
 
 @dataclass
 class BenchmarkArguments:
-    target: list[str] = option(help="Targets: folders or hub ids.")
+    target: list[str] = option(help="Targets: folders, hub ids or GGUF files.")
     prompts: list[str] = option(
         help="Files of prompts or conversations (JSON lines, .gz or not); the first user turns are used."
     )
@@ -69,6 +70,8 @@ class BenchmarkArguments:
         help="Draft heads: folders or hub ids. With several targets, heads that do not fit one of them get a "
         "row that says so.",
     )
+    draft_vocab_size: int | None = option(default=None, help=SIZE_HELP)
+    draft_vocab_data: list[str] = option(default_factory=list, help=DATA_HELP)
     assistant: str | None = option(
         default=None, help="A small causal LM with the target's tokenizer, for transformers' assisted generation."
     )
@@ -129,6 +132,7 @@ class BenchmarkArguments:
             raise ValueError(f"got --batch_size {' '.join(map(str, self.batch_size))}: give sizes of at least 1")
         if self.repetition_penalty is not None and self.repetition_penalty <= 0:
             raise ValueError(f"got --repetition_penalty {self.repetition_penalty}: give a positive number; 1 = none")
+        self.vocabulary = DraftVocabulary.of(self)
         for rule in self.acceptance:
             resolve_rule(rule)
         if self.distributed and (len(self.target) > 1 or self.pack_weights):
@@ -199,6 +203,7 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
         subject = load_subject(
             name,
             heads=args.heads,
+            vocabulary=args.vocabulary,
             assistant=args.assistant,
             drafter_model=args.drafter_model,
             has_ngrams=args.ngrams,

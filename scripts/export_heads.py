@@ -52,7 +52,7 @@ class ExportArguments:
     """Options of export_heads.py."""
 
     heads: str = option(help="Trained heads: a folder or a hub id.")
-    target: str = option(help="Their target: a folder or a hub id.")
+    target: str = option(help="Their target: a folder, a hub id or a GGUF file.")
     format: str = option(help="Who reads them.", metadata={"choices": NAMES})
     output: str = option(help="Folder to write, empty or not there yet.")
     target_gguf: str | None = option(

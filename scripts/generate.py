@@ -35,7 +35,8 @@ from draftsmith.scripts.shared.ranks import read_rank, serve_rank
 from draftsmith.training.options.command_line import ProgramParser
 
 GROUPS = {
-    "target and drafter": "target heads drafter_model ngrams dtype device compile pack_weights batch_invariant",
+    "target and drafter": "target heads draft_vocab_size drafter_model ngrams dtype device compile pack_weights "
+    "batch_invariant",
     "prompt": "prompt system raw",
     "sampling": "max_new_tokens temperature top_k top_p seed",
     "drafting": "tree acceptance staged distributed",

@@ -26,15 +26,15 @@ if not __package__:  # launched as a file
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer
 
 from draftsmith.inference import Decoder
 from draftsmith.inference.request.model_settings import describe_model_settings
+from draftsmith.inference.targets.files import read_generation_config, read_tokenizer
 from draftsmith.scripts.shared.model_loading import (
     check_device,
+    check_folder,
     load_heads,
     load_target,
-    read_generation_config,
     resolve_dtype,
 )
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
@@ -72,6 +72,7 @@ def generate_data(args: SynthesisArguments) -> None:
     index, count = args.shard()
     if args.endpoint is None and count == 1:  # shards may run on other machines, and must agree
         args = replace(args, dtype=resolve_dtype(args.target, args.dtype, check_device(args.device)))
+    check_folder(args.target)
     generation_config = read_generation_config(args.target) if args.endpoint is None else None
     settings = args.settings_of_the_data(generation_config)
     output = SynthesisOutput(Path(args.output), settings, shard=(index, count))
@@ -110,7 +111,7 @@ def make_source(args: SynthesisArguments) -> ReplySource:
     """The writer of the turns: a server, or the target on this process's device."""
     settings = args.turn_settings()
     if args.endpoint is not None:
-        template = TurnTemplate(AutoTokenizer.from_pretrained(args.target))
+        template = TurnTemplate(read_tokenizer(args.target))
         stop_ids = template.find_stop_ids(template.tokenizer.eos_token_id, needs_user=args.mode == "self")
         model = args.endpoint_model or args.target
         return EndpointReplies(args.endpoint, model, template, stop_ids, settings, concurrency=args.concurrency)

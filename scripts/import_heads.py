@@ -20,10 +20,10 @@ from typing import Any
 if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from draftsmith.heads import DraftHeads
 from draftsmith.heads.checkpoint import check_place, is_published
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import recognize
+from draftsmith.heads.importing import build_heads
 from draftsmith.scripts.conversion.conventions import compare_conventions, question_prompts
 from draftsmith.scripts.shared.model_loading import DTYPES, check_folder, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
@@ -37,7 +37,7 @@ class ImportArguments:
     """Options of import_heads.py."""
 
     checkpoint: str = option(help="Heads of another project: a folder, a hub id or a GGUF file.")
-    target: str = option(help="The target that they draft for: a folder or a hub id.")
+    target: str = option(help="The target that they draft for: a folder, a hub id or a GGUF file.")
     output: str = option(help="Folder to write the heads to.")
     check: bool = option(
         default=False, help="Decode a few prompts under every known convention; name the one that fits."
@@ -92,7 +92,7 @@ def run(args: ImportArguments) -> None:
         raise ValueError(f"{args.checkpoint} holds no heads in a format that is known here")
     imported = known.read(published, target)
     imported = replace(imported, settings={**imported.settings, **settings})
-    heads = DraftHeads.from_imported(imported, target, args.checkpoint)
+    heads = build_heads(imported, target, args.checkpoint)
     for note in imported.notes:
         print(f"note: {note}")
     if args.check:

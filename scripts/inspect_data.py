@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from draftsmith.inference.targets.files import read_config, read_tokenizer
 
 if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     with one_line_errors("inspect_data.py"):
         args, data_args = parse_arguments(argv, (InspectArguments, DataArguments), doc=__doc__, groups=GROUPS)
-        tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
-        config = AutoConfig.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+        tokenizer = read_tokenizer(args.target, trust_remote_code=args.trust_remote_code)
+        config = read_config(args.target, trust_remote_code=args.trust_remote_code)
         data_args = cut_to_limit(data_args, find_length_limit(config.get_text_config()))
         measured = measure_sets(data_args, tokenizer)
     show = make_printer()

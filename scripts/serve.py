@@ -14,6 +14,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -26,6 +27,7 @@ from draftsmith.inference.serving.app import create_app
 from draftsmith.inference.serving.reply_maker import name_drafters
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.serving.server import new_server
+from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP, load_drafter, load_target
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.training.data.options import option
@@ -33,7 +35,8 @@ from draftsmith.training.options.command_line import ProgramParser
 
 API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"
 GROUPS = {
-    "target and drafters": "target heads drafter_model ngrams dtype device tree pack_weights batch_invariant",
+    "target and drafters": "target heads draft_vocab_size drafter_model ngrams dtype device tree pack_weights "
+    "batch_invariant",
     "server": "host port api_key model_name drain_seconds",
     "limits": "max_batch_size max_length max_queue max_lanes threads",
 }
@@ -41,10 +44,12 @@ GROUPS = {
 
 @dataclass
 class ServeArguments:
-    target: str = option(help="The target: a folder or a hub id.")
+    target: str = option(help="The target: a folder, a hub id or a GGUF file.")
     heads: list[str] = option(
         default_factory=list, help="Draft heads, the default first: folders or hub ids.", metadata={"nargs": "+"}
     )
+    draft_vocab_size: int | None = option(default=None, help=SIZE_HELP)
+    draft_vocab_data: list[str] = option(default_factory=list, help=DATA_HELP)
     drafter_model: str | None = option(
         default=None, help="A small causal LM with the target's tokenizer that also drafts."
     )
@@ -81,6 +86,7 @@ class ServeArguments:
         for name in ("max_batch_size", "max_length", "max_queue", "max_lanes", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"got --{name} {getattr(self, name)}: give at least 1")
+        self.vocabulary = DraftVocabulary.of(self)
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"got --port {self.port}: give 0 to 65535")
         if self.drain_seconds < 0:
@@ -92,7 +98,8 @@ class ServeArguments:
 def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     """The scheduler, not started, and the tokenizer."""
     target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
-    others = {"drafter_model": args.drafter_model, "staged": args.staged, "ngrams": args.ngrams}
+    others: dict[str, Any] = {"drafter_model": args.drafter_model, "staged": args.staged, "ngrams": args.ngrams}
+    others["vocabulary"] = args.vocabulary
     drafters: dict[str, Drafter] = {}
     for heads in args.heads or ([None] if args.drafter_model or args.ngrams else []):
         drafter = load_drafter(target, tokenizer, heads=heads, **others)

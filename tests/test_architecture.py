@@ -116,7 +116,7 @@ ORDERS = {
         *("custom_generate", "generation", "pipeline", "pipelined", "serving", "distributed"),
     ),
     "inference/targets": (
-        *("forward_names", "copied_modules", "model_config", "passes", "refusals", "parts", "recurrent"),
+        *("forward_names", "copied_modules", "model_config", "files", "passes", "refusals", "parts", "recurrent"),
         *("masks", "encoder_decoder", "backbone", "probing", "target", "layer_groups", "multimodal", "media_proof"),
     ),
 }

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from draftsmith.heads.formats.published import find_file, open_safetensors, read_index
 from draftsmith.heads.modules.stock_layer import find_family
+from draftsmith.inference.targets.files import is_gguf
 from draftsmith.inference.targets.target import Target
 
 # FastMTP (arXiv 2509.18362) fine-tunes a native module with three applications.
@@ -176,6 +177,8 @@ class FoundModules:
 
 def find_modules(path: str, num_layers: int) -> FoundModules:
     """The MTP modules in the checkpoint of a target with `num_layers` layers; no tensor is read."""
+    if is_gguf(path):
+        return FoundModules(0)
     try:
         files = find_tensors(path)
         _, places = _find_modules(path, files, num_layers)

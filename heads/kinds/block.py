@@ -199,6 +199,8 @@ class BlockHeads(DraftHeads):
 
     supports_gradient_checkpointing = True
     config_class = BlockConfig
+    has_static_state = True
+    borrows_lm_head = True
     default_loss = "cross_entropy"
     default_depth_weights = "d_pace"
 
@@ -364,7 +366,7 @@ class BlockHeads(DraftHeads):
         if self.markov is not None:
             logits = logits + self.markov.lm_head(self.markov.embedding(token_ids))
         if self.confidence is None:
-            return DraftLogits(logits)
+            return DraftLogits(logits, self.draft_token_ids)
         assert state.hidden is not None
         confidence = self.confidence(self.join(state.hidden[:, depth : depth + 1], token_ids))[..., 0]
         confidence = confidence.float().sigmoid()  # [B, W]; without a Markov bias [B, 1], as the logits
@@ -373,7 +375,7 @@ class BlockHeads(DraftHeads):
         if depth and state.threshold is not None:
             is_doubtful = chances[:, : logits.shape[1]] < state.threshold
             logits = logits.masked_fill(is_doubtful[..., None], float("-inf"))
-        return DraftLogits(logits, confidence=confidence)
+        return DraftLogits(logits, self.draft_token_ids, confidence)
 
 
 def _gather_clamped(token_ids: Tensor, places: Tensor) -> Tensor:

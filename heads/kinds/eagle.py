@@ -100,6 +100,8 @@ class EagleHeads(AutoregressionHeads):
     """The EAGLE-1 draft head. Tensors have the names of EAGLE-1 checkpoints (`fc`, `layers.0`)."""
 
     config_class = EagleConfig
+    has_static_state = True
+    borrows_lm_head = True
     default_loss = "smooth_l1+0.1*distillation"  # section 3.2: w_cls 0.1
     estimates_states = True
     # HASS weighs all steps alike and stops gradients between them.

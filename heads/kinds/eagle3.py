@@ -37,9 +37,31 @@ def default_feature_layers(num_layers: int) -> list[int]:
     return [middle - 1, middle, middle + 1]
 
 
-def default_draft_vocabulary(vocab_size: int) -> int | None:
-    """32,000 tokens, as the authors' heads for Llama 3, of a vocabulary above 65,536; else all of them (None)."""
-    return 32_000 if vocab_size > 65_536 else None
+# Draft vocabularies: 32,000 as in the authors' heads for Llama 3; for small targets less.
+DRAFT_VOCABULARIES = (32_000, 8_192)
+# Above, training spends most of its memory on scores.
+MOST_TOKENS = 65_536
+# The LM head runs at every level of a draft, so it may have this share of the target's weights.
+LM_HEAD_SHARE = 0.08
+
+
+def default_draft_vocabulary(vocab_size: int, hidden_size: int, layers_size: int) -> int | None:
+    """How many tokens new heads score: all (None), or the first of `DRAFT_VOCABULARIES` whose LM head is small beside
+    the target.
+
+    Args:
+        layers_size: parameters of the target's layers.
+
+    >>> default_draft_vocabulary(49_152, 576, 106_000_000)  # SmolLM2-135M, whose LM head is 21% of a pass
+    8192
+    >>> default_draft_vocabulary(128_256, 4096, 7_000_000_000)  # Llama-3.1-8B
+    32000
+    >>> default_draft_vocabulary(32_000, 4096, 6_500_000_000)  # Llama-2-7B
+    """
+    whole = layers_size + vocab_size * hidden_size
+    sizes = [size for size in (vocab_size, *DRAFT_VOCABULARIES) if size <= min(vocab_size, MOST_TOKENS)]
+    size = next((size for size in sizes if size * hidden_size <= LM_HEAD_SHARE * whole), sizes[-1])
+    return None if size == vocab_size else size
 
 
 class Eagle3Config(AutoregressionConfig):
@@ -94,7 +116,7 @@ class Eagle3Config(AutoregressionConfig):
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
         usual: dict[str, Any] = {
-            "draft_vocab_size": default_draft_vocabulary(target.vocab_size),
+            "draft_vocab_size": default_draft_vocabulary(target.vocab_size, target.hidden_size, target.layers_size),
             "fc_norm": not overrides.get("norm_before_fc", False),
             "norm_output": True,
         }
@@ -121,6 +143,8 @@ class Eagle3Heads(AutoregressionHeads):
     `midlayer`, `norm`, `lm_head`, `d2t`, `t2d`)."""
 
     config_class = Eagle3Config
+    has_static_state = True
+    borrows_lm_head = False
     default_loss = "distillation"
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -147,8 +171,8 @@ class Eagle3Heads(AutoregressionHeads):
 
     @property
     def draft_token_ids(self) -> Tensor | None:
-        if not self.has_draft_vocab:
-            return None
+        if not self.has_draft_vocab or self._column_ids is not None:
+            return self._column_ids
         return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
 
     @property
@@ -158,6 +182,7 @@ class Eagle3Heads(AutoregressionHeads):
         return self.has_draft_vocab and not self._is_fitted
 
     def fit_vocabulary(self, token_counts: Tensor) -> None:
+        super().fit_vocabulary(token_counts)
         if not self.wants_token_counts:  # the LM head's rows belong to the fitted vocabulary
             return
         token_ids = most_frequent_tokens(token_counts, self.config.vocab_size).to(self.device)

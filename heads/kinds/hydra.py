@@ -220,6 +220,8 @@ class HydraHeads(DraftHeads):
     the heads."""
 
     config_class = HydraConfig
+    has_static_state = True
+    borrows_lm_head = False
     default_step_decay = 1.0
     default_learning_rate = 1e-3  # as for Medusa, whose code the authors' extends
 
@@ -305,7 +307,7 @@ class HydraHeads(DraftHeads):
         root_ids = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
         state.hidden.copy_(hidden)
         state.paths.narrow(1, 0, 1).narrow(2, 0, 1).copy_(root_ids[..., None])
-        return DraftLogits(self._score(0, hidden, root_ids[..., None]))
+        return DraftLogits(self._score(0, hidden, root_ids[..., None]), self.draft_token_ids)
 
     def expand(self, state: HydraState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         """`Drafter.expand`. When compiled, every level is a graph of its own: choosing a head's weights by a tensor
@@ -313,7 +315,7 @@ class HydraHeads(DraftHeads):
         above = state.paths.narrow(2, 0, depth).gather(1, parents[..., None].expand(-1, -1, depth))
         paths = torch.cat([above, token_ids[..., None]], dim=-1)
         state.paths.narrow(1, 0, token_ids.shape[1]).narrow(2, 0, depth + 1).copy_(paths)
-        return DraftLogits(self._score(depth, state.hidden, paths))
+        return DraftLogits(self._score(depth, state.hidden, paths), self.draft_token_ids)
 
     def _score(self, index: int, hidden: Tensor, paths: Tensor) -> Tensor:
         """Logits [B, W, V] of head `index` after the paths [B, W, index + 1]; hidden [B, 1, D]."""

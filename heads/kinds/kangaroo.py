@@ -151,6 +151,8 @@ class KangarooHeads(DraftHeads):
     """The adapter between the exit layer and the target's frozen LM head."""
 
     config_class = KangarooConfig
+    has_static_state = True
+    borrows_lm_head = True
     default_loss = "distillation"  # section 3.1: cross-entropy to the target's distribution
     runs_target_layers = True
     shares_target_cache = True
@@ -213,7 +215,8 @@ class KangarooHeads(DraftHeads):
         state.rows.forget_levels(max_slots)
         state.tree.forget_levels()
         root_ids = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
-        return DraftLogits(self._draft(state, root_ids, state.tree.open_level(torch.zeros_like(root_ids))))
+        logits = self._draft(state, root_ids, state.tree.open_level(torch.zeros_like(root_ids)))
+        return DraftLogits(logits, self.draft_token_ids)
 
     def expand(self, state: KangarooState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         level = state.tree.open_level(parents)
@@ -221,7 +224,7 @@ class KangarooHeads(DraftHeads):
         logits = self._draft(state, token_ids, level)
         if state.threshold is not None:
             logits = logits.masked_fill((drawn_with < state.threshold)[..., None], float("-inf"))
-        return DraftLogits(logits)
+        return DraftLogits(logits, self.draft_token_ids)
 
     def _draft(self, state: KangarooState, token_ids: Tensor, level: Level) -> Tensor:
         """Scores [B, W, V] of the children of one level's nodes [B, W]."""

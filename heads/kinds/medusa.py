@@ -85,6 +85,7 @@ class MedusaHeads(DraftHeads):
     """K heads; head i predicts x_{t+2+i} from h_t only."""
 
     config_class = MedusaConfig
+    has_static_state = True
     default_loss = "cross_entropy"
     default_learning_rate = 1e-3  # of the paper, for MLPs and LM heads that start from the target's (appendix B)
 
@@ -92,6 +93,10 @@ class MedusaHeads(DraftHeads):
         super().__init__(config)
         self.heads = nn.ModuleList(MedusaHead(config) for _ in range(config.num_heads))
         self.post_init()
+
+    @property
+    def borrows_lm_head(self) -> bool:  # type: ignore[override]
+        return bool(self.config.shares_lm_head)
 
     @property
     def each_head(self) -> list[MedusaHead]:
@@ -126,8 +131,8 @@ class MedusaHeads(DraftHeads):
         last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
         hidden_BD = features.gather(1, last)[:, 0].to(self.compute_dtype)
         state.logits = torch.stack([self.scorer_of(head)(head.blocks(hidden_BD)) for head in self.each_head], dim=1)
-        return DraftLogits(state.logits[:, :1])
+        return DraftLogits(state.logits[:, :1], self.draft_token_ids)
 
     def expand(self, state: MedusaState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         assert state.logits is not None
-        return DraftLogits(state.logits[:, depth : depth + 1])
+        return DraftLogits(state.logits[:, depth : depth + 1], self.draft_token_ids)

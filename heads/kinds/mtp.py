@@ -140,6 +140,8 @@ class MTPHeads(DraftHeads):
 
     supports_gradient_checkpointing = True
     config_class = MTPConfig
+    has_static_state = True
+    borrows_lm_head = True
     default_loss = "distillation"
     # FastMTP, section 3.2: beta 0.6. (FastMTP divides by the sum of all weights, which only scales the learning rate.)
     default_step_decay = 0.6
@@ -313,7 +315,7 @@ class MTPHeads(DraftHeads):
             last_BnD = torch.where((here > 0)[:, None, None], states.gather(1, last)[:, 0], last_BnD)
         state.states.narrow(1, 0, 1).copy_(last_BnD[:, None])
         state.tree.forget_levels()
-        return DraftLogits(self.score(self.each_block[0], last_BnD[:, :1]))
+        return DraftLogits(self.score(self.each_block[0], last_BnD[:, :1]), self.draft_token_ids)
 
     def expand(self, state: MTPState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         width, level = token_ids.shape[1], state.tree.open_level(parents)
@@ -336,7 +338,7 @@ class MTPHeads(DraftHeads):
         for cache in state.caches[:begin]:  # these columns are never read
             cache.open_scratch(width, level.ancestors)
         state.states.narrow(2, begin, len(outputs)).index_copy_(1, level.places, torch.stack(outputs, dim=2))
-        return DraftLogits(self.score(self.each_block[begin], outputs[0]))
+        return DraftLogits(self.score(self.each_block[begin], outputs[0]), self.draft_token_ids)
 
 
 def _without_first(mask: Tensor, columns: Tensor, num_scratch: int, depth: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.inference.kernels.attention import GROUPED, STOCK
 
@@ -265,11 +265,3 @@ def find_auto_class(config: Any) -> Any:
         if auto is not None and type(config) in auto._model_mapping:
             return auto
     return AutoModelForCausalLM
-
-
-def find_auto_class_of(name: str, *, trust_remote_code: bool = False) -> Any:
-    """`find_auto_class` of a folder or hub id."""
-    try:
-        return find_auto_class(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code))
-    except (OSError, ValueError):  # it also loads folders of adapters, and its errors are the known ones
-        return AutoModelForCausalLM

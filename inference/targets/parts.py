@@ -122,6 +122,12 @@ def find_final_norm_gain(causal_lm: Any) -> Tensor | None:
     return gain
 
 
+def count_layer_parameters(causal_lm: Any) -> float:
+    """Parameters of a decoder layer, the mean of those that are in memory; all experts count."""
+    stacks = [child for child in causal_lm.get_decoder().children() if isinstance(child, nn.ModuleList) and len(child)]
+    return max((sum(x.numel() for x in stack.parameters()) / len(stack) for stack in stacks), default=0.0)
+
+
 def take_first_layers(causal_lm: Any, num_layers: int) -> nn.Module:
     """The decoder cut off after its first layers: the same modules, without the later layers and the final norm.
 

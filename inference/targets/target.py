@@ -40,6 +40,7 @@ from draftsmith.inference.targets.model_config import (
     unwrap_model,
 )
 from draftsmith.inference.targets.parts import (
+    count_layer_parameters,
     find_final_norm,
     find_final_norm_gain,
     read_weight,
@@ -403,8 +404,9 @@ class Target:
             scores = scores.gather(1, read[..., None].expand(-1, -1, scores.shape[-1]))
         return self.compute_logits(scores) if output.logits is None else scores
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """The model's own logits [..., V] of post-norm states [..., D], with its soft-capping and scales.
+    def compute_logits(self, hidden: Tensor, lm_head: nn.Module | None = None) -> Tensor:
+        """The model's own logits [..., V] of post-norm states [..., D], with its soft-capping and scales; those of
+        fewer tokens with an `lm_head` of fewer rows.
 
         Gradients reach `hidden` only: the LM head is frozen, even if its parameters require gradients.
         """
@@ -413,14 +415,20 @@ class Target:
                 f"{type(self._causal_lm).__name__} does more between its last hidden state and its logits than an LM "
                 f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states"
             )
+        head = self.lm_head if lm_head is None else lm_head
         if torch.is_grad_enabled() or not self._has_plain_logits:
-            return self.findings.scale_logits(run_frozen(self.lm_head, hidden))
-        logits: Tensor = self.lm_head(hidden)
+            return self.findings.scale_logits(run_frozen(head, hidden))
+        logits: Tensor = head(hidden)
         return logits.to(hidden.device)
 
     def lm_head_weight(self) -> Tensor:
         """[V, D] in the target's dtype, however the LM head stores it (see `read_weight`). Do not change it."""
         return read_weight(self.lm_head, (self.vocab_size, self.hidden_size), self.dtype, self.device)
+
+    @property
+    def layers_size(self) -> int:
+        """Parameters of all decoder layers together, also where only the first are in memory."""
+        return round(count_layer_parameters(self._causal_lm) * self.num_layers)
 
     def final_norm_gain(self) -> Tensor | None:
         """The factor of each channel in the model's final norm ([D], its dtype); None without such a norm."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.inference.acceptance.rules import RULES
+from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
 from draftsmith.training.data.options import option
 
@@ -14,8 +15,10 @@ DRAFTERS = "--heads, --drafter_model or --ngrams"
 
 @dataclass
 class GenerateArguments:
-    target: str = option(help="The target: a folder or a hub id.")
+    target: str = option(help="The target: a folder, a hub id or a GGUF file.")
     heads: str | None = option(default=None, help="Draft heads: a folder or a hub id; none = plain decoding.")
+    draft_vocab_size: int | None = option(default=None, help=SIZE_HELP)
+    draft_vocab_data: list[str] = option(default_factory=list, help=DATA_HELP)
     drafter_model: str | None = option(
         default=None, help="A small causal LM with the target's tokenizer, as the drafter: a folder or a hub id."
     )
@@ -58,6 +61,7 @@ class GenerateArguments:
     color: bool = option(default=True, help="Show accepted drafts in colour, by depth (in a terminal).")
 
     def __post_init__(self) -> None:
+        self.vocabulary = DraftVocabulary.of(self)
         has_drafter = bool(self.heads or self.drafter_model or self.ngrams)
         if self.staged and self.drafter_model is None:
             raise ValueError("got --staged without --drafter_model: give the small model that n-grams should draft for")

@@ -82,6 +82,7 @@ class ChatSession:
             drafter_model=args.drafter_model,
             staged=args.staged,
             ngrams=args.ngrams,
+            vocabulary=args.vocabulary,
         )
 
     def _new_decoder(self, args: GenerateArguments, drafter: Drafter | None) -> Decoder | DistributedDecoder:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Format, Imported
+from draftsmith.heads.importing import build_heads
 from draftsmith.inference import GenerationStats, Target, generate
 from draftsmith.scripts.shared.model_loading import encode_messages
 from draftsmith.training.features.encoding import encode
@@ -100,7 +101,7 @@ def compare_conventions(
         path: where the checkpoint came from.
         prompts: [1, L] token ids each.
     """
-    heads: DraftHeads = DraftHeads.from_imported(imported, target, path)
+    heads: DraftHeads = build_heads(imported, target, path)
     texts, as_read = decode(target, heads, prompts)
     lengths = [prompt.shape[1] for prompt in prompts]
     conventions = [Convention("they are as they were read", {}, measure_cross_entropy(target, heads, texts, lengths))]
@@ -116,7 +117,7 @@ def compare_conventions(
 
 def _with(imported: Imported, changes: dict[str, Any], target: Target, path: str) -> DraftHeads:
     settings = {**imported.settings, **changes}
-    return DraftHeads.from_imported(replace(imported, settings=settings), target, path)
+    return build_heads(replace(imported, settings=settings), target, path)
 
 
 def decode(target: Target, heads: DraftHeads, prompts: Sequence[Tensor]) -> tuple[list[Tensor], float]:

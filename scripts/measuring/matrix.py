@@ -31,6 +31,7 @@ from draftsmith.scripts.measuring.measure import Batch, Contender, Prompt, Setti
 from draftsmith.scripts.measuring.report import make_rows, texts_of_one_row
 from draftsmith.scripts.measuring.roofline import Hardware, count_weight_bytes, measure_hardware
 from draftsmith.scripts.measuring.table import Row
+from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import bind_heads, load_assistant, load_drafter_model, load_target
 
 Heads = dict[str, DraftHeads]
@@ -84,6 +85,7 @@ def load_subject(
     device: str | None,
     has_packed_weights: bool,
     is_only_target: bool,
+    vocabulary: DraftVocabulary | None = None,
 ) -> Subject:
     """Loads a target, its drafters and its prompts (options as in `benchmark.py`).
 
@@ -102,6 +104,8 @@ def load_subject(
             if is_only_target:
                 raise
             misfits[SMALL_MODEL] = str(error)
+    for one in loaded.values() if vocabulary is not None else ():
+        vocabulary.limit(one, tokenizer)
     if has_ngrams:
         drafters |= {f"{label} + n-grams": MergedDrafter(one, NgramDrafter()) for label, one in drafters.items()}
     return Subject(
@@ -118,6 +122,7 @@ def load_subject(
         details={
             "target": name,
             "heads": list(heads),
+            "draft_vocab_size": None if vocabulary is None else vocabulary.size,
             "assistant": assistant,
             "drafter_model": drafter_model,
             "has_chat_template": bool(tokenizer.chat_template),

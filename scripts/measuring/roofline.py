@@ -163,7 +163,7 @@ def count_round(
         None when no text is long enough.
     """
     decoder = Decoder(target, drafter, tree=policy)
-    counter = WorkCounter(target.model, *([drafter] if isinstance(drafter, nn.Module) else []))
+    counter = WorkCounter(target.model, *([decoder.drafter] if isinstance(decoder.drafter, nn.Module) else []))
     for prompt in prompts:
         marks: list[Work] = []  # after the prefill, after the first round, ...
         with counter:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.heads import DraftHeads
@@ -25,8 +25,9 @@ from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.kernels.packed_weights import has_bfloat16
 from draftsmith.inference.request.chat_template import encode_prompt
-from draftsmith.inference.targets.model_config import find_auto_class_of
+from draftsmith.inference.targets.files import is_gguf, load_causal_lm, read_config, read_tokenizer
 from draftsmith.inference.trees.options import resolve_policy
+from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def load_target(
     """A frozen target and its tokenizer.
 
     Args:
-        name: folder or hub id.
+        name: folder, hub id or GGUF file.
         dtype: one of `DTYPES`; auto = the one its weights were saved in, or float32 where that is slow: on a CPU
             without instructions for bfloat16.
         device: None = cuda if there is one, else cpu.
@@ -63,8 +64,8 @@ def load_target(
     device = check_device(device)
     if not keeps_dtype:
         dtype = resolve_dtype(name, dtype, device)
-    model = find_auto_class_of(name).from_pretrained(name, dtype=dtype).requires_grad_(False).eval().to(device)
-    return Target(model), AutoTokenizer.from_pretrained(name)
+    model = load_causal_lm(name, dtype=dtype).requires_grad_(False).eval().to(device)
+    return Target(model), read_tokenizer(name)
 
 
 def resolve_dtype(name: str, dtype: str, device: str) -> str:
@@ -75,7 +76,9 @@ def resolve_dtype(name: str, dtype: str, device: str) -> str:
     is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     if dtype != "auto" or torch.device(device).type != "cpu" or has_bfloat16() or not is_alone:
         return dtype
-    config = AutoConfig.from_pretrained(name)
+    if is_gguf(name):  # its weights have no dtype
+        return dtype
+    config = read_config(name)
     if config.dtype != torch.bfloat16 or getattr(config, "quantization_config", None) is not None:
         return dtype
     logger.warning(
@@ -84,15 +87,6 @@ def resolve_dtype(name: str, dtype: str, device: str) -> str:
         name,
     )
     return "float32"
-
-
-def read_generation_config(name: str) -> GenerationConfig:
-    """The generation config that the target of this folder or hub id has after loading."""
-    check_folder(name)
-    try:
-        return GenerationConfig.from_pretrained(name)
-    except OSError:  # it has no such file: as transformers does
-        return GenerationConfig.from_pretrained(name, config_file_name="config.json", _from_model_config=True)
 
 
 def check_folder(name: str) -> None:
@@ -156,7 +150,7 @@ def load_drafter_model(name: str, target: Target, tokenizer: Any) -> SmallModelD
         ValueError: when its tokenizer is not the target's.
     """
     drafter = SmallModelDrafter(
-        load_assistant(name, target), tokenizer=AutoTokenizer.from_pretrained(name), target_tokenizer=tokenizer
+        load_assistant(name, target), tokenizer=read_tokenizer(name), target_tokenizer=tokenizer
     )
     return drafter.for_target(target)
 
@@ -169,14 +163,20 @@ def load_drafter(
     drafter_model: str | None = None,
     staged: bool = False,
     ngrams: bool = False,
+    vocabulary: DraftVocabulary | None = None,
 ) -> Drafter | None:
     """The drafter: heads, a small model, n-grams of the text, or several of them merged; None = plain decoding.
 
     Args:
         heads, drafter_model: folders or hub ids.
+        vocabulary: of the heads.
         staged: n-grams draft for the small model.
     """
-    drafters: list[Drafter] = [load_heads(heads, target)] if heads else []
+    drafters: list[Drafter] = []
+    if heads:
+        drafters.append(loaded := load_heads(heads, target))
+        if vocabulary is not None:
+            vocabulary.limit(loaded, tokenizer)
     if drafter_model:
         small = load_drafter_model(drafter_model, target, tokenizer)
         drafters.append(StagedDrafter(small) if staged else small)
@@ -187,7 +187,7 @@ def load_drafter(
 
 def load_assistant(name: str, target: Target) -> PreTrainedModel:
     """A small causal LM in the target's dtype and on its device."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype)
+    model: PreTrainedModel = load_causal_lm(name, auto_class=AutoModelForCausalLM, dtype=target.dtype)
     return model.requires_grad_(False).eval().to(target.device)
 
 

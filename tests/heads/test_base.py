@@ -182,7 +182,8 @@ class TestSaving:
         monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fail)
         with pytest.raises(OSError, match="No space left"):
             create_heads("medusa", target).save_pretrained(saved)
-        assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+        left = ["config.json", "model.safetensors", "token_counts.safetensors"]
+        assert sorted(path.name for path in saved.iterdir()) == left
         assert [path.name for path in saved.parent.iterdir()] == [saved.name]
         after = DraftHeads.from_pretrained(saved).state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
@@ -228,7 +229,8 @@ class TestSaving:
         assert seen == ["seen writing False", "seen renaming True"]
         assert (saved / ".incomplete").exists()
         DraftHeads.from_pretrained(saved).save_pretrained(saved)
-        assert sorted(path.name for path in saved.iterdir()) == ["config.json", "model.safetensors"]
+        left = ["config.json", "model.safetensors", "token_counts.safetensors"]
+        assert sorted(path.name for path in saved.iterdir()) == left
 
     def test_shards_and_a_single_file_replace_each_other(self, target: Target, tmp_path: Path) -> None:
         def assert_loads(heads: DraftHeads) -> None:
@@ -276,7 +278,8 @@ class TestHub:
         assert [upload["repo_id"] for upload in uploads] == ["me/my-heads", "me/other"]
         assert (uploads[0]["commit_message"], uploads[1]["revision"]) == ("first", "next")
         for number, upload in enumerate(uploads):
-            assert set(upload["files"]) == {"README.md", "config.json", "model.safetensors"}
+            written = {"README.md", "config.json", "model.safetensors", "token_counts.safetensors"}
+            assert set(upload["files"]) == written
             folder = tmp_path / str(number)
             folder.mkdir()
             for name, content in upload["files"].items():

@@ -138,8 +138,8 @@ def test_defaults_follow_the_target() -> None:
     small, large = Target(tiny_target("llama")), Target(tiny_target("llama", num_hidden_layers=36, vocab_size=70_000))
     shapes = {
         "block": {"num_layers": (2, 5), "block_size": (8, 16)},
-        "parallel": {"num_layers": (2, 4), "num_depths": (6, 8), "draft_vocab_size": (None, 32_000)},
-        "eagle3": {"draft_vocab_size": (None, 32_000), "fc_norm": (True, True), "norm_output": (True, True)},
+        "parallel": {"num_layers": (2, 4), "num_depths": (6, 8), "draft_vocab_size": (None, 8_192)},
+        "eagle3": {"draft_vocab_size": (None, 8_192), "fc_norm": (True, True), "norm_output": (True, True)},
     }
     for kind, settings in shapes.items():
         for target, place in ((small, 0), (large, 1)):

@@ -1,7 +1,10 @@
-"""Programs apply the adapter that heads bring, and refuse heads that need another target."""
+"""Programs apply the adapter that heads bring, limit the tokens that heads score, and refuse heads that need another
+target."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,14 @@ import torch
 
 from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.inference import Decoder, Target
+from draftsmith.scripts.benchmark import BenchmarkArguments
+from draftsmith.scripts.chat.arguments import GenerateArguments
 from draftsmith.scripts.measuring.matrix import load_all_heads
-from draftsmith.scripts.shared.model_loading import load_drafter, load_heads
+from draftsmith.scripts.serve import ServeArguments
+from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
+from draftsmith.scripts.shared.model_loading import load_drafter, load_heads, load_target
+from tests.conftest import REPOSITORY
 from tests.tiny_targets import random_prompt, tiny_target
-
-peft = pytest.importorskip("peft", reason="peft is an optional extra")
 
 # peft asks transformers by a name that transformers has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -23,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders: two heads with an adapter each, and heads without."""
+    peft = pytest.importorskip("peft", reason="peft is an optional extra")
     folder = tmp_path_factory.mktemp("heads")
     config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     for name in ("one", "two"):
@@ -53,3 +60,37 @@ def test_the_adapter_is_merged_into_the_target_that_is_there(stored: Path) -> No
 def test_heads_for_different_targets_do_not_run_together(stored: Path, names: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="run the program for each of them by itself"):
         load_all_heads([str(stored / name) for name in names], Target(tiny_target("llama")), is_only_target=True)
+
+
+def test_the_tokens_that_heads_score_come_from_given_conversations(tmp_path: Path) -> None:
+    """Heads that were saved without counts; replies count, questions do not."""
+    turns = [{"role": "user", "content": "zebra"}, {"role": "assistant", "content": "hello hello world"}]
+    (tmp_path / "replies.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    target, tokenizer = load_target(str(REPOSITORY / "examples" / "chat-13m"))
+    place = str(REPOSITORY / "examples" / "heads" / "mtp")
+    hello, world, zebra = (tokenizer.encode(word, add_special_tokens=False)[0] for word in ("hello", " world", "zebra"))
+    vocabulary = DraftVocabulary(300, [str(tmp_path / "replies.jsonl")])
+    drafter = load_drafter(target, tokenizer, heads=place, vocabulary=vocabulary)
+    assert drafter is not None
+    ids = drafter.for_target(target).draft_token_ids.tolist()  # type: ignore[attr-defined]
+    assert len(ids) == 300
+    assert {hello, world} <= set(ids)
+    assert zebra not in ids
+    with pytest.raises(ValueError, match=r"draft_vocab_size 300.*--draft_vocab_data FILE"):
+        load_drafter(target, tokenizer, heads=place, vocabulary=DraftVocabulary(300, []))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: GenerateArguments(target="t", ngrams=True, **options),
+        lambda **options: ServeArguments(target="t", ngrams=True, **options),
+        lambda **options: BenchmarkArguments(target=["t"], prompts=[__file__], ngrams=True, **options),
+    ],
+    ids=["chat", "serve", "bench"],
+)
+def test_options_that_would_do_nothing(make: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"got --draft_vocab_data a.jsonl without --draft_vocab_size"):
+        make(draft_vocab_data=["a.jsonl"])
+    with pytest.raises(ValueError, match=r"got --draft_vocab_size 512 without --heads"):
+        make(draft_vocab_size=512)

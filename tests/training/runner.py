@@ -75,6 +75,7 @@ class Runner:
             "dataset": conversations,
             "output_dir": output_dir,
             "head_type": "eagle3",
+            "choose": False,
             "head_overrides": ["ttt_steps=2", "draft_vocab_size=40"],
             "validation_fraction": 0.25,
             "max_length": 64,

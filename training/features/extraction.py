@@ -23,8 +23,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer
 
+from draftsmith.inference.targets.files import read_tokenizer
 from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.data.collation import ConversationCollator, hash_tokens
@@ -281,7 +281,7 @@ def prepare_extraction(
     else:
         refuse_without_target(model_args, placement)
         target = load_first_layers(model_args, NUM_LAYERS)
-    tokenizer = AutoTokenizer.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
+    tokenizer = read_tokenizer(model_args.target, trust_remote_code=model_args.trust_remote_code)
     data_args = cut_to_limit(data_args, find_length_limit(target.text_config), has_warning=rank == 0)
     rows, layers = load_every_row(data_args, tokenizer), find_layers(model_args, target)
     if "media" in rows.column_names:

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoConfig
 from transformers.integrations import deepspeed as integration
 from transformers.utils import logging as transformers_logging
 
@@ -18,7 +17,8 @@ from draftsmith.heads.adapter import find_adapter_of, load_adapter
 from draftsmith.heads.kinds.mtp import MTPHeads
 from draftsmith.inference import Target
 from draftsmith.inference.shared_swaps import SharedSwap
-from draftsmith.inference.targets.model_config import find_auto_class, find_auto_class_of
+from draftsmith.inference.targets.files import load_causal_lm, read_config
+from draftsmith.inference.targets.model_config import find_auto_class
 from draftsmith.training.distributed.waiting import one_process_at_a_time
 from draftsmith.training.features.sharded_target import check_processes, plan_tensor_parallel, split_layers
 from draftsmith.training.features.target_options import ModelArguments, PlacementArguments
@@ -58,15 +58,14 @@ def load_model(
             split_layers(model, mesh)
             return model
     if sharding == "tp":
-        config = AutoConfig.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
+        config = read_config(model_args.target, trust_remote_code=model_args.trust_remote_code)
         return _load(model_args, distributed_config=plan_tensor_parallel(config))
     return _load(model_args, device_map={"": device} if device_map is None and device.type != "cpu" else device_map)
 
 
 def _load(model_args: ModelArguments, **options: Any) -> Any:
-    auto_class = find_auto_class_of(model_args.target, trust_remote_code=model_args.trust_remote_code)
     with loading_whole():
-        model: Any = auto_class.from_pretrained(
+        model: Any = load_causal_lm(
             model_args.target,
             dtype=model_args.target_dtype,
             attn_implementation=model_args.attn_implementation,
@@ -121,7 +120,7 @@ class FirstLayers(Target):
 
 def load_first_layers(model_args: ModelArguments, num_layers: int, device: torch.device | str = "cpu") -> FirstLayers:
     """Loads up to `num_layers` layers of the target; the others are not read."""
-    whole = AutoConfig.from_pretrained(model_args.target, trust_remote_code=model_args.trust_remote_code)
+    whole = read_config(model_args.target, trust_remote_code=model_args.trust_remote_code)
     config = copy.deepcopy(whole)
     text_config: Any = config.get_text_config()
     total = text_config.num_hidden_layers
@@ -134,8 +133,9 @@ def load_first_layers(model_args: ModelArguments, num_layers: int, device: torch
     transformers_logging.set_verbosity_error()  # it would warn of the layers that are left out
     try:
         with loading_whole():
-            model: Any = find_auto_class(config).from_pretrained(
+            model: Any = load_causal_lm(
                 model_args.target,
+                auto_class=find_auto_class(config),
                 config=config,
                 dtype=model_args.target_dtype,
                 attn_implementation=model_args.attn_implementation,

@@ -18,7 +18,7 @@ _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 class ModelArguments:
     """The frozen target, and the heads that are trained for it."""
 
-    target: str = option(help="The target: a folder or a hub id of any stock transformers causal LM.")
+    target: str = option(help="The target: a folder, a hub id or a GGUF file of any stock transformers causal LM.")
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         default="auto", help="Dtype to load the target in; auto = the dtype of its saved weights."
     )

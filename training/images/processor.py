@@ -16,7 +16,9 @@ import datasets
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoProcessor
+
+from draftsmith.inference.targets.files import read_config
 
 _SEPARATOR = "@@image-4b1e@@"  # no text that a processor could write
 _TEXT_INPUTS = ("input_ids", "attention_mask")
@@ -32,7 +34,7 @@ def load_processor(name: str) -> Any:
     Raises:
         ValueError: the target reads text only, or its processor does not load.
     """
-    config: Any = AutoConfig.from_pretrained(name)
+    config: Any = read_config(name)
     if config.get_text_config() is config:
         raise ValueError(
             f"the conversations have images, and the target {name} reads text only: give a target that sees, or leave "

@@ -19,12 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.native_mtp import find_modules
 from draftsmith.heads.kinds.eagle3 import default_draft_vocabulary
 from draftsmith.heads.registration import find_kind
+from draftsmith.inference.targets.files import read_config
 from draftsmith.inference.targets.model_config import find_auto_class, find_length_limit
 from draftsmith.training.distributed.launch import count_launched, is_requested
 
@@ -108,13 +108,17 @@ class Shape:
 
     @classmethod
     def read(cls, name: str, *, trust_remote_code: bool) -> Shape:
-        whole = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        whole = read_config(name, trust_remote_code=trust_remote_code)
         config = whole.get_text_config()
         with torch.device("meta"):
             model: Any = find_auto_class(whole).from_config(whole, trust_remote_code=trust_remote_code)
         layers = max((part for part in model.modules() if isinstance(part, torch.nn.ModuleList)), key=_count)
         quantized = getattr(whole, "quantization_config", None) is not None
         return cls(config, _count(model), _count(layers[-1]), quantized)
+
+    @property
+    def layers_size(self) -> int:
+        return self.layer_parameters * int(self.config.num_hidden_layers)
 
     def make_heads(self, kind: str, overrides: Mapping[str, Any]) -> Any:
         """Heads of this kind for the target, without storage."""
@@ -125,6 +129,7 @@ class Shape:
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
             num_layers=config.num_hidden_layers,
+            layers_size=self.layers_size,
         )
         with torch.device("meta"):
             return find_kind(kind)(find_kind(kind).config_class.from_target(target, **overrides))
@@ -139,11 +144,15 @@ def _count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def wants_choices(given: Mapping[str, Sequence[str]]) -> bool:
-    """Whether to choose: as `choose` says, and without it where neither a kind nor trained heads are given."""
+def wants_choices(given: Mapping[str, Sequence[str]], *, has_file: bool) -> bool:
+    """Whether to choose: as `choose` says, and without it for new heads of a target.
+
+    Args:
+        has_file: a file gives options. With one that names the kind, nothing is chosen.
+    """
     if "choose" in given and given["choose"] != ["none"]:
         return _is_on(given, "choose")
-    return "head_type" not in given and "init_heads" not in given and "target" in given
+    return "target" in given and "init_heads" not in given and not (has_file and "head_type" in given)
 
 
 def choose_options(given: Mapping[str, Sequence[str]], overrides: Mapping[str, Any]) -> list[Choice]:
@@ -183,15 +192,14 @@ def _choose(
         is_native = start.name == "init_heads"
         yield start
     is_fresh = not is_native and "init_heads" not in given
-    overrides = dict(overrides)
     if is_fresh and (vocabulary := _choose_vocabulary(kind, overrides, shape)) is not None:
-        overrides["draft_vocab_size"] = default_draft_vocabulary(shape.config.vocab_size)
         yield vocabulary
     is_split = any(name in given or is_requested(name) for name in ("fsdp", "deepspeed"))
     has_muon = hasattr(torch.optim, "Muon") and not is_split
-    yield from _choose_optimizer(
-        kind, shape.config.hidden_size, is_fresh=is_fresh, is_native=is_native, has_muon=has_muon
-    )
+    if "lora_r" not in given:  # adapters have rates of their own
+        yield from _choose_optimizer(
+            kind, shape.config.hidden_size, is_fresh=is_fresh, is_native=is_native, has_muon=has_muon
+        )
     if not {"bf16", "fp16"} & given.keys():
         reason = "computes fast in bfloat16; the heads' weights stay float32" if machine.has_bf16 else "lacks bfloat16"
         yield Choice("bf16", str(machine.has_bf16).lower(), f"{machine.name} {reason}")
@@ -222,10 +230,15 @@ def _choose_heads(name: str, shape: Shape) -> Choice:
 def _choose_vocabulary(kind: str, overrides: Mapping[str, Any], shape: Shape) -> Choice | None:
     config_class: type = find_kind(kind).config_class
     takes = any("draft_vocab_size" in inspect.signature(one.__init__).parameters for one in config_class.__mro__[:-1])  # type: ignore[misc]
-    size = shape.config.vocab_size
-    if not takes or "draft_vocab_size" in overrides or (fewer := default_draft_vocabulary(size)) is None:
+    size, width = shape.config.vocab_size, shape.config.hidden_size
+    if not takes or "draft_vocab_size" in overrides:
         return None
-    reason = f"the most frequent in the data, of the target's {size:,}: a smaller LM head drafts faster"
+    if (fewer := default_draft_vocabulary(size, width, shape.layers_size)) is None:
+        return None
+    share = size * width / (size * width + shape.layers_size)
+    reason = (
+        f"the most frequent in the data; an LM head of all {size:,} is {share:.0%} of the target, at every draft level"
+    )
     return Choice("head_overrides", f"draft_vocab_size={fewer}", reason)
 
 

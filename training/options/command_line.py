@@ -200,7 +200,9 @@ def parse_arguments(
     _settle_heads(settings, rest)
     overrides = [*_key_values(settings.pop("head_overrides", None)), *known.head_overrides]
     words = [*_command_line(settings, optional_keys(classes)), *rest]
-    if classes is ARGUMENT_CLASSES and wants_choices(given := _given_options(words, keys)):
+    given = _given_options(words, keys)
+    if classes is ARGUMENT_CLASSES and wants_choices(given, has_file=known.config is not None):
+        words.append("--choose=true")
         for one in choose_options(given, parse_overrides(overrides)):
             if one.name == "head_overrides":
                 overrides = [one.value, *overrides]

@@ -3,6 +3,7 @@ anything is loaded."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, get_type_hints
@@ -15,6 +16,23 @@ from draftsmith.training.options.joint_options import JointArguments
 from draftsmith.training.options.training_options import HeadsTrainingArguments, check_muon
 from draftsmith.training.synthesis.on_policy import OnPolicyArguments
 
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a time such as 90m, 2h or 1.5d.
+
+    >>> parse_seconds("90m"), parse_seconds("2h")
+    (5400.0, 7200.0)
+
+    Raises:
+        ValueError: another form, or no time at all.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if found is None or not float(found[1]):
+        raise ValueError(f"got time_budget {text!r}: give a number and s, m, h or d, such as 90m or 2h")
+    return float(found[1]) * _UNITS[found[2]]
+
 
 @dataclass
 class RunArguments:
@@ -26,7 +44,12 @@ class RunArguments:
     choose: bool | None = option(
         default=None,
         help="Choose every option that is not given, from the target's shape and the device's memory, and print the "
-        "reasons; none = if neither --head_type nor --init_heads is given.",
+        "reasons; none = for new heads, unless a --config names their kind.",
+    )
+    time_budget: str | None = option(
+        default=None,
+        help="Train for at most this long, such as 90m, 2h or 1d: a measurement of the speed sets the number of steps. "
+        "none = as long as the steps or epochs take.",
     )
     report: bool = option(default=True, help="Write report.html at the end: curves, acceptance by depth, examples.")
 
@@ -87,6 +110,8 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
             f"one process sees {training.n_gpu} GPUs, and heads do not train under DataParallel: start with "
             "`accelerate launch --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES"
         )
+    if options.run.time_budget is not None:
+        yield from _budget_problems(options)
     if training.torch_compile:
         yield (
             "got torch_compile, which compiles the whole draft again for batches of other lengths, and so takes "
@@ -132,6 +157,23 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
                 yield f"got on_policy_fraction with {name}, {reason}: leave one out"
 
 
+def _budget_problems(options: RunOptions) -> Iterator[str]:
+    budget = options.run.time_budget or ""
+    try:
+        parse_seconds(budget)
+    except ValueError as error:
+        yield str(error)
+    excluded = {
+        "max_steps": (options.training.max_steps > 0, "which is the number of steps that the budget sets"),
+        "streaming": (options.data.streaming, "whose length is not known"),
+        "lora_r": (options.joint.is_on, "whose steps get slower when the adapters begin to learn"),
+        "on_policy_fraction": (options.on_policy.is_on, "whose replies take time of their own"),
+    }
+    for name, (is_given, reason) in excluded.items():
+        if is_given:
+            yield f"got time_budget {budget} with {name}, {reason}: leave one out"
+
+
 def refuse_with_images(options: RunOptions) -> None:
     """Refuses options that do not go together with conversations that have images.
 
@@ -139,7 +181,7 @@ def refuse_with_images(options: RunOptions) -> None:
         ValueError: naming every such option.
     """
     excluded = {
-        "packing": (options.data.packing, "images belong to whole rows: train_sampling_strategy group_by_length"),
+        "packing": (options.data.packing, "images belong to whole rows: --packing false, and group_by_length"),
         "features": (options.features.features, "stored states are found by tokens, and images do not show in them"),
         "features_endpoint": (options.features.features_endpoint, "only text is sent to the server"),
         "on_policy_fraction": (options.on_policy.is_on, "the target would write replies without seeing"),

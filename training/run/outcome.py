@@ -243,7 +243,8 @@ def describe_outcome(output_dir: Path, target: str, metrics: Mapping[str, float]
     Args:
         has_target: the whole target was here, not on a server.
     """
-    names = ("model.safetensors", "adapter", "training_record.json", "report.html", "README.md")
+    weights = ("model.safetensors", "token_counts.safetensors", "adapter")
+    names = (*weights, "training_record.json", "report.html", "README.md")
     written = ", ".join(name for name in names if (output_dir / name).exists())
     length = metrics.get("eval_acceptance_length")
     reason = "no held-out prompts" if has_target else "the target is on the server"

@@ -10,15 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import yaml
-from transformers import AutoTokenizer, EarlyStoppingCallback, set_seed
+from transformers import EarlyStoppingCallback, TrainerState, set_seed
 
 from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.checkpoint import is_published
 from draftsmith.heads.config import name_of_target
 from draftsmith.inference import Target
 from draftsmith.inference.kernels.packed_weights import has_bfloat16
+from draftsmith.inference.targets.files import read_tokenizer
 from draftsmith.inference.targets.model_config import LengthLimit, find_length_limit
 from draftsmith.training.data.collation import ConversationCollator, count_tokens
 from draftsmith.training.data.options import seed_of_data
@@ -42,12 +44,13 @@ from draftsmith.training.features.target_loading import (
 from draftsmith.training.features.target_options import FeatureArguments
 from draftsmith.training.images.processor import ImageCollator, load_processor, refuse_placeholders
 from draftsmith.training.options.command_line import resolve_arguments
-from draftsmith.training.options.run_options import RunOptions, check_options, refuse_with_images
+from draftsmith.training.options.run_options import RunOptions, check_options, parse_seconds, refuse_with_images
 from draftsmith.training.reporting.examples import Prompt
 from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts
 from draftsmith.training.run.joint_model import JointModel, adapt_target
 from draftsmith.training.run.joint_trainer import JointTrainer
 from draftsmith.training.run.outcome import PreparedRun, write_text
+from draftsmith.training.run.pace import measure_pace
 from draftsmith.training.run.resume import check_same_run, describe_run, find_checkpoint
 from draftsmith.training.run.trainer import HeadsTrainer
 from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
@@ -128,6 +131,8 @@ def prepare_run(*parts: Any) -> PreparedRun:
         check_first_row(models.target, features.peek, features.collate, rows.train_set, models.heads.feature_layers)
     if isinstance(rows.train_set, OnPolicyRows) and checkpoint is not None:
         rows.train_set.load(checkpoint)
+    if options.run.time_budget is not None or ((options.run.choose or options.run.dry_run) and checkpoint is None):
+        _settle_time(options, trainer, features, checkpoint)
     output_dir = Path(args.output_dir)
     if is_main_process and not options.run.dry_run:  # now, so that an interrupted run has its configuration
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -142,6 +147,23 @@ def prepare_run(*parts: Any) -> PreparedRun:
         wants_report=options.run.report,
         makes_folder=makes_folder,
     )
+
+
+def _settle_time(
+    options: RunOptions, trainer: HeadsTrainer, features: PreparedFeatures, checkpoint: Path | None
+) -> None:
+    """Measures how long the run will take and says so; a time budget sets its steps. A resumed run keeps its steps."""
+    if checkpoint is not None:
+        trainer.args.max_steps = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).max_steps
+        return
+    if not isinstance(trainer.train_dataset, datasets.Dataset) or options.joint.is_on:
+        return  # a stream, replies that are not written yet, or adapters that begin to learn later
+    pace = measure_pace(trainer, features.peek)
+    if options.run.time_budget is not None:
+        pace = replace(pace, num_steps=pace.fit(parse_seconds(options.run.time_budget)))
+        trainer.args.max_steps = pace.num_steps
+    for line in pace.describe().splitlines():
+        logger.info(line)
 
 
 def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
@@ -160,7 +182,7 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
         model = load_model(args, options.placement, device, num_processes=options.training.world_size)
         target = Target(adapt_target(model, stored, options.joint))
     check_placement(target, device)
-    tokenizer = AutoTokenizer.from_pretrained(args.target, trust_remote_code=args.trust_remote_code)
+    tokenizer = read_tokenizer(args.target, trust_remote_code=args.trust_remote_code)
     if is_foreign:
         stored = load_published_heads(args, target)
     if stored is not None:
@@ -200,7 +222,7 @@ def _name_target(heads: DraftHeads, target: Target) -> None:
 
 
 def _load_rows(options: RunOptions, models: _Models) -> _Rows:
-    """Tokenized conversations; heads with a reduced draft vocabulary choose it from them."""
+    """Tokenized conversations. The heads note how often these have each token, for a reduced draft vocabulary."""
     args, counts = options.training, Counter[str]()
     with one_process_first():
         train_set, eval_set = load_datasets(
@@ -211,10 +233,9 @@ def _load_rows(options: RunOptions, models: _Models) -> _Rows:
             num_processes=args.world_size,
             counts=counts,
         )
-    if models.heads.wants_token_counts:
-        is_stream = isinstance(train_set, ConversationStream)
-        counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
-        models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
+    is_stream = isinstance(train_set, ConversationStream)
+    counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
+    models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
     for stored in (train_set, eval_set):
         refuse_placeholders(stored, models.target.model.config)
     if not any("media" in getattr(rows, "column_names", ()) for rows in (train_set, eval_set)):

@@ -25,10 +25,11 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.run.joint_trainer import JointTrainer
 from draftsmith.training.run.outcome import PreparedRun
+from draftsmith.training.run.pace import describe_time
 from draftsmith.training.run.trainer import HeadsTrainer
 from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
-NUM_STEPS = 3  # the first step warms up and is not timed
+NUM_STEPS = 2  # the first step warms up and is not timed
 STREAMED_ROWS = 512  # a stream has no end, so its first rows stand for all of them
 
 
@@ -50,14 +51,14 @@ class SmokeRun:
     num_steps: int
 
     def describe(self) -> str:
-        hours = self.num_steps * self.step_seconds / 3600
+        longest = describe_time(self.num_steps * self.step_seconds)
         return (
             f"dry run passed: {NUM_STEPS} optimizer steps on the longest rows, and a checkpoint\n"
             f"  longest rows      {len(self.row_lengths)} rows of up to {max(self.row_lengths):,} tokens per step\n"
             f"  seconds per step  {self.step_seconds:.3g}\n"
             f"  peak memory       {self.peak_bytes / 2**30:.2f} GiB per process\n"
             f"  a checkpoint      {self.checkpoint_bytes / 2**20:,.1f} MiB\n"
-            f"  the run           {self.num_steps:,} steps, at most {hours:.2g} hours without evaluations\n"
+            f"  the run           {self.num_steps:,} steps, at most {longest} without evaluations\n"
             "Start the run with the same command without --dry_run."
         )
 

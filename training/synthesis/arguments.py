@@ -20,7 +20,7 @@ class SynthesisArguments:
     """What to write, and how."""
 
     target: str = option(
-        help="The model that writes: a folder or a hub id. With --endpoint only its tokenizer is read."
+        help="The model that writes: a folder, a hub id or a GGUF file. With --endpoint only its tokenizer is read."
     )
     output: str = option(help="JSON lines to write; gzipped if the name ends in .gz.")
     mode: Literal["regenerate", "self"] = option(

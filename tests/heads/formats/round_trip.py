@@ -12,6 +12,7 @@ from torch import Tensor
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Exported, Format
 from draftsmith.heads.formats.published import OWN_KEY, Published, open_published
+from draftsmith.heads.importing import build_heads
 from draftsmith.inference import Target, generate
 from tests.tiny_targets import random_prompt
 
@@ -23,7 +24,7 @@ def write(exported: Exported, folder: Path) -> Path:
 
 
 def import_heads(known: Format, published: Published, target: Target) -> DraftHeads:
-    return DraftHeads.from_imported(known.read(published, target), target, published.path)
+    return build_heads(known.read(published, target), target, published.path)
 
 
 def export_heads(known: Format, heads: DraftHeads) -> Exported:

@@ -36,6 +36,20 @@ def test_weights_that_a_pass_reads(is_tied: bool) -> None:
     assert count_weight_bytes(model.to(torch.bfloat16)) == 2 * (BACKBONE + LM_HEAD)
 
 
+@pytest.mark.parametrize("head_type", ["eagle", "medusa"])
+def test_heads_that_score_fewer_tokens(head_type: str) -> None:
+    target = Target(tiny_target("llama", initializer_range=0.3))
+    heads = create_heads(head_type, target).eval()
+    works = []
+    for size in (VOCAB_SIZE, 8):
+        limited = heads.limit_vocabulary(size, torch.arange(VOCAB_SIZE))
+        work = count_round(target, limited, chain(1), [random_prompt(5)])
+        assert work is not None
+        works.append(work.weight_bytes)
+    num_lm_heads = 1 if head_type == "eagle" else heads.config.num_heads
+    assert works[0] - works[1] == 4 * num_lm_heads * 32 * (VOCAB_SIZE - 8)
+
+
 def test_a_round_of_plain_decoding_and_of_a_drafter_without_weights() -> None:
     target = Target(tiny_target("llama", initializer_range=0.3))
     plain = count_round(target, None, None, [random_prompt(5)])

@@ -16,6 +16,7 @@ from draftsmith.training.options.command_line import ProgramParser, parse_argume
 from draftsmith.training.options.run_options import ARGUMENT_CLASSES, RunOptions
 
 REQUIRED = ["--target", "t", "--head_type", "medusa", "--dataset", "d.jsonl", "--bf16", "false", "--use_cpu", "true"]
+REQUIRED += ["--choose", "false"]
 
 
 def write(folder: Path, settings: dict[str, Any] | str) -> str:
@@ -62,7 +63,7 @@ def test_command_line_wins_over_yaml(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
 def test_bfloat16_on_cpus_needs_no_further_option() -> None:
-    _, _, training, *_ = parse_arguments([*REQUIRED[:6], "--bf16", "true"])
+    _, _, training, *_ = parse_arguments([*REQUIRED[:6], "--bf16", "true", "--choose", "false"])
     assert training.bf16
     assert (training.device.type, training.use_cpu) == ("cpu", False)  # as it was given, for machines with accelerators
 

@@ -76,6 +76,29 @@ def test_an_8b_target(machine: Any, tmp_path: Path, conversations: Path) -> None
     assert not {"head_overrides", "max_length", "num_train_epochs"} & found.keys()
 
 
+SMOLLM2 = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+SMOLLM2 |= {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        (SMOLLM2, 8192),
+        (SMOLLM2 | {"vocab_size": 8000}, None),
+        (LLAMA_8B | {"vocab_size": 32000}, None),
+        (LLAMA_70B, 32000),  # an LM head of 1.5%, whose scores would fill the memory of training
+    ],
+    ids=["smollm2", "few-tokens", "llama-2", "70b"],
+)
+def test_the_draft_vocabulary_follows_the_share_of_the_lm_head(
+    machine: Any, tmp_path: Path, conversations: Path, shape: dict[str, Any], size: int | None
+) -> None:
+    target = write_shape(tmp_path / "t", **shape)
+    expected = None if size is None else f"draft_vocab_size={size}"
+    assert choose(target, conversations).get("head_overrides") == expected
+    assert "head_overrides" not in choose(target, conversations, head_type="mtp")
+
+
 def test_a_target_that_does_not_fit_on_one_device(
     machine: Any, tmp_path: Path, conversations: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,8 +172,18 @@ def test_what_is_given_wins_from_a_file_and_from_the_command_line(
     assert (model.head_type, data.max_length, data.packing) == ("eagle3", 64, False)
     assert (training.learning_rate, training.bf16) == (0.25, False)
     words += ["--head_type", "medusa", "--head_overrides", "num_heads=2"]
-    assert parse_arguments(words)[2].muon_learning_rate is None, "with a kind, nothing is chosen"
+    assert parse_arguments(words)[2].muon_learning_rate is None, "a file that goes with a kind is whole"
     model, data, training, *_ = parse_arguments([*words, "--choose", "true"])
     assert (model.head_type, model.parse_head_overrides(), data.max_length) == ("medusa", {"num_heads": 2}, 64)
     assert training.learning_rate == 0.5
     assert training.num_train_epochs == 5
+
+
+def test_naming_one_option_keeps_choosing_the_others(machine: Any, target_path: Path, conversations: Path) -> None:
+    words = ["--target", str(target_path), "--dataset", str(conversations), "--use_cpu", "true", "--no_bf16"]
+    model, data, training, _, run, *_ = parse_arguments([*words, "--head_type", "mtp"])
+    assert (model.head_type, data.packing, training.num_train_epochs, run.choose) == ("mtp", True, 5, True)
+    assert not parse_arguments([*words, "--head_type", "mtp", "--choose", "false"])[1].packing
+    assert not parse_arguments([*words, "--init_heads", "somewhere"])[1].packing
+    training = parse_arguments([*words, "--head_type", "medusa", "--lora_r", "4"])[2]
+    assert (training.learning_rate, training.muon_learning_rate) == (None, None), "adapters have rates of their own"

@@ -50,6 +50,7 @@ class TestARun:
             "checkpoint-30",
             "config.json",
             "model.safetensors",
+            "token_counts.safetensors",
             "training_config.yaml",
             "training_record.json",
         }

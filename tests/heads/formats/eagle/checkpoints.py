@@ -12,6 +12,7 @@ from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Imported
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.registry import find_format, recognize
+from draftsmith.heads.importing import build_heads
 from draftsmith.inference import Target
 from tests.heads.tiny_heads import AS_PUBLISHED, tiny_heads
 
@@ -61,7 +62,7 @@ def read(published: Published, target: Target) -> tuple[Imported, DraftHeads]:
     found = recognize(published)
     assert found is not None
     imported = found.read(published, target)
-    return imported, DraftHeads.from_imported(imported, target, published.path)
+    return imported, build_heads(imported, target, published.path)
 
 
 def refusal(published: Published, target: Target) -> str:

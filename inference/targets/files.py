@@ -1,0 +1,88 @@
+"""A target's files, from which transformers loads it: a folder, a hub id, or a GGUF file.
+
+A GGUF file is a whole model in one file, most often quantized. It is loaded with its weights dequantized.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.import_utils import is_gguf_available
+
+from draftsmith.inference.targets.model_config import find_auto_class
+
+
+def is_gguf(name: str) -> bool:
+    return name.endswith(".gguf")
+
+
+def _find(name: str) -> tuple[str, dict[str, Any]]:
+    """What transformers' `from_pretrained` takes for a target: a folder or hub id, and keywords.
+
+    Raises:
+        ValueError: a GGUF file that does not exist, or the package gguf is missing.
+    """
+    if not is_gguf(name):
+        return name, {}
+    file = Path(name).expanduser()
+    if not file.is_file():
+        raise ValueError(f"got {name}: there is no such file; give a folder, a hub id or a GGUF file")
+    if not is_gguf_available():
+        raise ValueError(f"got {name}, and GGUF files need the package gguf: pip install 'draftsmith[gguf]'")
+    return str(file.parent), {"gguf_file": file.name}
+
+
+def read_config(name: str, **options: Any) -> Any:
+    """The config of a target (`AutoConfig`)."""
+    folder, more = _find(name)
+    return AutoConfig.from_pretrained(folder, **more, **options)
+
+
+def read_tokenizer(name: str, **options: Any) -> Any:
+    """The tokenizer of a target (`AutoTokenizer`)."""
+    folder, more = _find(name)
+    return AutoTokenizer.from_pretrained(folder, **more, **options)
+
+
+def read_generation_config(name: str) -> GenerationConfig:
+    """The generation config that a target has after loading."""
+    if is_gguf(name):
+        return GenerationConfig.from_model_config(read_config(name))
+    try:
+        return GenerationConfig.from_pretrained(name)
+    except OSError:  # it has no such file: as transformers does
+        return GenerationConfig.from_pretrained(name, config_file_name="config.json", _from_model_config=True)
+
+
+def find_auto_class_of(name: str, *, trust_remote_code: bool = False) -> Any:
+    """`find_auto_class` of a target."""
+    try:
+        return find_auto_class(read_config(name, trust_remote_code=trust_remote_code))
+    except (OSError, ValueError):  # it also loads folders of adapters, and its errors are the known ones
+        return AutoModelForCausalLM
+
+
+def load_causal_lm(name: str, *, auto_class: Any = None, **options: Any) -> Any:
+    """The model of a target, by the class that has its LM head.
+
+    Args:
+        auto_class: a class of transformers; None = as the config says.
+        **options: of `from_pretrained`.
+
+    Raises:
+        ValueError: a GGUF file that does not exist, or the package gguf is missing.
+    """
+    folder, more = _find(name)
+    if more:
+        auto_class = auto_class or AutoModelForCausalLM
+        if (kind := getattr(transformers, "GgufConfig", None)) is not None:  # earlier releases only dequantize
+            more["quantization_config"] = kind(dequantize=True)
+    elif auto_class is None:
+        auto_class = find_auto_class_of(name, trust_remote_code=options.get("trust_remote_code", False))
+    model = auto_class.from_pretrained(folder, **more, **options)
+    if more:
+        model.config._name_or_path = model.name_or_path = name  # heads note the file, not its folder
+    return model

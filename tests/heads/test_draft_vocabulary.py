@@ -1,0 +1,167 @@
+"""Heads of any kind score only the most frequent tokens: no bit of the text changes, and nothing else of the heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.heads.draft_vocabulary import COUNTS_FILE, take_lm_head_rows
+from draftsmith.inference import Decoder, Target, generate
+from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.kernels.packed_weights import PackedLinear
+from tests.heads.tiny_heads import FIRST_BY_DEFAULT, tiny_heads
+from tests.tiny_targets import random_prompt, target_of, tiny_target
+
+every_kind = pytest.mark.parametrize(("head_type", "overrides"), FIRST_BY_DEFAULT)
+SIZE = 24
+GREEDY: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+SAMPLED: dict[str, Any] = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.0, "seed": 5}
+
+
+def record_drafts(heads: DraftHeads, monkeypatch: pytest.MonkeyPatch) -> list[DraftLogits]:
+    """The list of all scores that heads of this kind give from now on."""
+    drafts: list[DraftLogits] = []
+
+    def recorded(method: Callable[..., DraftLogits]) -> Callable[..., DraftLogits]:
+        def record(*args: Any, **kwargs: Any) -> DraftLogits:
+            drafts.append(method(*args, **kwargs))
+            return drafts[-1]
+
+        return record
+
+    for name in ("extend", "expand"):
+        monkeypatch.setattr(type(heads), name, recorded(getattr(type(heads), name)))
+    return drafts
+
+
+@every_kind
+def test_the_text_is_that_of_plain_decoding(
+    head_type: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The frequent tokens are those of the target's own texts, so that drafts of random heads are accepted too. The
+    scores are columns of those without a limit."""
+    target, prompt = target_of("qwen2"), random_prompt(9)
+    expected = [generate(target, None, prompt, **options).sequences for options in (GREEDY, SAMPLED)]
+    counts = torch.cat([text[0, 9:] for text in expected]).bincount(minlength=128) * 1000 + 1
+    heads = tiny_heads(head_type, target, **overrides)
+    own_ids, whole = heads.draft_token_ids, {name: tensor.clone() for name, tensor in heads.state_dict().items()}
+    drafts = record_drafts(heads, monkeypatch)
+    decode: dict[str, Any] = {"tree": "dynamic:3,12,36"}
+    generate(target, heads, prompt, **GREEDY, **decode)
+    first = drafts[0].logits
+    drafts.clear()
+
+    heads.limit_vocabulary(SIZE, counts)
+    decoder = Decoder(target, heads, **decode)
+    for options, text in zip((GREEDY, SAMPLED), expected, strict=True):
+        output = decoder.generate(prompt, **options)
+        assert torch.equal(output.sequences, text)
+        assert output.stats.acceptance_length > 1.05, "no draft was accepted, so this shows little"
+    known = torch.arange(128) if own_ids is None else own_ids
+    columns = counts[known].argsort(descending=True, stable=True)[:SIZE].sort().values
+    torch.testing.assert_close(drafts[0].logits, first[..., columns])
+    for draft in drafts:
+        assert draft.token_ids is not None
+        assert draft.token_ids.tolist() == known[columns].tolist()
+        assert draft.logits.shape[-1] == SIZE
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in heads.state_dict().items())
+
+
+def test_merged_with_columns_of_another_drafter() -> None:
+    target, prompt = target_of("llama"), random_prompt(9)
+    drafter = MergedDrafter(tiny_heads("mtp", target).limit_vocabulary(SIZE, torch.arange(128)), NgramDrafter())
+    output = Decoder(target, drafter, tree="dynamic:3,4,12").generate(prompt, **SAMPLED)
+    assert torch.equal(output.sequences, generate(target, None, prompt, **SAMPLED).sequences)
+
+
+@pytest.mark.parametrize("head_type", ["medusa", "mtp"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["bfloat16", "packed"])
+def test_in_another_dtype_and_packed(head_type: str, is_packed: bool) -> None:
+    """Heads in float32; the target's view of them has the rows in its own dtype, packed where its weights are."""
+    target = Target(tiny_target("llama", dtype=torch.float32 if is_packed else torch.bfloat16))
+    target = target.with_packed_weights() if is_packed else target
+    heads = tiny_heads(head_type, target_of("llama")).limit_vocabulary(SIZE, torch.arange(128))
+    view = heads.for_target(target)
+    matrices = [part for part in nn.Module.modules(view) if isinstance(part, nn.Linear) and len(part.weight) == SIZE]
+    assert len(matrices) == (1 if heads.borrows_lm_head else heads.config.num_heads)
+    for matrix in matrices:
+        assert matrix.weight.dtype == target.dtype
+        assert isinstance(matrix, PackedLinear) == is_packed
+    again = view.for_target(target)  # of a view: it stays limited
+    assert again.draft_token_ids is not None
+    outputs = [generate(target, each, random_prompt(9), **GREEDY).sequences for each in (heads, again)]
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_rows_score_as_the_whole_lm_head(family: str) -> None:
+    """With soft-capping; and with a bias."""
+    model: Any = tiny_target(family)
+    if family == "llama":
+        model.lm_head = nn.Linear(model.lm_head.in_features, 128)
+    target, ids = Target(model), torch.tensor([3, 50, 127])
+    hidden = 3 * torch.randn(2, target.hidden_size)
+    found = target.compute_logits(hidden, take_lm_head_rows(target, ids))
+    torch.testing.assert_close(found, target.compute_logits(hidden)[:, ids])
+
+
+class TestCounts:
+    def test_stand_beside_the_weights(self, tmp_path: Path) -> None:
+        target, counts = target_of("llama"), torch.arange(128).flip(0)
+        heads = create_heads("mtp", target)
+        heads.save_pretrained(tmp_path / "without")
+        heads.fit_vocabulary(counts)
+        heads.save_pretrained(tmp_path / "with")
+        loaded = DraftHeads.from_pretrained(tmp_path / "with", draft_vocab_size=5)
+        assert loaded.for_target(target).draft_token_ids.tolist() == [0, 1, 2, 3, 4]
+        assert loaded.draft_token_ids is None, "training and exports use all tokens"
+        loaded.save_pretrained(tmp_path / "again")
+        assert torch.equal(DraftHeads.from_pretrained(tmp_path / "again").token_counts, counts)
+        create_heads("mtp", target).save_pretrained(tmp_path / "again")
+        assert DraftHeads.from_pretrained(tmp_path / "again").token_counts is None, "they were other heads'"
+        given = DraftHeads.from_pretrained(tmp_path / "without", draft_vocab_size=2, token_counts=counts.flip(0))
+        assert given.for_target(target).draft_token_ids.tolist() == [126, 127]
+        with pytest.raises(ValueError, match=f"got draft_vocab_size 5.*{COUNTS_FILE}.*--draft_vocab_data"):
+            DraftHeads.from_pretrained(tmp_path / "without", draft_vocab_size=5)
+
+    def test_of_heads_with_a_vocabulary_of_their_own(self, tmp_path: Path) -> None:
+        target = target_of("llama")
+        tiny_heads("eagle3", target, draft_vocab_size=40).save_pretrained(tmp_path)
+        loaded = DraftHeads.from_pretrained(tmp_path, draft_vocab_size=7, target=target)
+        ids: Tensor = loaded.for_target(target).draft_token_ids
+        assert loaded.config.draft_vocab_size == len(loaded.draft_token_ids) == 40
+        kept = loaded.token_counts[ids]
+        assert (loaded.token_counts[loaded.draft_token_ids] > kept.min()).sum() == 6
+
+    def test_all_tokens_are_no_limit(self) -> None:
+        heads = create_heads("mtp", target_of("llama")).limit_vocabulary(128)
+        assert heads.for_target(target_of("llama")).draft_token_ids is None
+
+    @pytest.mark.parametrize(("size", "allowed"), [(0, 128), (-3, 128), (129, 128)])
+    def test_impossible_sizes(self, size: int, allowed: int) -> None:
+        with pytest.raises(ValueError, match=f"draft_vocab_size is {size}; allowed is 1 to {allowed}"):
+            create_heads("mtp", target_of("llama")).limit_vocabulary(size, torch.arange(128))
+
+    def test_of_another_tokenizer(self) -> None:
+        with pytest.raises(ValueError, match=r"token_counts has the shape \[100\]; allowed is \[128\]"):
+            create_heads("mtp", target_of("llama")).limit_vocabulary(5, torch.arange(100))
+
+    def test_of_a_kind_that_does_not_say_where_its_lm_head_is(self, own_kind: Any) -> None:
+        with pytest.raises(ValueError, match="draft_vocab_size 5 for bigram heads"):
+            create_heads("bigram", target_of("llama")).limit_vocabulary(5, torch.arange(128))
+
+
+def test_measured_costs_know_the_size() -> None:
+    from draftsmith.inference.planning.costs import _describe_drafter
+
+    heads = create_heads("mtp", target_of("llama"))
+    sizes = [_describe_drafter(heads.limit_vocabulary(size, torch.arange(128))) for size in (8, 9, 128)]
+    assert sizes[0] != sizes[1] != sizes[2] != sizes[0]

@@ -1,0 +1,162 @@
+"""How long a run will take: measured on a few rows before it begins, and fitted to `--time_budget`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from draftsmith.heads.modules.host_tensors import read_on_host
+from draftsmith.training.data.set_statistics import row_lengths
+from draftsmith.training.features.sources import FeatureSource
+from draftsmith.training.run.stopping import FiniteWatch
+from draftsmith.training.run.trainer import HeadsTrainer
+
+# Whole rows are measured while they fit into these seconds; before them a row of about so many tokens, twice.
+MEASURED_SECONDS = 15.0
+SHORT = 512
+# Of a time budget, for evaluations, checkpoints and the optimizer.
+USED_SHARE = 0.9
+FEWEST_STEPS = 20  # fewer than these learn nothing
+LONG = 2 * 3600.0  # then `describe` says what to do; its factors: docs/benchmarks/README.md
+# Acceptance length of a chain of 4 at T = 0 after so many tokens, of EAGLE-3 and MTP heads on small targets:
+# docs/choosing-heads.md.
+EXPECTED = ((1.5e6, "below 1.5"), (3e6, "1.5 to 1.9"), (12e6, "1.9 to 2.3"))
+MORE = "above 2.3"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The speed of a run, and its size.
+
+    Attributes:
+        tokens_per_second: of all processes together, without evaluations and optimizer.
+        tokens_per_step: the mean of an optimizer step of all processes.
+        num_steps: that the options ask for.
+    """
+
+    tokens_per_second: float
+    tokens_per_step: float
+    num_steps: int
+
+    @property
+    def seconds(self) -> float:
+        return self.num_steps * self.tokens_per_step / self.tokens_per_second
+
+    def fit(self, budget: float) -> int:
+        """The steps that fit into `budget` seconds, up to `num_steps`.
+
+        Raises:
+            ValueError: too few for heads to learn from.
+        """
+        steps = int(USED_SHARE * budget * self.tokens_per_second / self.tokens_per_step)
+        if steps < FEWEST_STEPS:
+            least = FEWEST_STEPS * self.tokens_per_step / self.tokens_per_second / USED_SHARE
+            raise ValueError(
+                f"got a time_budget of {describe_time(budget)}, in which {steps} steps fit, and heads need at least "
+                f"{FEWEST_STEPS}: give at least {describe_time(least)}, or smaller steps "
+                "(--gradient_accumulation_steps 1 --per_device_train_batch_size 1, a smaller --max_length)"
+            )
+        return min(steps, self.num_steps)
+
+    def describe(self) -> str:
+        """What the run costs and what to expect from it; for a long run also what to do."""
+        tokens = self.num_steps * self.tokens_per_step
+        expected = next((words for most, words in EXPECTED if tokens < most), MORE)
+        lines = [
+            f"measured {self.tokens_per_second:,.0f} tokens/s: {tokens / 1e6:,.3g} M tokens ({self.num_steps:,} steps) "
+            f"take about {describe_time(self.seconds)}, without evaluations",
+            f"after as many tokens, chains of 4 had acceptance lengths of {expected} on small targets "
+            "(docs/choosing-heads.md)",
+        ]
+        if self.seconds > LONG:
+            fitting = USED_SHARE * LONG * self.tokens_per_second
+            lines.append(
+                f"that is long. Fewer tokens: --time_budget 2h trains {fitting / 1e6:,.2g} M. Another kind: eagle and "
+                "kangaroo train 2.6 times as many tokens a second as eagle3, mtp 1.6 times. Or a GPU"
+            )
+        return "\n".join(lines)
+
+
+def describe_time(seconds: float) -> str:
+    """
+    >>> describe_time(40), describe_time(1500), describe_time(9000), describe_time(540000)
+    ('40 seconds', '25 minutes', '2.5 hours', '150 hours (6.2 days)')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} minutes"
+    hours = f"{seconds / 3600:.3g} hours"
+    return hours if seconds < 2 * 86400 else f"{hours} ({seconds / 86400:.1f} days)"
+
+
+def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
+    """Times forward and backward passes, and leaves the heads and the random numbers as they were. Collective.
+
+    Args:
+        source: of the target's states; it writes nothing.
+    """
+    rows: Any = trainer.train_dataset
+    args = trainer.args
+    lengths = row_lengths(rows)
+    per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    num_batches = math.ceil(len(rows) / (args.train_batch_size * args.world_size))
+    steps_per_epoch = math.ceil(num_batches / args.gradient_accumulation_steps)
+    num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+    model: Any = trainer.model
+    was_training = model.training
+    model.train()
+    with torch.random.fork_rng():
+        speed = _measure_speed(trainer, source, rows)
+    model.zero_grad(set_to_none=True)
+    model.train(was_training)
+    trainer.watch = FiniteWatch()
+    return Pace(speed * args.world_size, per_step * sum(lengths) / len(lengths), num_steps)
+
+
+def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> float:
+    """Tokens per second of this process: of a short row, twice because the first pass warms up, then of whole rows, up
+    to a batch, while there is time."""
+    end = time.perf_counter() + MEASURED_SECONDS
+    short = [_shorten(rows[0])]
+    speed = max(_time_batch(trainer, source, short) for _ in range(2))
+    count = 1
+    while True:
+        batch = [rows[i % len(rows)] for i in range(count)]
+        fits = time.perf_counter() + sum(len(row["input_ids"]) for row in batch) / speed < end
+        decision = [fits]
+        broadcast_object_list(decision)  # processes that share a target make equally many passes
+        if not decision[0]:
+            return speed
+        speed = max(speed, _time_batch(trainer, source, batch))
+        count = min(trainer.args.train_batch_size, 2 * count)
+
+
+def _shorten(row: dict[str, Any]) -> dict[str, Any]:
+    """A packed row without the documents after its first `SHORT` tokens; a row of one document as it is."""
+    ends = list(itertools.accumulate(row.get("document_lengths", ())))
+    kept = [end for place, end in enumerate(ends) if not place or end <= SHORT]
+    if not kept:
+        return row
+    return {
+        "input_ids": row["input_ids"][: kept[-1]],
+        "loss_mask": row["loss_mask"][: kept[-1]],
+        "document_lengths": row["document_lengths"][: len(kept)],
+    }
+
+
+def _time_batch(trainer: HeadsTrainer, source: FeatureSource, rows: list[dict[str, Any]]) -> float:
+    """Tokens per second of a forward and a backward pass."""
+    inputs = trainer._prepare_inputs(trainer.data_collator(rows))
+    start = time.perf_counter()
+    trainer.draft_from(source(inputs), inputs, trainer.heads, cast(nn.Module, trainer.model), None).loss.backward()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return int(read_on_host(inputs["attention_mask"]).sum()) / (time.perf_counter() - start)
