@@ -146,7 +146,6 @@ class ParallelHeads(Eagle3Heads):
     """EAGLE-3's projection, first layer, norm, LM head and draft vocabulary; `expand` only reads."""
 
     config_class = ParallelConfig
-    has_static_state = True
 
     def __init__(self, config: ParallelConfig) -> None:
         super().__init__(config)
