@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.cache.source import Source
-from draftsmith.inference.cache.tree_cache import TreeCache
 from draftsmith.inference.prefix_cache import PREFILL_CHUNK, PrefixHit, count_shared
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.state import DecodeState
@@ -152,7 +152,7 @@ def _read_rest(
     return read
 
 
-def _read_chunk(cache: TreeCache, step: Step, token_ids: Tensor, counts: Tensor) -> TargetOutput:
+def _read_chunk(cache: KVCache, step: Step, token_ids: Tensor, counts: Tensor) -> TargetOutput:
     """Reads a chunk of prompts and commits it; tensors as in `Target.prefill`."""
     length = token_ids.shape[1]
     view = cache.view_slots(cache.length_bound + length).shape[0]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.state import DecodeState
 
 PREFILL_CHUNK = 512  # tokens of a row per eager forward pass over prompts
@@ -22,7 +22,7 @@ class PrefixHit:
         num_cached: per prompt, how many of its tokens are not read again.
     """
 
-    cache: TreeCache
+    cache: KVCache
     draft: Any
     rows: list[int]
     num_cached: list[int]

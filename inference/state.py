@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.drafters.row_state import first_rows
 from draftsmith.inference.request.row import Row
@@ -57,7 +57,7 @@ class DecodeState:
     history: TokenHistory
 
     def __init__(
-        self, cache: TreeCache, drafter: Drafter | None, *, num_scratch: int, num_tokens: int, path_width: int
+        self, cache: KVCache, drafter: Drafter | None, *, num_scratch: int, num_tokens: int, path_width: int
     ) -> None:
         """
         Args:
@@ -221,7 +221,7 @@ class DecodeState:
                 self.draft, other.draft, self._every_place[: len(lengths)], lengths, max_slots=longest
             )
 
-    def copy_rows(self, cache: TreeCache, draft: Any, rows: Sequence[int], lengths: Sequence[int]) -> None:
+    def copy_rows(self, cache: KVCache, draft: Any, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Now the first lengths[b] tokens of row rows[b] of a cache, this one or another, stand in place b of the
         cache, and of the drafter's state if there is one.
 

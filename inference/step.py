@@ -17,7 +17,7 @@ from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
 from draftsmith.inference.acceptance.rejection import DRAFT_STREAM
 from draftsmith.inference.acceptance.rules import EXACT, AcceptanceRule
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.cache.tree_cache import VIEW_MULTIPLE, TreeCache
+from draftsmith.inference.cache.kv_cache import VIEW_MULTIPLE, KVCache
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.noise import derive_seeds
@@ -128,7 +128,7 @@ def draft(
     return tree, noise
 
 
-def verify(cache: TreeCache, tree: TokenTree, target: Target, feature_layers: tuple[int, ...]) -> TargetOutput:
+def verify(cache: KVCache, tree: TokenTree, target: Target, feature_layers: tuple[int, ...]) -> TargetOutput:
     """Logits [B, N, V] and features [B, N, F] of the nodes, whose slots are open, from one pass of the target."""
     return target.verify(cache, tree, feature_layers=feature_layers)
 
@@ -157,7 +157,7 @@ def commit(
     """
     counts = accepted.counts * state.active
     path, tokens = accepted.path, accepted.next_tokens
-    state.cache.keep(path, counts, is_chain=is_chain)
+    state.cache.commit(path, counts, is_chain=is_chain)
     kept = None if features is None else features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
     state.append(tokens.clamp(min=0), counts, kept)
     columns = [tokens, counts[:, None]]
@@ -262,9 +262,9 @@ class Step:
         clock.stop("commit")
         return StepOutput(policy, tree, output, accepted, emitted, records_probabilities)
 
-    def verify(self, cache: TreeCache, tree: TokenTree) -> TargetOutput:
+    def verify(self, cache: KVCache, tree: TokenTree) -> TargetOutput:
         """One forward pass over all nodes, in new slots."""
-        cache.open_slots(max(tree.num_nodes, self.target.least_rows))
+        cache.open_slots(max(tree.num_nodes, self.target.min_pass_tokens))
         return self.verify_nodes(cache, tree, self.target, self.feature_layers)
 
     def first(self, state: DecodeState, logits: Tensor, feature: Tensor | None, sampler: Sampler) -> StepOutput:
@@ -282,7 +282,7 @@ class Step:
     @property
     def num_slots_after(self) -> int:
         """Cache slots that a step may write to after a row's committed tokens."""
-        num_nodes = max(self.num_nodes, self.target.least_rows)
+        num_nodes = max(self.num_nodes, self.target.min_pass_tokens)
         if self.policy is None or self.drafter is None or not self.drafter.shares_target_cache:
             return num_nodes
         # Drafting may begin on rows that have just emitted more than their text's length.
@@ -292,7 +292,7 @@ class Step:
     def verifies_prompts(self) -> bool:
         """Whether short prompts are read by `verify`. Plain decoding verifies one token only, and where scores must not
         depend on the drafter, it reads as plain."""
-        return self.reads_prompts and self.policy is not None and self.target.least_rows == 1
+        return self.reads_prompts and self.policy is not None and self.target.min_pass_tokens == 1
 
     @property
     def rows_may_leave(self) -> bool:

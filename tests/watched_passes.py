@@ -6,20 +6,20 @@ from collections.abc import Callable
 
 import pytest
 
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache
 
 
-def watch_passes(monkeypatch: pytest.MonkeyPatch, look: Callable[[TreeCache, int], int]) -> list[int]:
+def watch_passes(monkeypatch: pytest.MonkeyPatch, look: Callable[[KVCache, int], int]) -> list[int]:
     """Grows with each pass by what `look` says of the cache, whose slots have been opened, and of its view's size."""
     seen: list[int] = []
-    plain = TreeCache.open_slots
+    plain = KVCache.open_slots
 
-    def open_slots(cache: TreeCache, num_nodes: int, **kwargs: int) -> int:
+    def open_slots(cache: KVCache, num_nodes: int, **kwargs: int) -> int:
         view = plain(cache, num_nodes, **kwargs)
         seen.append(look(cache, view))
         return view
 
-    monkeypatch.setattr(TreeCache, "open_slots", open_slots)
+    monkeypatch.setattr(KVCache, "open_slots", open_slots)
     return seen
 
 

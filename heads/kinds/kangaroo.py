@@ -28,8 +28,8 @@ from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DecoderConfig
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
-from draftsmith.inference.cache.draft_rows import DraftRows
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache
+from draftsmith.inference.cache.shared_rows import SharedRows
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import Level, RowState, TreeRows
 from draftsmith.inference.targets.target import Target
@@ -140,7 +140,7 @@ class KangarooState(RowState):
     """
 
     cache: DraftCache
-    rows: DraftRows | None
+    rows: SharedRows | None
     tree: TreeRows
     confidence: Tensor
     threshold: float | None
@@ -201,8 +201,8 @@ class KangarooHeads(DraftHeads):
         tree = TreeRows(batch_size, num_rows, self.device)
         return KangarooState(cache, None, tree, confidence, self.config.confidence_threshold)
 
-    def share_cache(self, state: KangarooState, cache: TreeCache) -> None:
-        state.rows = DraftRows(cache, state.cache.num_scratch)
+    def share_cache(self, state: KangarooState, cache: KVCache) -> None:
+        state.rows = SharedRows(cache, state.cache.num_scratch)
 
     def extend(
         self, state: KangarooState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int

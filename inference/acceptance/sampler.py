@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache.tree_cache import pick_rows
+from draftsmith.inference.cache.kv_cache import pick_rows
 from draftsmith.inference.noise import gumbel_noise
 from draftsmith.inference.request.processors import COLUMN_FREE, NO_TOKEN, PREFIX_FREE
 from draftsmith.inference.request.request import Request

@@ -33,7 +33,7 @@ class StateSpec:
 
 
 class RecurrentStates:
-    """The states of a `TreeCache`'s rows, allocated once.
+    """The states of a `KVCache`'s rows, allocated once.
 
     Worked example, one row with 5 tokens, and a tree whose nodes 0 and 2 are accepted:
 
@@ -93,7 +93,7 @@ class RecurrentStates:
         self._records[layer] = record, after
 
     def accept(self, path: Tensor, counts: Tensor) -> None:
-        """Notes what `TreeCache.keep` keeps of a pass over drafts. Tokens of prompts are in the states already."""
+        """Notes what `KVCache.commit` keeps of a pass over drafts. Tokens of prompts are in the states already."""
         if self._records:
             self._accepted = path, counts
 
@@ -124,7 +124,7 @@ class RecurrentStates:
         return max(length for length in (0, before, after) if length <= max(most, 0))
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """As `TreeCache.keep_rows`."""
+        """As `KVCache.keep_rows`."""
         self.settle()
         for states in self._all.values():
             for values in states.values():
@@ -134,7 +134,7 @@ class RecurrentStates:
         self.lengths = [self.lengths[row] for row in rows]
 
     def copy_rows(self, source: RecurrentStates, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """As `TreeCache.copy_rows`, for lengths that `source.held_length` has allowed."""
+        """As `KVCache.copy_rows`, for lengths that `source.held_length` has allowed."""
         index = torch.tensor(rows)
         is_before = [source.lengths[row] == length for row, length in zip(rows, lengths, strict=True)]
         taken = {layer: source.take(layer, index) for layer in self._all}

@@ -32,7 +32,7 @@ class Source:
 
 
 class SourceMemory:
-    """The sources of one cache's rows, as the decoder reads them (`TreeCache.source`).
+    """The sources of one cache's rows, as the decoder reads them (`KVCache.source`).
 
     Attributes:
         states: [B, E, D], E a multiple of `SOURCE_MULTIPLE`.

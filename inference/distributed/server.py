@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.acceptance.sampler import Sampler, pick_token
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.distributed.messages import Answer, Prompt, Task
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.token_tree import TokenTree
@@ -28,12 +28,12 @@ class TargetServer:
 
     def __init__(self, target: Target | nn.Module) -> None:
         self.target = Target.of(target)
-        self._cache: TreeCache | None = None
+        self._cache: KVCache | None = None
 
     def begin(self, prompt: Prompt) -> None:
         """Reads a prompt, in the passes of plain decoding."""
         target, length = self.target, len(prompt.token_ids)
-        capacity = length + prompt.max_new + target.least_rows
+        capacity = length + prompt.max_new + target.min_pass_tokens
         if self._cache is None or self._cache.capacity < capacity:
             self._cache = None  # frees it first
             self._cache = target.new_cache(1, capacity)
@@ -67,7 +67,7 @@ class TargetServer:
         """One pass over tokens [1, N]: the target's tokens after all but the first `missed`, and their features."""
         cache, num_tokens, device = self.cache, token_ids.shape[1], token_ids.device
         counts = torch.tensor([num_tokens], device=device)
-        cache.open_slots(max(num_tokens, self.target.least_rows))
+        cache.open_slots(max(num_tokens, self.target.min_pass_tokens))
         chain = TokenTree.from_prompts(token_ids, counts)
         output = self.target.verify(cache, chain, feature_layers=self.prompt.feature_layers)
         cache.advance(counts, num_tokens)

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
@@ -89,7 +89,7 @@ class Drafter(metaclass=ABCMeta):
         """A fresh state for rows of at most `max_length` tokens, and trees of at most `num_scratch` frontier nodes in
         all levels together."""
 
-    def share_cache(self, state: Any, cache: TreeCache) -> None:
+    def share_cache(self, state: Any, cache: KVCache) -> None:
         """Lends the target's cache to a drafter with `shares_target_cache`. Called after `start` and
         after `keep_rows`.
 

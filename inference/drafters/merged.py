@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.inference.cache.tree_cache import TreeCache, pick_rows
+from draftsmith.inference.cache.kv_cache import KVCache, pick_rows
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.row_state import first_rows
 from draftsmith.inference.targets.target import Target
@@ -106,7 +106,7 @@ class MergedDrafter(Drafter, nn.Module):
         first, second = (drafter.start(batch_size, max_length, num_scratch) for drafter in self.drafters)
         return MergedState((first, second))
 
-    def share_cache(self, state: MergedState, cache: TreeCache) -> None:
+    def share_cache(self, state: MergedState, cache: KVCache) -> None:
         for drafter, own in zip(self.drafters, state.states, strict=True):
             if drafter.shares_target_cache:
                 drafter.share_cache(own, cache)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.inference.cache.scratch_cache import ScratchCache
+from draftsmith.inference.cache.tree_rows import TreeRowsCache
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
@@ -36,7 +36,7 @@ class SmallModelState(RowState):
         num_first: first tokens of texts in the cache, which no slot holds: 0 or 1.
     """
 
-    cache: ScratchCache
+    cache: TreeRowsCache
     tree: TreeRows
     num_first: int = 0
     row_fields = ("tree",)
@@ -129,7 +129,7 @@ class SmallModelDrafter(Drafter, nn.Module):
         return view
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> SmallModelState:
-        cache = self.small.new_scratch_cache(batch_size, max_tokens=max_length + 1, num_scratch=num_scratch)
+        cache = self.small.new_tree_rows_cache(batch_size, max_tokens=max_length + 1, num_scratch=num_scratch)
         return SmallModelState(cache, TreeRows(batch_size, num_scratch, cache.lengths.device))
 
     def read_source(self, state: SmallModelState, token_ids: Tensor, mask: Tensor) -> None:

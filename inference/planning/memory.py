@@ -39,7 +39,7 @@ def memory_file(target: Target, drafter: Any, policies: Sequence[TreePolicy], ru
         target.placement,
         type(target.model).__name__,
         target.is_packed,
-        target.least_rows,
+        target.min_pass_tokens,
         _digest(target.text_config),
         str(target.dtype),
         find_attention(target.backbone.causal_lm),

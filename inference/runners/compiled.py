@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.cache_folder import keep_compiled_kernels
 from draftsmith.inference.kernels.attention import grouped_attention
 from draftsmith.inference.state import DecodeState
@@ -159,7 +159,7 @@ def _verifying(step: Step, compiler: Compiler) -> Callable[..., TargetOutput]:
     run = compiler.compile(step.verify_nodes, is_fixed=True)
     has_choice = step.policy is not None and step.policy.is_chosen
 
-    def verify(cache: TreeCache, tree: TokenTree, *args: Any) -> TargetOutput:
+    def verify(cache: KVCache, tree: TokenTree, *args: Any) -> TargetOutput:
         for slots in (cache.slots_in_view, *cache.window_sizes.values()):
             _open(slots)
         if step.verifies_prompts:

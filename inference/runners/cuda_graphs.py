@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from draftsmith.inference.acceptance.exact import Acceptance
 from draftsmith.inference.acceptance.rules import AcceptanceRule
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.request.token_history import TokenHistory
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.step import Step, accept, commit, draft, plant_root, verify
@@ -328,7 +328,7 @@ class CapturedStep:
             parts.key, lambda tensors: plant_root(state, parts.join(tensors, state.history), vocab_size), parts.tensors
         )
 
-    def _verify(self, cache: TreeCache, tree: TokenTree, target: Target, layers: tuple[int, ...]) -> TargetOutput:
+    def _verify(self, cache: KVCache, tree: TokenTree, target: Target, layers: tuple[int, ...]) -> TargetOutput:
         def run(values: tuple[TokenTree, Tensor, Tensor | None]) -> TargetOutput:
             before = cache.slots, cache.offsets
             own_tree, cache.slots, cache.offsets = values

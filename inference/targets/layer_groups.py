@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.targets.forward_names import find_cache_name
 from draftsmith.inference.targets.model_config import refuse_training, unwrap_model
 from draftsmith.inference.targets.parts import find_final_norm, take_first_layers
@@ -46,17 +46,17 @@ class LayerGroups:
         self._cache_name = find_cache_name(self.group)
         self._check(causal_lm, name)
 
-    def new_cache(self, num_rows: int, capacity: int) -> TreeCache:
+    def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         """Keys and values of the K layers; a row belongs to one group of one text."""
-        specs = self.target.findings.layer_specs[: self.group_size]
-        return TreeCache(specs, num_rows, capacity, device=self.target.device)
+        specs = self.target.capabilities.layer_specs[: self.group_size]
+        return KVCache(specs, num_rows, capacity, device=self.target.device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[B, T] long -> [B, T, D], what the first group reads."""
         embedded: Tensor = self.target.embed_tokens(token_ids)
         return embedded
 
-    def run(self, hidden: Tensor, cache: TreeCache) -> Tensor:
+    def run(self, hidden: Tensor, cache: KVCache) -> Tensor:
         """One pass over the group's weights: [B, T, D], what the next group reads. Commits nothing.
 
         Row b's tokens stand at positions lengths[b], lengths[b] + 1, ...; each sees the row's tokens before it.
@@ -72,7 +72,7 @@ class LayerGroups:
         """Logits [..., V] of states that leave a group [..., D]."""
         return self.target.compute_logits(self.target.apply_final_norm(hidden))
 
-    def _run(self, hidden: Tensor, positions: Tensor | None, masks: Any, cache: TreeCache | None) -> Tensor:
+    def _run(self, hidden: Tensor, positions: Tensor | None, masks: Any, cache: KVCache | None) -> Tensor:
         refuse_training(self.target.model)
         with self.target.backbone.attention():
             output = self.group(

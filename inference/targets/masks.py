@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache.draft_rows import DraftRows
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache
+from draftsmith.inference.cache.shared_rows import SharedRows
 from draftsmith.inference.kernels.packed_masks import pack_chain, pack_tree
 
 FEW_SLOTS = 1024  # up to here an additive mask, made once for all layers, is faster on a CPU
@@ -52,9 +52,7 @@ class TreeMasks:
         """
         return self._make_each(lambda window: self._make_mask(allowed, query_positions, key_positions, window))
 
-    def in_view(
-        self, cache: TreeCache | DraftRows, positions: Tensor, node_positions: Tensor, ancestors: Tensor
-    ) -> Any:
+    def in_view(self, cache: KVCache | SharedRows, positions: Tensor, node_positions: Tensor, ancestors: Tensor) -> Any:
         """Masks over the W slots that each type of layer sees: additive [B, 1, N, W], or packed.
 
         A query sees the committed tokens and its ancestors.
@@ -81,7 +79,7 @@ class TreeMasks:
 
         return self._make_each(make)
 
-    def of_prompts(self, cache: TreeCache, positions: Tensor, *, is_even: bool) -> Any:
+    def of_prompts(self, cache: KVCache, positions: Tensor, *, is_even: bool) -> Any:
         """`in_view` for prompts, in which each of the N open tokens sees all before it.
 
         Args:

@@ -36,14 +36,14 @@ def prove_media(
     Raises:
         ValueError: the logits differ by more than rounding.
     """
-    if names in target.findings.proven_media:
+    if names in target.capabilities.proven_media:
         return
     causal_lm, batch_size = target.backbone.causal_lm, len(media.counts)
     name, shown = type(causal_lm).__name__, ", ".join(sorted(names))
     num_tokens = _NUM_TOKENS if target.max_length is None else min(_NUM_TOKENS, target.max_length - media.longest + 1)
     with refusing(f"{name} does not run with {shown}"):
         wanted = _continue_by_model(causal_lm, input_ids, num_tokens, model_kwargs)
-    cache = target.new_cache(batch_size, media.longest + _NUM_TOKENS + target.least_rows)
+    cache = target.new_cache(batch_size, media.longest + _NUM_TOKENS + target.min_pass_tokens)
     found = [read_media(target, cache, media).logits]
     new_ids = wanted.sequences[:, input_ids.shape[1] :]
     ones = torch.ones_like(media.counts)
@@ -58,7 +58,7 @@ def prove_media(
             f"{', '.join(f'{error:.2g}' for error in errors)} of their size from a decoder's. Give prompts of text only"
         )
     if new_ids.shape[1] == _NUM_TOKENS:
-        target.findings.proven_media.add(names)
+        target.capabilities.proven_media.add(names)
 
 
 def _compare(found: Tensor, wanted: Tensor) -> float:

@@ -3,7 +3,7 @@
 The model embeds its media, gives every token its position (several axes in some models) and masks the prompt in its own
 way. All of that happens once, in a pass over the whole prompt that is the one of transformers' `generate`. Its keys and
 values go into our cache. The text after the prompt counts on from the position of the prompt's last token, on every
-axis, as in transformers: each row keeps the offset from slots to positions (`TreeCache.offsets`).
+axis, as in transformers: each row keeps the offset from slots to positions (`KVCache.offsets`).
 
 Legend: B batch, L prompt length with padding, T longest prompt, A axes of positions, F feature width, V target
 vocabulary.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.targets.forward_names import CACHE_NAMES, find_cache_name
 from draftsmith.inference.targets.model_config import refuse_training, request_states
 from draftsmith.inference.targets.passes import TargetOutput
@@ -82,7 +82,7 @@ def prepare_media(
     causal_lm = target.backbone.causal_lm
     if min(counts) < input_ids.shape[1]:
         target.refuse_recurrent(f"rows with {', '.join(sorted(names))} cannot have padding", "decode them one by one")
-    if target.least_rows > 1:
+    if target.min_pass_tokens > 1:
         raise ValueError(
             f"{', '.join(sorted(names))} cannot be read with batch_invariant=True: the model's own pass over them "
             "depends on the other rows; leave batch_invariant out"
@@ -99,7 +99,7 @@ def _is_text(value: Any, input_ids: Tensor) -> bool:
 
 
 @torch.no_grad()
-def read_media(target: Target, cache: TreeCache, media: Media, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
+def read_media(target: Target, cache: KVCache, media: Media, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
     """Reads prompts with media into an empty cache and commits them, in one pass of the model.
 
     Returns:
@@ -136,7 +136,7 @@ def read_media(target: Target, cache: TreeCache, media: Media, *, feature_layers
 
 
 class _PromptCache(Cache):
-    """Copies the keys and values of the prompts into a `TreeCache`; the layers get back what they gave.
+    """Copies the keys and values of the prompts into a `KVCache`; the layers get back what they gave.
 
     Args:
         slots: [B, T] long, of each of the last T tokens.
@@ -144,7 +144,7 @@ class _PromptCache(Cache):
         num_given: L.
     """
 
-    def __init__(self, cache: TreeCache, slots: Tensor, counts: Tensor, *, num_given: int) -> None:
+    def __init__(self, cache: KVCache, slots: Tensor, counts: Tensor, *, num_given: int) -> None:
         super().__init__(layers=[])
         self._cache, self._slots, self._num_given = cache, slots, num_given
         self.states = cache.states  # recurrent layers look here

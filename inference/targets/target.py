@@ -14,15 +14,15 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.inference.cache.draft_rows import DraftRows
-from draftsmith.inference.cache.scratch_cache import ScratchCache
+from draftsmith.inference.cache.kv_cache import KVCache
+from draftsmith.inference.cache.shared_rows import SharedRows
 from draftsmith.inference.cache.source import Source, SourceMemory
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.tree_rows import TreeRowsCache
 from draftsmith.inference.kernels.attention import can_use_kernel, fits_kernel
 from draftsmith.inference.kernels.packed_weights import is_packed, pack
 from draftsmith.inference.targets.backbone import Backbone, PassOutput
@@ -48,12 +48,12 @@ from draftsmith.inference.targets.parts import (
     take_first_layers,
 )
 from draftsmith.inference.targets.passes import Nodes, TargetOutput
-from draftsmith.inference.targets.probing.invariance import check_invariance, check_supported, count_least_rows
+from draftsmith.inference.targets.probing.invariance import check_invariance, check_supported, count_min_pass_tokens
 from draftsmith.inference.targets.probing.known_models import describe_model, find_known
-from draftsmith.inference.targets.probing.probe import Findings, examine_encoder_decoder, examine_model
+from draftsmith.inference.targets.probing.probe import Capabilities, probe_encoder_decoder, probe_model
 from draftsmith.inference.targets.recurrent.finding import find_recurrence
-from draftsmith.inference.targets.recurrent.mixers import PlacedMixers
 from draftsmith.inference.targets.recurrent.proving import check_rollback
+from draftsmith.inference.targets.recurrent.replayable_layers import ReplayableLayers
 
 
 class Target:
@@ -66,19 +66,16 @@ class Target:
         model: the model as it was given (a PEFT model keeps its adapters).
         text_config: the config of the language model.
         hidden_size, vocab_size, num_layers: D, V (rows of the LM head), n.
-        state_size: width of the last hidden state. It is D except in OPT-350m and similar models; None for
-            encoder-decoder models.
+        state_size: width of the last hidden state, D except in OPT-350m and its like; None: encoder-decoder models.
         device: the token embedding's. Inputs and outputs are there; layers may be on other devices.
         dtype: of hidden states and logits; weights may be quantised.
         num_embeddings: number of token ids the model knows.
         embed_tokens, lm_head: the model's own modules.
         masks: makes the model's attention masks.
-        least_rows: a pass has at least this many tokens per row of the batch (see `batch_invariant`).
-        is_encoder_decoder: the target's caches need a source (`read_source`) before the first token, and it has no
-            features.
-        max_length: number of positions for which the target is exact, or None. `length_limit_reason` says where the
-            limit comes from.
-        findings: the results of the passes of construction.
+        min_pass_tokens: a pass has at least this many tokens per row of the batch (see `batch_invariant`).
+        is_encoder_decoder: caches need a source (`read_source`) before the first token, and there are no features.
+        max_length: positions for which the target is exact, or None; `length_limit_reason` says where it comes from.
+        capabilities: what the passes of construction found.
         is_packed: whether linear layers have packed weights (`with_packed_weights`).
 
     Raises:
@@ -87,8 +84,8 @@ class Target:
             training mode, autocast to another dtype, adapters that PEFT steers with its own hooks.
     """
 
-    def __init__(self, model: nn.Module, *, findings: Findings | None = None) -> None:
-        """Examines the model, unless `findings` of an earlier construction are given (`Target.of`)."""
+    def __init__(self, model: nn.Module, *, capabilities: Capabilities | None = None) -> None:
+        """Probes the model, unless the `capabilities` of an earlier construction are given (`Target.of`)."""
         self.model: Any = model
         self.is_packed = is_packed(model)
         self._causal_lm = unwrap_model(model)
@@ -107,23 +104,22 @@ class Target:
         self.masks = TreeMasks(
             find_layer_windows(self.text_config), self.dtype, find_types_without_attention(self.text_config)
         )
-        self.least_rows = 1
+        self.min_pass_tokens = 1
         self._placed = PlacedDecoder(self._causal_lm) if self._causal_lm.config.is_encoder_decoder else None
-        recurrence = find_recurrence(self._causal_lm, self.device) if findings is None else findings.recurrence
-        self._mixers = None if recurrence is None else PlacedMixers(self._causal_lm, recurrence)
-        self._runnable = self._causal_lm if self._mixers is None else self._mixers.causal_lm
-        self.findings = findings or self._examine()
+        recurrence = find_recurrence(self._causal_lm, self.device) if capabilities is None else capabilities.recurrence
+        self._recurrent_layers = None if recurrence is None else ReplayableLayers(self._causal_lm, recurrence)
+        self._runnable = self._causal_lm if self._recurrent_layers is None else self._recurrent_layers.causal_lm
+        self.capabilities = capabilities or self._probe()
         self.masks = self._choose_masks()
         if self.is_encoder_decoder:
-            self.num_layers = len(self.findings.layer_specs)  # the config's number may be the encoder's
-        self.vocab_size: int = self.findings.vocab_size
-        self.state_size = self.findings.state_size
-        scaling = self.findings.scale_logits
-        self._has_plain_logits = scaling is not None and scaling.is_plain
+            self.num_layers = len(self.capabilities.layer_specs)  # the config's number may be the encoder's
+        self.vocab_size: int = self.capabilities.vocab_size
+        self.state_size = self.capabilities.state_size
+        self._has_plain_logits = getattr(self.capabilities.scale_logits, "is_plain", False)
         self.backbone = Backbone(
             model, self._runnable, num_layers=self.num_layers, device=self.device, dtype=self.dtype
         )
-        if findings is None and self.is_recurrent:
+        if capabilities is None and self.is_recurrent:
             check_rollback(self)
 
     @classmethod
@@ -144,9 +140,10 @@ class Target:
             if known.description != description:
                 target = cls(model)
             else:
-                target = known.find_target() or cls(model, findings=known.findings)
+                target = known.find_target() or cls(model, capabilities=known.capabilities)
                 target.check_again()
-            known.description, known.findings, known.find_target = description, target.findings, weakref.ref(target)
+            known.description, known.capabilities = description, target.capabilities
+            known.find_target = weakref.ref(target)
         return target
 
     def with_packed_weights(self) -> Target:
@@ -158,24 +155,26 @@ class Target:
         """
         if self.is_packed:
             return self
-        packed = Target(pack(self.model), findings=replace(self.findings, first_layers={}, is_known_invariant=[]))
+        known = replace(self.capabilities, first_layers={}, is_known_invariant=[])
+        packed = Target(pack(self.model), capabilities=known)
         if not packed.is_packed:
             raise ValueError(
                 "pack_weights packs linear layers on a CPU, in float32, and in bfloat16 with AVX-512; this target "
                 f"({type(self.model).__name__}, {self.dtype} on {self.device}) has none: leave the option out"
             )
-        return packed.batch_invariant() if self.least_rows > 1 else packed
+        return packed.batch_invariant() if self.min_pass_tokens > 1 else packed
 
-    def _examine(self) -> Findings:
+    def _probe(self) -> Capabilities:
         if self._placed is not None:
-            return examine_encoder_decoder(self._causal_lm, self._placed, self.masks.from_allowed, self.device)
-        return examine_model(self._runnable, self.text_config, self.masks.from_allowed, self.device, self._mixers)
+            return probe_encoder_decoder(self._causal_lm, self._placed, self.masks.from_allowed, self.device)
+        make_masks, layers = self.masks.from_allowed, self._recurrent_layers
+        return probe_model(self._runnable, self.text_config, make_masks, self.device, layers)
 
     def _choose_masks(self) -> TreeMasks:
         """Packed masks where the model takes them and something reads them: the kernels, or prompts on a CPU."""
-        planes = [plane for spec in self.findings.layer_specs if spec for plane in (spec.keys, spec.values)]
+        planes = [plane for spec in self.capabilities.layer_specs if spec for plane in (spec.keys, spec.values)]
         fits = all(fits_kernel(plane.dtype, plane.width) for plane in planes)
-        takes_packed = self.findings.takes_packed_masks
+        takes_packed = self.capabilities.takes_packed_masks
         packs_all = takes_packed and fits and can_use_kernel(self.device)
         packs_prompts = takes_packed and self.device.type == "cpu"
         return replace(self.masks, packs_prompts=packs_prompts, packs_all=packs_all)
@@ -186,13 +185,13 @@ class Target:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether layers have recurrent states, which cannot be cut back to any length (`TreeCache.held_length`)."""
-        return self._mixers is not None
+        """Whether layers have recurrent states, which cannot be cut back to any length (`KVCache.held_length`)."""
+        return self._recurrent_layers is not None
 
     @property
     def reads_prompts_whole(self) -> bool:
         """Whether a prompt is best read in one pass: what comes after it is read token by token."""
-        return self._mixers is not None and not self._mixers.recurrence.continues
+        return self._recurrent_layers is not None and not self._recurrent_layers.recurrence.continues
 
     def refuse_recurrent(self, purpose: str, cure: str) -> None:
         """Refuses (ValueError) a target with recurrent layers."""
@@ -209,15 +208,15 @@ class Target:
             ValueError: the model's attention cannot be replaced, or a pass shows that its scores still depend on the
                 other tokens.
         """
-        if self.least_rows > 1:
+        if self.min_pass_tokens > 1:
             return self
         check_supported(self._causal_lm, has_attention_interface=self.backbone.has_attention_interface)
         mode = copy.copy(self)
         mode.masks = TreeMasks(self.masks.windows, torch.float64, self.masks.without)
-        mode.least_rows = count_least_rows(self._causal_lm)
-        if not self.findings.is_known_invariant:
+        mode.min_pass_tokens = count_min_pass_tokens(self._causal_lm)
+        if not self.capabilities.is_known_invariant:
             check_invariance(mode)
-            self.findings.is_known_invariant.append(True)
+            self.capabilities.is_known_invariant.append(True)
         return mode
 
     @property
@@ -229,8 +228,8 @@ class Target:
         """Refuses (ValueError) adapters and autocast that construction would refuse and that came later."""
         check_adapters(self.model)
         refuse_autocast(self.device, self.dtype)
-        if self._mixers is not None:
-            self._mixers.check_again()
+        if self._recurrent_layers is not None:
+            self._recurrent_layers.check_again()
 
     @torch.no_grad()
     def encode_source(self, token_ids: Tensor, mask: Tensor) -> Source:
@@ -239,33 +238,33 @@ class Target:
         states = encoder(input_ids=token_ids, attention_mask=mask, return_dict=True).last_hidden_state
         return Source(token_ids, mask.bool(), states.to(self.device))
 
-    def read_source(self, cache: TreeCache, source: Source) -> None:
+    def read_source(self, cache: KVCache, source: Source) -> None:
         """Gives the rows of an encoder-decoder target's cache their source, until the cache is reset."""
         cache.source = SourceMemory(source)
 
     def without_autograd(self) -> AbstractContextManager[None]:
         """The context that decoding runs in: inference mode, or no_grad for weights that refuse inference mode."""
-        return torch.inference_mode() if self.findings.takes_inference_mode else torch.no_grad()
+        return torch.inference_mode() if self.capabilities.takes_inference_mode else torch.no_grad()
 
-    def new_cache(self, batch_size: int, capacity: int) -> TreeCache:
+    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """A zeroed cache with `capacity` slots per row: room for the longest sequence and the largest tree."""
-        states = None if self._mixers is None else self._mixers.new_states(batch_size)
-        return TreeCache(self.findings.layer_specs, batch_size, capacity, device=self.device, states=states)
+        states = None if self._recurrent_layers is None else self._recurrent_layers.new_states(batch_size)
+        return KVCache(self.capabilities.layer_specs, batch_size, capacity, device=self.device, states=states)
 
-    def new_scratch_cache(self, batch_size: int, *, max_tokens: int, num_scratch: int) -> ScratchCache:
-        """A zeroed cache for a model that drafts (see `ScratchCache`).
+    def new_tree_rows_cache(self, batch_size: int, *, max_tokens: int, num_scratch: int) -> TreeRowsCache:
+        """A zeroed cache for a model that drafts (see `TreeRowsCache`).
 
         Raises:
             ValueError: the model has recurrent layers.
         """
         self.refuse_recurrent("it cannot draft as a small model", "take one with attention only, or trained heads")
-        specs = [spec for spec in self.findings.layer_specs if spec is not None]
-        return ScratchCache(specs, batch_size, max_tokens=max_tokens, num_scratch=num_scratch, device=self.device)
+        specs = [spec for spec in self.capabilities.layer_specs if spec is not None]
+        return TreeRowsCache(specs, batch_size, max_tokens=max_tokens, num_scratch=num_scratch, device=self.device)
 
     @torch.no_grad()
     def prefill(
         self,
-        cache: TreeCache,
+        cache: KVCache,
         token_ids: Tensor,
         counts: Tensor,
         *,
@@ -290,7 +289,7 @@ class Target:
         features, last = [], None
         for start in range(0, length, chunk_size):
             chunk = token_ids[:, start : start + chunk_size]
-            size = max(chunk.shape[1], self.least_rows)
+            size = max(chunk.shape[1], self.min_pass_tokens)
             chunk = nn.functional.pad(chunk, (0, size - chunk.shape[1]))
             real = (counts - start).clamp(0, size)  # [B] real tokens of this chunk
             steps = torch.arange(size, device=counts.device)
@@ -309,18 +308,18 @@ class Target:
             cache.advance(real, size)
         assert last is not None, "an empty prompt has no next token"
         if output.logits is None:
-            rows = last.repeat(-(-self.least_rows // len(last)), 1)
+            rows = last.repeat(-(-self.min_pass_tokens // len(last)), 1)
             last = self.compute_logits(rows)[: len(last)]
         joined = torch.cat(features, dim=1) if len(features) > 1 else features[0] if features else None
         return TargetOutput(last[:, None], joined)
 
-    def plan_reading(self, cache: TreeCache, counts: Tensor, num_tokens: int) -> None:
+    def plan_reading(self, cache: KVCache, counts: Tensor, num_tokens: int) -> None:
         """Before a pass over prompts: recurrent layers will read the first counts[b] of `num_tokens` tokens."""
-        if self._mixers is not None:
-            self._mixers.plan_reading(cache.states, counts, num_tokens)
+        if self._recurrent_layers is not None:
+            self._recurrent_layers.plan_reading(cache.states, counts, num_tokens)
 
     @torch.no_grad()
-    def verify(self, cache: TreeCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
+    def verify(self, cache: KVCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
         """Scores every node of a tree in one forward pass, after `cache.open_slots(N)`, or more; commits nothing.
 
         Node i stands at position lengths + depth and sees the row's committed tokens and its own ancestors. The only
@@ -335,8 +334,8 @@ class Target:
             token_ids, depths = (nn.functional.pad(values, (0, missing)) for values in (token_ids, depths))
             ancestors = nn.functional.pad(ancestors, (0, missing, 0, missing))
             ancestors[:, num_nodes:, 0] = True
-        if self._mixers is not None:
-            self._mixers.plan_drafting(cache.states, nn.functional.pad(tree.parents, (0, missing), value=-1))
+        if self._recurrent_layers is not None:
+            self._recurrent_layers.plan_drafting(cache.states, nn.functional.pad(tree.parents, (0, missing), value=-1))
         output = self._forward_cached(cache, token_ids, depths, ancestors, feature_layers)
         logits = output.logits if output.logits is not None else self.compute_logits(output.last)
         features = None if output.features is None else output.features[:, :num_nodes]
@@ -348,15 +347,15 @@ class Target:
         Raises:
             ValueError: the model has no such layers, they are recurrent, or they do not run by themselves.
         """
-        if self._mixers is not None and min(self._mixers.recurrence.mixers) < num_layers:
+        if self._recurrent_layers is not None and min(self._recurrent_layers.recurrence.mixers) < num_layers:
             self.refuse_recurrent(
                 f"its first {num_layers} layers cannot draft", "use heads of another kind, which read features"
             )
-        if num_layers not in self.findings.first_layers:
-            self.findings.first_layers[num_layers] = take_first_layers(self._causal_lm, num_layers)
+        if num_layers not in self.capabilities.first_layers:
+            self.capabilities.first_layers[num_layers] = take_first_layers(self._causal_lm, num_layers)
 
     @torch.no_grad()
-    def run_first_layers(self, rows: DraftRows, token_ids: Tensor, ancestors: Tensor, *, num_layers: int) -> Tensor:
+    def run_first_layers(self, rows: SharedRows, token_ids: Tensor, ancestors: Tensor, *, num_layers: int) -> Tensor:
         """hidden_states[num_layers] of one drafted level: [B, W, D].
 
         Args:
@@ -369,15 +368,14 @@ class Target:
         node_positions = self._cut_positions(rows.lengths[:, None] + rows.depths)
         positions = self._cut_positions(rows.lengths[:, None] + rows.depth).expand_as(token_ids)
         masks = self.masks.in_view(rows, positions, node_positions, ancestors)
-        places = rows.place(positions)
-        output = self.backbone.run(self.findings.first_layers[num_layers], token_ids, places, masks, rows)
-        hidden: Tensor = output.last_hidden_state
-        return hidden.to(self.device)
+        places = rows.to_positions(positions)
+        output = self.backbone.run(self.capabilities.first_layers[num_layers], token_ids, places, masks, rows)
+        return cast(Tensor, output.last_hidden_state).to(self.device)
 
     @torch.no_grad()
     def score_opened(
         self,
-        cache: ScratchCache,
+        cache: TreeRowsCache,
         token_ids: Tensor,
         depths: Tensor,
         ancestors: Tensor,
@@ -390,7 +388,7 @@ class Target:
         Args:
             token_ids: [B, W] long.
             depths: [B, W] long; a token stands at position lengths + depth.
-            ancestors: [B, W, T] bool, which of the T slots of the tree (`ScratchCache.tree_slots`) each token sees,
+            ancestors: [B, W, T] bool, which of the T slots of the tree (`TreeRowsCache.tree_slots`) each token sees,
                 itself included. Every token also sees the certain tokens.
             tree_depths: [1 or B, T] long, the depths of the tree's slots; None = `depths`.
             read: [B, R] long, the tokens whose logits are wanted; None = all.
@@ -410,14 +408,14 @@ class Target:
 
         Gradients reach `hidden` only: the LM head is frozen, even if its parameters require gradients.
         """
-        if self.findings.scale_logits is None:
+        if self.capabilities.scale_logits is None:
             raise ValueError(
                 f"{type(self._causal_lm).__name__} does more between its last hidden state and its logits than an LM "
                 f"head with final_logit_softcapping or a scale, so logits cannot be computed from hidden states"
             )
         head = self.lm_head if lm_head is None else lm_head
         if torch.is_grad_enabled() or not self._has_plain_logits:
-            return self.findings.scale_logits(run_frozen(head, hidden))
+            return self.capabilities.scale_logits(run_frozen(head, hidden))
         logits: Tensor = head(hidden)
         return logits.to(hidden.device)
 
@@ -444,8 +442,7 @@ class Target:
         norm: Any = find_final_norm(self._causal_lm)
         if norm is None:
             raise ValueError(f"{type(self._causal_lm).__name__} has no norm between its last layer and its LM head")
-        normed: Tensor = norm(hidden)
-        return normed
+        return cast(Tensor, norm(hidden))
 
     def _cut_positions(self, positions: Tensor) -> Tensor:
         """Tokens at `max_length` and later are never emitted, so they may stand anywhere."""
@@ -453,7 +450,7 @@ class Target:
 
     def _forward_cached(
         self,
-        cache: TreeCache,
+        cache: KVCache,
         token_ids: Tensor,
         depths: Tensor,
         ancestors: Tensor,
@@ -472,7 +469,7 @@ class Target:
 
     def _run(
         self,
-        cache: TreeCache,
+        cache: KVCache,
         token_ids: Tensor,
         positions: Tensor,
         masks: Any,
@@ -489,9 +486,9 @@ class Target:
             keys = slots_seen.expand(len(positions), -1).scatter(1, places, tree_positions.expand_as(places))
             logits = self._placed.run(cache.source, cache, token_ids, positions, keys, masks)
             return PassOutput(logits[..., :0], None, logits)
-        has_own_logits = self.findings.scale_logits is None
+        places, has_own_logits = cache.to_positions(positions), self.capabilities.scale_logits is None
         return self.backbone.read(
-            token_ids, cache.place(positions), masks, cache, feature_layers=feature_layers, with_logits=has_own_logits
+            token_ids, places, masks, cache, feature_layers=feature_layers, with_logits=has_own_logits
         )
 
     def refuse_features(self) -> None:

@@ -26,7 +26,7 @@ from draftsmith.inference import (
     generate,
 )
 from draftsmith.inference import prefill as prompt_reading
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache
 from tests.lossless.near_tie import assert_same_text
 from tests.params import slow_but
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
@@ -155,14 +155,14 @@ def test_several_sequences_of_a_prompt_read_it_once(monkeypatch: pytest.MonkeyPa
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens of prompts each pass has read."""
-    plain = TreeCache.advance
+    plain = KVCache.advance
     found: list[int] = []
 
-    def advance(cache: TreeCache, counts: Tensor, max_count: int) -> None:
+    def advance(cache: KVCache, counts: Tensor, max_count: int) -> None:
         found.append(int(counts.sum()))
         plain(cache, counts, max_count)
 
-    monkeypatch.setattr(TreeCache, "advance", advance)
+    monkeypatch.setattr(KVCache, "advance", advance)
     return found
 
 

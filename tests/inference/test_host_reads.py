@@ -155,7 +155,7 @@ def test_a_step_reads_nothing_on_the_host(
                 cache.open_slots(drafted.num_nodes)
                 output = target.verify(cache, drafted, feature_layers=drafter.feature_layers)
                 accepted = accept_exact(sampler, drafted, output.logits, cache.lengths, noise=noise)
-                cache.keep(accepted.path, accepted.counts)
+                cache.commit(accepted.path, accepted.counts)
                 cache.raise_bound(accepted.path.shape[1])
                 for depth in range(accepted.path.shape[1]):  # as a state does
                     sampler.texts.extended(accepted.next_tokens[:, depth])

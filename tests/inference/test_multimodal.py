@@ -362,7 +362,7 @@ class TestProof:
         inputs = prompts_with_media("llava", ROWS)
         expected = model.generate(**inputs, **OPTIONS)
         assert torch.equal(generate(target, None, **inputs, **OPTIONS).sequences, expected)
-        assert target.findings.proven_media == {frozenset({"pixel_values"})}
+        assert target.capabilities.proven_media == {frozenset({"pixel_values"})}
         monkeypatch.setattr(
             "draftsmith.inference.targets.media_proof._continue_by_model",
             lambda *_: pytest.fail("it was proven before"),
@@ -373,7 +373,7 @@ class TestProof:
         target = multimodal_target("llava")
         inputs = prompts_with_media("llava", ((200, (4, 4), 36),))
         assert inputs["input_ids"].shape[1] == 254
-        target.findings.proven_media.clear()
+        target.capabilities.proven_media.clear()
         output = generate(target, None, **inputs, do_sample=False, max_new_tokens=2)
         assert torch.equal(output.sequences, target.model.generate(**inputs, do_sample=False, max_new_tokens=2))
 

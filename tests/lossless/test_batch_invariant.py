@@ -92,7 +92,7 @@ def test_small_products_have_one_kernel() -> None:
     rows = torch.randn(64, layer.in_features, generator=generator).bfloat16()
     rows[:, torch.randperm(layer.in_features, generator=generator)[:2]] = torch.tensor([2.0**24, -(2.0**24)]).bfloat16()
     expected = layer(rows)
-    for count in range(target.least_rows, 64):
+    for count in range(target.min_pass_tokens, 64):
         assert torch.equal(layer(rows[:count]), expected[:count])
 
 
@@ -140,4 +140,4 @@ def test_prompts_in_parts() -> None:
 def test_the_pipeline_takes_the_option(chat_tokenizer: Any) -> None:
     model = chat_target(torch.bfloat16).model
     pipe = DraftingPipeline(model=model, tokenizer=chat_tokenizer, batch_invariant=True)
-    assert pipe.decoder.target.least_rows > 1
+    assert pipe.decoder.target.min_pass_tokens > 1

@@ -133,13 +133,12 @@ def prepare_run(*parts: Any) -> PreparedRun:
         rows.train_set.load(checkpoint)
     if options.run.time_budget is not None or ((options.run.choose or options.run.dry_run) and checkpoint is None):
         _settle_time(options, trainer, features, checkpoint)
-    output_dir = Path(args.output_dir)
     if is_main_process and not options.run.dry_run:  # now, so that an interrupted run has its configuration
-        output_dir.mkdir(parents=True, exist_ok=True)
+        Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         write_text(trainer, "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
     return PreparedRun(
         trainer,
-        output_dir,
+        Path(args.output_dir),
         checkpoint,
         models.tokenizer,
         settings,

@@ -36,11 +36,11 @@ def check_supported(causal_lm: Any, *, has_attention_interface: bool) -> None:
         )
 
 
-def count_least_rows(causal_lm: Any) -> int:
+def count_min_pass_tokens(causal_lm: Any) -> int:
     """Rows with which no linear layer has another kernel than with more of them.
 
     >>> from torch import nn
-    >>> count_least_rows(nn.Linear(256, 256)), count_least_rows(nn.Linear(32, 16))
+    >>> count_min_pass_tokens(nn.Linear(256, 256)), count_min_pass_tokens(nn.Linear(32, 16))
     (4, 9)
     """
     smallest: int = min(weight.numel() for weight in causal_lm.parameters() if weight.dim() == 2)
@@ -78,7 +78,7 @@ def _score(target: Any, prompts: Tensor, token_ids: Tensor, path: list[int]) -> 
     (batch, num_nodes), device = token_ids.shape, token_ids.device
     cache = target.new_cache(batch, 64)
     target.prefill(cache, prompts, torch.full((batch,), prompts.shape[1], device=device))
-    cache.open_slots(max(num_nodes, target.least_rows))
+    cache.open_slots(max(num_nodes, target.min_pass_tokens))
     parents = [-1] + [0] * (num_nodes - 1)
     for parent, node in itertools.pairwise(path):
         parents[node] = parent

@@ -11,22 +11,22 @@ from typing import Any
 from torch import nn
 
 from draftsmith.inference.targets.model_config import find_attention, find_causal_lm, find_execution_device
-from draftsmith.inference.targets.probing.probe import Findings
+from draftsmith.inference.targets.probing.probe import Capabilities
 
 
 @dataclass
 class KnownModel:
-    """The findings about a model. Nothing in it keeps the model alive.
+    """What is known about a model. Nothing in it keeps the model alive.
 
     Attributes:
         description: of the model when it was examined; None before.
-        findings: of the examination.
+        capabilities: what the probes found.
         find_target: returns the model's `Target`, or None when nobody holds one.
         lock: held while the model is examined, so that it is examined once. Other models do not wait.
     """
 
     description: Any = None
-    findings: Findings | None = None
+    capabilities: Capabilities | None = None
     find_target: Callable[[], Any] = lambda: None
     lock: Any = field(default_factory=threading.RLock)
 

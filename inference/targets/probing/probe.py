@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.inference.cache.kv_cache import LayerSpec
 from draftsmith.inference.cache.source import Source, SourceMemory
-from draftsmith.inference.cache.tree_cache import LayerSpec
 from draftsmith.inference.kernels.attention import STOCK, can_use_kernel, grouped_attention
 from draftsmith.inference.targets.backbone import narrow
 from draftsmith.inference.targets.encoder_decoder import PlacedDecoder
@@ -40,14 +40,14 @@ from draftsmith.inference.targets.probing.probe_tree import (
     check_branches,
     check_finite,
 )
-from draftsmith.inference.targets.recurrent.mixers import PlacedMixers, Recurrence
+from draftsmith.inference.targets.recurrent.replayable_layers import Recurrence, ReplayableLayers
 from draftsmith.inference.targets.refusals import MODEL_ERRORS, WrongNumbersError, draw_ids, is_single, refusing
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Findings:
+class Capabilities:
     """What a model shows when it runs.
 
     Attributes:
@@ -75,9 +75,9 @@ class Findings:
     proven_media: set[frozenset[str]] = field(default_factory=set, compare=False)
 
 
-def examine_model(
-    model: Any, text_config: Any, make_masks: MakeMasks, device: torch.device, mixers: PlacedMixers | None = None
-) -> Findings:
+def probe_model(
+    model: Any, text_config: Any, make_masks: MakeMasks, device: torch.device, mixers: ReplayableLayers | None = None
+) -> Capabilities:
     """Examines the model with four tokens. In models with experts a router can be at a near-tie, so wrong numbers are
     confirmed with other tokens before such a model is refused.
 
@@ -94,8 +94,8 @@ def examine_model(
 
 @torch.no_grad()
 def _examine_with(
-    token_ids: Tensor, model: Any, text_config: Any, make_masks: MakeMasks, mixers: PlacedMixers | None
-) -> Findings:
+    token_ids: Tensor, model: Any, text_config: Any, make_masks: MakeMasks, mixers: ReplayableLayers | None
+) -> Capabilities:
     """Learns cache shapes and the way to logits; checks that the model follows masks and position ids."""
     name, tree = type(model).__name__, ProbeTree.of_tokens(token_ids, make_masks)
     cache = _open_cache(name, tree, mixers)
@@ -129,13 +129,13 @@ def _examine_with(
     scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), last, logits)
     is_fast = _takes_inference_mode(lambda: model(**plain))
     takes_packed = _takes_packed_masks(model, text_config, tree, output.last_hidden_state, mixers)
-    return Findings(
+    return Capabilities(
         *(specs, scale_logits, logits.shape[-1], plain_hidden.shape[-1], is_fast, takes_packed),
         recurrence=None if mixers is None else mixers.recurrence,
     )
 
 
-def _open_cache(name: str, tree: ProbeTree, mixers: PlacedMixers | None) -> RecordingCache:
+def _open_cache(name: str, tree: ProbeTree, mixers: ReplayableLayers | None) -> RecordingCache:
     """An empty cache for a pass over the tree."""
     if mixers is None:
         return RecordingCache(name)
@@ -145,8 +145,10 @@ def _open_cache(name: str, tree: ProbeTree, mixers: PlacedMixers | None) -> Reco
 
 
 @torch.no_grad()
-def examine_encoder_decoder(model: Any, placed: PlacedDecoder, make_masks: MakeMasks, device: torch.device) -> Findings:
-    """`examine_model` for an encoder-decoder model: the same tree, for a source of three tokens. It compares logits."""
+def probe_encoder_decoder(
+    model: Any, placed: PlacedDecoder, make_masks: MakeMasks, device: torch.device
+) -> Capabilities:
+    """`probe_model` for an encoder-decoder model: the same tree, for a source of three tokens. It compares logits."""
     name, token_ids = type(model).__name__, draw_ids(model, 1, device)
     tree, cache = ProbeTree.of_tokens(token_ids, make_masks), RecordingCache(name)
     with refusing(f"{name} does not run as an encoder of token ids and a decoder with a 4-D mask and a cache"):
@@ -160,11 +162,11 @@ def examine_encoder_decoder(model: Any, placed: PlacedDecoder, make_masks: MakeM
     check_finite(model, "logits", [logits], tree_logits)
     specs = cache.list_specs([LayerAttention(True, None)] * (1 + max(cache.specs, default=0)))
     check_branches(cache, tree_logits[0], logits[0], noise=0.0, has_single=is_single(logits, model))
-    return Findings(specs, None, logits.shape[-1], None, _takes_inference_mode(lambda: model(**plain)))
+    return Capabilities(specs, None, logits.shape[-1], None, _takes_inference_mode(lambda: model(**plain)))
 
 
 def _takes_packed_masks(
-    model: Any, text_config: Any, tree: ProbeTree, states: Tensor, mixers: PlacedMixers | None
+    model: Any, text_config: Any, tree: ProbeTree, states: Tensor, mixers: ReplayableLayers | None
 ) -> bool:
     """Whether the tree gets the same states [1, 4, D] under packed masks. If the Triton kernels run here, they read
     them."""

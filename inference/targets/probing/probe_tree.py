@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
+from draftsmith.inference.cache.kv_cache import KVSpec, LayerSpec
 from draftsmith.inference.cache.recurrent_states import RecurrentStates
-from draftsmith.inference.cache.tree_cache import LayerSpec, PlaneSpec
 from draftsmith.inference.kernels.packed_masks import pack_tree
 from draftsmith.inference.targets.masks import join_masks
 from draftsmith.inference.targets.model_config import LayerAttention
@@ -87,7 +87,7 @@ class RecordingCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         keys, values = (
-            PlaneSpec(rows.shape[1], rows.shape[3], rows.dtype, rows.device) for rows in (key_states, value_states)
+            KVSpec(rows.shape[1], rows.shape[3], rows.dtype, rows.device) for rows in (key_states, value_states)
         )
         self.specs[layer_idx] = LayerSpec(keys, values)
         self.twin_keys[layer_idx] = key_states[0][:, [1, 3]].transpose(0, 1).flatten(1)

@@ -16,7 +16,8 @@ from transformers import Cache
 from draftsmith.inference.cache.recurrent_states import States, StateSpec
 from draftsmith.inference.targets.forward_names import ForwardNames
 from draftsmith.inference.targets.model_config import is_recurrent
-from draftsmith.inference.targets.recurrent.mixers import (
+from draftsmith.inference.targets.recurrent.plans import Levels
+from draftsmith.inference.targets.recurrent.replayable_layers import (
     LinearRoles,
     Mixer,
     Recurrence,
@@ -24,7 +25,6 @@ from draftsmith.inference.targets.recurrent.mixers import (
     open_layer,
     read_layer,
 )
-from draftsmith.inference.targets.recurrent.plans import Levels
 from draftsmith.inference.targets.refusals import CannotRollBackError, is_single, refusing
 
 _NUM_TOKENS = 12  # more than the kernels of the models' convolutions, and cut in three parts

@@ -69,7 +69,7 @@ class TestRefusedTargets:
 
     def test_logits_that_are_more_than_an_lm_head(self, monkeypatch: pytest.MonkeyPatch) -> None:
         target = Target(tiny_target("llama"))
-        monkeypatch.setattr(target, "findings", dataclasses.replace(target.findings, scale_logits=None))
+        monkeypatch.setattr(target, "capabilities", dataclasses.replace(target.capabilities, scale_logits=None))
         with pytest.raises(ValueError, match="logits cannot be computed from hidden states"):
             create_heads("kangaroo", target)
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draftsmith.inference import Target
-from draftsmith.inference.targets.probing.probe import Findings
+from draftsmith.inference.targets.probing.probe import Capabilities
 
 DEVICE = torch.device("lazy:0")
 
@@ -82,12 +82,12 @@ def stand_in_target(target: Target, mode: FakeTensorMode) -> Target:
     """The target on the stand-in device, with what its construction found on the CPU, where it had values."""
     move(mode, target.model)
     with mode:
-        return Target(target.model, findings=move_findings(target.findings))
+        return Target(target.model, capabilities=move_findings(target.capabilities))
 
 
-def move_findings(findings: Findings) -> Findings:
+def move_findings(capabilities: Capabilities) -> Capabilities:
     specs = tuple(
         replace(spec, keys=replace(spec.keys, device=DEVICE), values=replace(spec.values, device=DEVICE))
-        for spec in findings.layer_specs
+        for spec in capabilities.layer_specs
     )
-    return replace(findings, layer_specs=specs)
+    return replace(capabilities, layer_specs=specs)

@@ -49,7 +49,7 @@ def test_a_model_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mode.batch_invariant() is mode
     target.batch_invariant()
     assert calls == [None]
-    assert target.least_rows == 1, "the target itself stays as it is"
+    assert target.min_pass_tokens == 1, "the target itself stays as it is"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -58,5 +58,5 @@ def test_packed_weights_are_checked_by_themselves(dtype: torch.dtype) -> None:
         pytest.skip("oneDNN has no bfloat16 on this CPU")
     target = Target.of(tiny_target("llama", dtype=dtype)).batch_invariant()
     packed = target.with_packed_weights()
-    assert packed.least_rows == target.least_rows > 1
-    assert packed.findings.is_known_invariant is not target.findings.is_known_invariant
+    assert packed.min_pass_tokens == target.min_pass_tokens > 1
+    assert packed.capabilities.is_known_invariant is not target.capabilities.is_known_invariant

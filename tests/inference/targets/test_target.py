@@ -107,7 +107,7 @@ def test_tree_verification_equals_plain_passes_after_branching_commits(
         check_tree(model, texts, tree, output.logits, output.features)
         paths = [node_path(tree, row, node) for row, node in enumerate((3, 5 - step, 3 - step))]
         path, path_counts = pad_rows(paths)
-        cache.keep(path, path_counts)
+        cache.commit(path, path_counts)
         for row, nodes in enumerate(paths):
             texts[row] += tree.token_ids[row, nodes].tolist()
         cache.length_bound = max(map(len, texts))

@@ -31,7 +31,7 @@ def num_examined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("examine_model", "examine_encoder_decoder"):
+    for name in ("probe_model", "probe_encoder_decoder"):
         monkeypatch.setattr(target_module, name, counted(getattr(target_module, name)))
     return names
 
@@ -42,10 +42,10 @@ def test_a_model_is_examined_once(num_examined: list[str]) -> None:
         first = Target.of(model)
         assert Target.of(model) is first
         assert Target.of(first) is first
-        specs, vocab_size = first.findings.layer_specs, first.vocab_size
+        specs, vocab_size = first.capabilities.layer_specs, first.vocab_size
         del first
         again = Target.of(model)  # nobody held the first one
-        assert (again.findings.layer_specs, again.vocab_size) == (specs, vocab_size)
+        assert (again.capabilities.layer_specs, again.vocab_size) == (specs, vocab_size)
         assert Target(model) is not again
         assert len(num_examined) == 2  # the last line asked for it
 
@@ -119,7 +119,7 @@ def test_threads_get_one_target(num_examined: list[str]) -> None:
 def test_another_model_does_not_wait_for_an_examination(monkeypatch: pytest.MonkeyPatch) -> None:
     slow, other = tiny_target("llama"), tiny_target("llama")
     has_begun, may_end = threading.Event(), threading.Event()
-    examine = target_module.examine_model
+    examine = target_module.probe_model
 
     def wait(model: Any, *args: Any) -> Any:
         if model is slow:
@@ -127,7 +127,7 @@ def test_another_model_does_not_wait_for_an_examination(monkeypatch: pytest.Monk
             assert may_end.wait(30)
         return examine(model, *args)
 
-    monkeypatch.setattr(target_module, "examine_model", wait)
+    monkeypatch.setattr(target_module, "probe_model", wait)
     threads = [threading.Thread(target=Target.of, args=(model,), daemon=True) for model in (slow, other)]
     threads[0].start()
     assert has_begun.wait(30)

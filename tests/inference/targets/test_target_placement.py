@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.inference import DynamicTree, generate, stream
-from draftsmith.inference.cache.tree_cache import LayerSpec, TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache, LayerSpec
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.targets.probing.probe import Findings
+from draftsmith.inference.targets.probing.probe import Capabilities
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.token_tree import TokenTree
 from draftsmith.training.features.encoding import encode
@@ -72,12 +72,12 @@ def test_weights_that_were_never_loaded() -> None:
 
 
 def split_over_devices(
-    model: Any, findings: Findings, there: Iterable[nn.Module], layers: Sequence[nn.Module]
+    model: Any, capabilities: Capabilities, there: Iterable[nn.Module], layers: Sequence[nn.Module]
 ) -> Target:
     """The target of a model with the shapes, devices and hooks that a device map would give it.
 
     Args:
-        findings: of the model before.
+        capabilities: of the model before.
         there: the modules on the second device; all others are here.
         layers: those that write into the cache.
     """
@@ -101,11 +101,11 @@ def split_over_devices(
         place(module, THERE)
     if not hasattr(model.lm_head, "_hf_hook"):
         hooks.add_hook_to_module(model.lm_head, hooks.AlignDevicesHook(execution_device=HERE))
-    specs = tuple(move(spec, layer) for spec, layer in zip(findings.layer_specs, layers, strict=True))
-    return Target(model, findings=replace(findings, layer_specs=specs))
+    specs = tuple(move(spec, layer) for spec, layer in zip(capabilities.layer_specs, layers, strict=True))
+    return Target(model, capabilities=replace(capabilities, layer_specs=specs))
 
 
-def decode_tree(target: Target, cache: TreeCache, **features: Any) -> list[Tensor]:
+def decode_tree(target: Target, cache: KVCache, **features: Any) -> list[Tensor]:
     """A prompt in chunks, a tree, a commit, and a batch from which a row leaves; returns what comes out."""
     batch_size = cache.batch_size
     token_ids = torch.zeros(batch_size, 9, dtype=torch.long)
@@ -114,7 +114,7 @@ def decode_tree(target: Target, cache: TreeCache, **features: Any) -> list[Tenso
     nodes = (token_ids[:, :4], *(row.expand(batch_size, -1) for row in (parents, depths)))
     cache.open_slots(4)
     verified = target.verify(cache, TokenTree(*nodes, torch.zeros(batch_size, 4)), **features)
-    cache.keep(torch.tensor([[0, 2]]).expand(batch_size, -1), torch.full((batch_size,), 2))
+    cache.commit(torch.tensor([[0, 2]]).expand(batch_size, -1), torch.full((batch_size,), 2))
     cache.raise_bound(2)
     cache.keep_rows([batch_size - 1])
     last = target.prefill(cache, token_ids[:1, :1], torch.ones(1, dtype=torch.long), **features)
@@ -127,9 +127,9 @@ def decode_tree(target: Target, cache: TreeCache, **features: Any) -> list[Tenso
 def test_layers_on_two_devices(family: str, batch_size: int) -> None:
     """Tensors without values, whose devices torch checks: nothing of one device meets anything of another."""
     model = tiny_target(family)
-    findings, layers = Target(model).findings, model.model.layers
+    capabilities, layers = Target(model).capabilities, model.model.layers
     with FakeTensorMode():
-        target = split_over_devices(model, findings, [*layers[3:], model.model.norm, model.lm_head], layers)
+        target = split_over_devices(model, capabilities, [*layers[3:], model.model.norm, model.lm_head], layers)
         assert [device for device, _ in target.placement] == ["cpu", "lazy:0"]
         with pytest.raises(RuntimeError, match="two devices"):
             torch.ones(1, device=HERE) + torch.ones(1, device=THERE)
@@ -154,9 +154,9 @@ def test_encoder_decoder_layers_on_two_devices(kind: str, first_there: int, batc
     there = [*layers[0][1:], *layers[1][first_there:]]
     if kind == "t5":
         there += [stacks[0].final_layer_norm, stacks[1].final_layer_norm, model.lm_head]
-    findings = Target(model).findings
+    capabilities = Target(model).capabilities
     with FakeTensorMode():
-        target = split_over_devices(model, findings, there, layers[1])
+        target = split_over_devices(model, capabilities, there, layers[1])
         source_ids = torch.zeros(batch_size, 5, dtype=torch.long)
         source = target.encode_source(source_ids, torch.ones_like(source_ids))
         cache = target.new_cache(batch_size, 64)
@@ -382,7 +382,7 @@ dist.init_process_group("gloo")
 for family, num_heads in (("llama", 1), ("gpt_oss", 2)):  # transformers' plan leaves gpt-oss's attention whole
     model = AutoModelForCausalLM.from_pretrained(f"{sys.argv[1]}/{family}", tp_plan="auto").eval()
     target = check_greedy_text(model)
-    assert target.findings.layer_specs[0].keys.num_heads == num_heads
+    assert target.capabilities.layer_specs[0].keys.num_heads == num_heads
     options = {"max_new_tokens": 20, "do_sample": True, "seed": 3}
     sampled = generate(target, NgramDrafter(), random_prompt(6), **options).sequences
     whole = tiny_target(family, initializer_range=0.3)

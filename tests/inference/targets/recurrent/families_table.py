@@ -15,10 +15,10 @@ HEAD = ("family", "states", "attention", "prompts", "drafts on a CPU", "own MTP 
 def describe_family(family: str) -> tuple[str, ...]:
     """The row of a family."""
     target = target_of(family, initializer_range=0.3)
-    recurrence = target.findings.recurrence
+    recurrence = target.capabilities.recurrence
     assert recurrence is not None
     kinds = {spec.name[0] for specs in recurrence.specs.values() for spec in specs}
-    with_attention = {layer for layer, spec in enumerate(target.findings.layer_specs) if spec is not None}
+    with_attention = {layer for layer, spec in enumerate(target.capabilities.layer_specs) if spec is not None}
     return (
         family,
         " and ".join(name for kind, name in (("conv", "convolution"), ("recurrent", "recurrence")) if kind in kinds),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not RECURRENT_FAMILIES, reason="this release of 
 
 
 def recurrence_of(target: Target) -> Any:
-    recurrence = target.findings.recurrence
+    recurrence = target.capabilities.recurrence
     assert recurrence is not None
     return recurrence
 
@@ -44,7 +44,7 @@ def test_what_is_found(family: str, continues: bool, drafts_in_one: bool, keeps_
     assert found == (continues, drafts_in_one, keeps_states)
     assert target.is_recurrent
     assert target.reads_prompts_whole == (not continues)
-    assert len(recurrence.mixers) == sum(spec is None for spec in target.findings.layer_specs) - (
+    assert len(recurrence.mixers) == sum(spec is None for spec in target.capabilities.layer_specs) - (
         family == "nemotron_h"
     )
 
@@ -64,9 +64,11 @@ def test_the_large_linear_layers_run_once(family: str) -> None:
 def test_both_ways_to_read_drafts(family: str, in_one: bool) -> None:
     """On a CPU only one of them is chosen by itself; `check_rollback` compares with transformers' own passes."""
     model = tiny_target(family, initializer_range=0.3)
-    findings = Target(model).findings
-    assert findings.recurrence is not None
-    target = Target(model, findings=replace(findings, recurrence=replace(findings.recurrence, drafts_in_one=in_one)))
+    capabilities = Target(model).capabilities
+    assert capabilities.recurrence is not None
+    target = Target(
+        model, capabilities=replace(capabilities, recurrence=replace(capabilities.recurrence, drafts_in_one=in_one))
+    )
     check_rollback(target)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.inference.cache.draft_rows import DraftRows
-from draftsmith.inference.cache.tree_cache import LayerSpec, PlaneSpec, TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache, KVSpec, LayerSpec
+from draftsmith.inference.cache.shared_rows import SharedRows
 
 
 def test_the_worked_example() -> None:
-    plane = PlaneSpec(2, 4, torch.float32, torch.device("cpu"))
-    cache = TreeCache([LayerSpec(plane, plane)] * 2, 1, 16)
+    plane = KVSpec(2, 4, torch.float32, torch.device("cpu"))
+    cache = KVCache([LayerSpec(plane, plane)] * 2, 1, 16)
     cache.lengths.fill_(5)
-    rows = DraftRows(cache, 4)
+    rows = SharedRows(cache, 4)
     rows.forget_levels(5)
     for width, own, slots, depth in ((1, [0], [5], 0), (2, [1, 2], [6, 7], 1), (1, [3], [8], 2)):
         assert rows.open_level(width).tolist() == own

@@ -1,4 +1,4 @@
-"""TreeCache: the target's keys and values, allocated once, with its own length for every row.
+"""KVCache: the target's keys and values, allocated once, with its own length for every row.
 
 Legend: B batch, N tree nodes (or prompt tokens of one chunk), P path length, C capacity in slots, H key-value heads,
 S slots in view, W slots of them that a layer with a sliding window sees.
@@ -22,7 +22,7 @@ VIEW_MULTIPLE = 64  # the view grows in steps of this many slots
 
 
 @dataclass(frozen=True)
-class PlaneSpec:
+class KVSpec:
     """The keys or the values of one layer (their widths differ in MLA layers)."""
 
     num_heads: int
@@ -39,22 +39,22 @@ class LayerSpec:
         window: a query at position p sees only keys at positions > p - window; None = all keys before it.
     """
 
-    keys: PlaneSpec
-    values: PlaneSpec
+    keys: KVSpec
+    values: KVSpec
     window: int | None = None
 
 
-class TreeCache(Cache):
+class KVCache(Cache):
     """A preallocated cache in which slot = position for every committed token of every row.
 
     A step calls `open_slots(N)`, runs the model (each layer's `update` writes N rows after the row's own length), and
-    calls `keep(path, counts)`. The next step overwrites nodes that were not committed.
+    calls `commit(path, counts)`. The next step overwrites nodes that were not committed.
 
     Worked example, one row with 5 committed tokens and a tree of 4 nodes (node 0 the root, 1 and 2 its children,
     3 the child of 2):
 
         open_slots(4)                     nodes 0..3 go to slots 5, 6, 7, 8
-        keep([[0, 2, 3]], [3])            slots 7, 8 are copied to 6, 7; the row's length becomes 8
+        commit([[0, 2, 3]], [3])            slots 7, 8 are copied to 6, 7; the row's length becomes 8
 
     Attributes:
         lengths: [B] long on the target's device, committed tokens per row. The cache never reads them on the host.
@@ -105,8 +105,8 @@ class TreeCache(Cache):
         specs = [spec for spec in self.layer_specs if spec is not None]
         # Where the keys and values of each layer with attention are among all planes.
         self._numbers = {layer: number for number, layer in enumerate(i for i, s in enumerate(layers) if s is not None)}
-        groups: Counter[PlaneSpec] = Counter()  # planes of one shape, dtype and device share a stacked buffer
-        self._places: list[tuple[PlaneSpec, int]] = []
+        groups: Counter[KVSpec] = Counter()  # planes of one shape, dtype and device share a stacked buffer
+        self._places: list[tuple[KVSpec, int]] = []
         for plane in (plane for spec in specs for plane in (spec.keys, spec.values)):
             self._places.append((plane, groups[plane]))
             groups[plane] += 1
@@ -175,7 +175,7 @@ class TreeCache(Cache):
     def _note_use(self, num_slots: int) -> None:
         self._num_used = max(self._num_used, num_slots)
 
-    def place(self, slots: Tensor) -> Tensor:
+    def to_positions(self, slots: Tensor) -> Tensor:
         """The positions [B, N] or [A, B, N] of tokens after the prompts, from their slots [B, N]."""
         return slots if self.offsets is None else slots + self.offsets
 
@@ -233,7 +233,7 @@ class TreeCache(Cache):
         """The first slot in view. It comes from shapes only, because compiled graphs contain it."""
         return 0 if window is None else self.view - self.window_sizes[window].shape[0]
 
-    def keep(self, path: Tensor, counts: Tensor, *, is_chain: bool = False) -> None:
+    def commit(self, path: Tensor, counts: Tensor, *, is_chain: bool = False) -> None:
         """Keeps the accepted nodes of the last pass and forgets the others. It works on tensors only: the caller then
         raises the bound, `raise_bound(P)`.
 
@@ -286,7 +286,7 @@ class TreeCache(Cache):
         if self.offsets is not None:
             self.offsets = self.offsets.index_select(-2, pick_rows(self._every_slot, rows))
 
-    def add_rows(self, source: TreeCache, *, max_length: int) -> None:
+    def add_rows(self, source: KVCache, *, max_length: int) -> None:
         """Adds the rows of another cache of the same layers and capacity after the present ones.
 
         Worked example, rows of 5 and 3 tokens here and one of 7 in `source`: the rows have 5, 3 and 7 tokens.
@@ -348,7 +348,7 @@ class TreeCache(Cache):
         """The largest number of a row's first tokens, at most `most`, that `copy_rows` can keep."""
         return most if self.states is None else self.states.held_length(row, most)
 
-    def copy_rows(self, source: TreeCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
+    def copy_rows(self, source: KVCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
         """Replaces this cache's rows with rows of a cache of the same layers: itself, or another one of any size.
 
         Worked example, rows of 5, 3 and 7 tokens in `source`, two rows here:

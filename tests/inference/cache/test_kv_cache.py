@@ -1,4 +1,4 @@
-"""TreeCache against a list of rows per sequence."""
+"""KVCache against a list of rows per sequence."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache.tree_cache import LayerSpec, PlaneSpec, TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache, KVSpec, LayerSpec
 
 CPU = torch.device("cpu")
 # Two layers as in most models, and one whose keys and values differ in width (MLA) and heads.
-NARROW = PlaneSpec(num_heads=2, width=3, dtype=torch.float32, device=CPU)
-WIDE = PlaneSpec(num_heads=1, width=5, dtype=torch.float64, device=CPU)
+NARROW = KVSpec(num_heads=2, width=3, dtype=torch.float32, device=CPU)
+WIDE = KVSpec(num_heads=1, width=5, dtype=torch.float64, device=CPU)
 LAYERS = (LayerSpec(NARROW, NARROW), LayerSpec(WIDE, NARROW), LayerSpec(NARROW, NARROW))
 
 
-def write_nodes(cache: TreeCache, num_nodes: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+def write_nodes(cache: KVCache, num_nodes: int, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
     """What a model's forward does: every layer appends `num_nodes` random rows [B, H, N, width]."""
     written = []
     for layer, spec in enumerate(LAYERS):
@@ -35,7 +35,7 @@ def write_nodes(cache: TreeCache, num_nodes: int, generator: torch.Generator) ->
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_branching_commits_keep_exactly_the_accepted_rows(batch_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    cache = TreeCache(LAYERS, batch_size, capacity=40, view_multiple=4)
+    cache = KVCache(LAYERS, batch_size, capacity=40, view_multiple=4)
     # reference[layer][row] = the rows [H, width] of the committed tokens, keys and values
     reference: list[list[list[tuple[Tensor, Tensor]]]] = [[[] for _ in range(batch_size)] for _ in LAYERS]
     paths = (
@@ -50,7 +50,7 @@ def test_branching_commits_keep_exactly_the_accepted_rows(batch_size: int) -> No
         written = write_nodes(cache, 6, generator)
         width = max(map(len, rows))
         path = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        cache.keep(path, torch.tensor([len(row) for row in rows]))
+        cache.commit(path, torch.tensor([len(row) for row in rows]))
         for layer, (keys, values) in enumerate(written):
             for row, nodes in enumerate(rows):
                 reference[layer][row] += [(keys[row, :, node], values[row, :, node]) for node in nodes]
@@ -64,13 +64,13 @@ def test_branching_commits_keep_exactly_the_accepted_rows(batch_size: int) -> No
 
 
 def test_the_docstrings_example() -> None:
-    cache = TreeCache(LAYERS, 1, capacity=16)
+    cache = KVCache(LAYERS, 1, capacity=16)
     cache.open_slots(5)
     cache.advance(torch.tensor([5]), 5)
     cache.open_slots(4)
     assert cache.slots.tolist() == [[5, 6, 7, 8]]
     written = write_nodes(cache, 4, torch.Generator().manual_seed(1))
-    cache.keep(torch.tensor([[0, 2, 3]]), torch.tensor([3]))
+    cache.commit(torch.tensor([[0, 2, 3]]), torch.tensor([3]))
     assert cache.lengths.tolist() == [8]
     assert torch.equal(cache._keys[0][:, :, 5:8], written[0][0][:, :, [0, 2, 3]])
 
@@ -81,12 +81,12 @@ def test_a_chain_moves_nothing(batch_size: int) -> None:
     counts = torch.tensor([3, 1][:batch_size])
     caches = []
     for is_chain in (True, False):
-        cache = TreeCache(LAYERS, batch_size, capacity=12)
+        cache = KVCache(LAYERS, batch_size, capacity=12)
         cache.open_slots(4)
         write_nodes(cache, 4, generator.manual_seed(2))
         before = [buffer.clone() for buffer in cache._buffers]
         path = torch.arange(3).expand(batch_size, 3) * (torch.arange(3) < counts[:, None])
-        cache.keep(path, counts, is_chain=is_chain)
+        cache.commit(path, counts, is_chain=is_chain)
         if is_chain:
             assert all(torch.equal(*pair) for pair in zip(cache._buffers, before, strict=True))
         caches.append(cache)
@@ -96,12 +96,12 @@ def test_a_chain_moves_nothing(batch_size: int) -> None:
 
 
 def test_the_view_grows_in_steps_and_follows_the_bound() -> None:
-    cache = TreeCache(LAYERS, 2, capacity=100, view_multiple=32)
+    cache = KVCache(LAYERS, 2, capacity=100, view_multiple=32)
     assert cache.open_slots(5) == 32
     cache.advance(torch.tensor([5, 2]), 5)
     assert cache.length_bound == 5
     assert cache.open_slots(28) == 64
-    cache.keep(torch.zeros(2, 7, dtype=torch.long), torch.tensor([1, 1]))
+    cache.commit(torch.zeros(2, 7, dtype=torch.long), torch.tensor([1, 1]))
     cache.raise_bound(7)
     assert cache.length_bound == 12  # the host cannot know better without a synchronisation
     cache.length_bound = 6  # ... and the loop says so once it has had one
@@ -114,7 +114,7 @@ def test_the_view_grows_in_steps_and_follows_the_bound() -> None:
 
 def test_window_layers_see_the_end_of_the_view() -> None:
     windowed = tuple(LayerSpec(NARROW, WIDE, window=window) for window in (None, 8, 3, 8))
-    cache = TreeCache(windowed, 2, capacity=60, view_multiple=4)
+    cache = KVCache(windowed, 2, capacity=60, view_multiple=4)
     for buffer in cache._buffers:
         buffer.copy_(torch.rand(buffer.shape, dtype=buffer.dtype))
     # (lengths, bound, floor) -> the first slot seen with windows of 8 and 3, as in the docstring's example.
@@ -151,11 +151,11 @@ def test_window_layers_see_the_end_of_the_view() -> None:
 @pytest.mark.parametrize("capacity", [11, 30])
 def test_rows_are_copied_in_any_order_to_a_cache_of_another_size(capacity: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    source = TreeCache(LAYERS, 3, capacity=20, view_multiple=4)
+    source = KVCache(LAYERS, 3, capacity=20, view_multiple=4)
     source.open_slots(14)
     written = write_nodes(source, 14, generator)
     source.advance(torch.tensor([12, 3, 9]), 12)
-    cache = TreeCache(LAYERS, 4, capacity=capacity, view_multiple=4)
+    cache = KVCache(LAYERS, 4, capacity=capacity, view_multiple=4)
     cache.open_slots(6)
     write_nodes(cache, 6, generator)
     cache.advance(torch.full((4,), 6), 6)
@@ -165,7 +165,7 @@ def test_rows_are_copied_in_any_order_to_a_cache_of_another_size(capacity: int) 
     cache.copy_rows(source, torch.tensor(rows), lengths, max_length=10)
     assert (cache.length_bound, cache.length_floor) == (10, 0)
 
-    def check(copied: TreeCache, origins: list[int], lengths: list[int]) -> None:
+    def check(copied: KVCache, origins: list[int], lengths: list[int]) -> None:
         assert copied.lengths.tolist() == lengths
         for layer, (keys, values) in enumerate(written):
             for row, (origin, length) in enumerate(zip(origins, lengths, strict=True)):
@@ -188,7 +188,7 @@ def test_rows_are_copied_in_any_order_to_a_cache_of_another_size(capacity: int) 
 def test_added_rows_come_after_the_others(num_allocated: int) -> None:
     """Where a row has left, and beyond the rows that were allocated; the source shares nothing with them."""
     generator = torch.Generator().manual_seed(0)
-    cache, source = (TreeCache(LAYERS, rows, capacity=20, view_multiple=4) for rows in (num_allocated, 2))
+    cache, source = (KVCache(LAYERS, rows, capacity=20, view_multiple=4) for rows in (num_allocated, 2))
     cache.reset(2)
     cache.open_slots(12)
     own = write_nodes(cache, 12, generator)
@@ -222,7 +222,7 @@ def test_rows_that_are_in_place_are_not_copied(monkeypatch: pytest.MonkeyPatch) 
         copied.append(len(index))
         return select(plane, dim, index)
 
-    cache = TreeCache(LAYERS, 3, capacity=8)
+    cache = KVCache(LAYERS, 3, capacity=8)
     monkeypatch.setattr(torch.Tensor, "index_select", count)
     for rows, num_moved in (([0, 1, 2], 0), ([0, 0, 2], 1)):
         copied.clear()
@@ -231,13 +231,13 @@ def test_rows_that_are_in_place_are_not_copied(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_buffers_are_zeroed_stacked_and_kept() -> None:
-    cache = TreeCache(LAYERS, 2, capacity=8)
+    cache = KVCache(LAYERS, 2, capacity=8)
     assert [tuple(buffer.shape) for buffer in cache._buffers] == [(5, 2, 2, 8, 3), (1, 2, 1, 8, 5)]
     assert all(bool((buffer == 0).all()) for buffer in cache._buffers)
     places = [buffer.data_ptr() for buffer in cache._buffers]
     cache.open_slots(4)
     write_nodes(cache, 4, torch.Generator().manual_seed(0))
-    cache.keep(torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 2]))
+    cache.commit(torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 2]))
     cache.reset()
     assert cache.lengths.tolist() == [0, 0]
     assert cache.length_bound == 0
@@ -245,7 +245,7 @@ def test_buffers_are_zeroed_stacked_and_kept() -> None:
 
 
 def test_reset_zeroes_the_slots_that_were_used_and_no_others() -> None:
-    cache = TreeCache(LAYERS, 3, capacity=16, view_multiple=4)
+    cache = KVCache(LAYERS, 3, capacity=16, view_multiple=4)
     cache.reset(2)
     cache.open_slots(3)  # the view ends at slot 4
     for buffer in cache._all_buffers.values():
@@ -262,14 +262,14 @@ def test_reset_zeroes_the_slots_that_were_used_and_no_others() -> None:
 
 def test_a_cache_made_under_inference_mode_can_be_used_outside() -> None:
     with torch.inference_mode():
-        cache = TreeCache(LAYERS, 1, capacity=8)
+        cache = KVCache(LAYERS, 1, capacity=8)
     cache.open_slots(2)
     write_nodes(cache, 2, torch.Generator().manual_seed(0))
-    cache.keep(torch.tensor([[0, 1]]), torch.tensor([2]))
+    cache.commit(torch.tensor([[0, 1]]), torch.tensor([2]))
     cache.reset()
 
 
 def test_a_full_cache_is_refused() -> None:
-    cache = TreeCache(LAYERS, 1, capacity=4)
+    cache = KVCache(LAYERS, 1, capacity=4)
     with pytest.raises(ValueError, match="holds 4 slots per row, but 5 new tokens after up to 0 committed"):
         cache.open_slots(5)

@@ -139,7 +139,7 @@ class _Current(threading.local):
     linears: _Linears | None = None
 
 
-class PlacedMixers:
+class ReplayableLayers:
     """A model whose mixers can be rolled back.
 
     Attributes:
@@ -149,7 +149,7 @@ class PlacedMixers:
     def __init__(self, causal_lm: nn.Module, recurrence: Recurrence) -> None:
         self.recurrence = recurrence
         self._current = _Current()
-        self._mixers: dict[int, Mixer] = {}
+        self._recurrent_layers: dict[int, Mixer] = {}
         self._copied, self._parts = causal_lm, [*map(id, causal_lm.modules())]
         layers = {causal_lm.get_submodule(name): layer for layer, name in recurrence.mixers.items()}
         self.causal_lm = replace_modules(
@@ -183,7 +183,7 @@ class PlacedMixers:
     def _place(self, module: nn.Module, layer: int) -> nn.Module:
         names = list_linears(module)
         inner = replace_modules(module, lambda part: self._place_linear(names[part], part) if part in names else None)
-        mixer = self._mixers[layer] = Mixer(inner.forward, layer, keeps_states=self.recurrence.keeps_states)
+        mixer = self._recurrent_layers[layer] = Mixer(inner.forward, layer, keeps_states=self.recurrence.keeps_states)
         return copy_module(inner, forward=partial(self._run, mixer))
 
     def _place_linear(self, name: str, module: Any) -> nn.Module:
@@ -262,7 +262,7 @@ class PlacedMixers:
     @torch.no_grad()
     def _replay(self, record: _Record, rows: Tensor, nodes: Tensor, before: States) -> States:
         """The states after nodes [G, P] of rows [G] (see `RecurrentStates`)."""
-        mixer, roles = self._mixers[record.layer], self.recurrence.roles[record.layer]
+        mixer, roles = self._recurrent_layers[record.layer], self.recurrence.roles[record.layer]
 
         def of_rows(values: Tensor) -> Tensor:
             return values[rows.to(values.device)]

@@ -1,4 +1,4 @@
-"""DraftRows: the target's cache for a drafter that runs the target's own first layers on drafted tokens.
+"""SharedRows: the target's cache for a drafter that runs the target's own first layers on drafted tokens.
 
 Legend: B batch, W tokens of one level, R rows of a draft (the root and all frontier nodes), S slots in view, H
 key-value heads.
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from draftsmith.inference.cache.tree_cache import TreeCache
+from draftsmith.inference.cache.kv_cache import KVCache
 
 
-class DraftRows(Cache):
-    """The slots of a `TreeCache` after each row's committed tokens, lent until the next verification overwrites them.
+class SharedRows(Cache):
+    """The slots of a `KVCache` after each row's committed tokens, lent until the next verification overwrites them.
 
     The draft shares the target's cache (Kangaroo, arXiv 2404.18911, section 3.2). The drafter reads the first layers'
     keys and values of committed tokens there. It writes keys and values of drafted tokens after them; these are never
@@ -35,7 +35,7 @@ class DraftRows(Cache):
         depths: [R] long, the depth of each used row.
     """
 
-    def __init__(self, cache: TreeCache, num_rows: int) -> None:
+    def __init__(self, cache: KVCache, num_rows: int) -> None:
         super().__init__(layers=[])
         self.cache = cache
         self.num_rows = num_rows
@@ -50,9 +50,9 @@ class DraftRows(Cache):
         """[B] long, committed tokens per row."""
         return self.cache.lengths
 
-    def place(self, slots: Tensor) -> Tensor:
-        """As `TreeCache.place`."""
-        return self.cache.place(slots)
+    def to_positions(self, slots: Tensor) -> Tensor:
+        """As `KVCache.place`."""
+        return self.cache.to_positions(slots)
 
     def forget_levels(self, max_slots: int) -> None:
         """Begins a new draft.

@@ -1,4 +1,4 @@
-"""ScratchCache: keys and values of a causal LM that drafts trees level by level.
+"""TreeRowsCache: keys and values of a causal LM that drafts trees level by level.
 
 Legend: B batch, W new tokens of one pass, R scratch rows of the tree, S slots in view.
 """
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache.tree_cache import LayerSpec, TreeCache, pick_rows
+from draftsmith.inference.cache.kv_cache import KVCache, LayerSpec, pick_rows
 
 
-class ScratchCache(TreeCache):
-    """A `TreeCache` in which tensors say where a pass writes, so that compiled functions can open slots.
+class TreeRowsCache(KVCache):
+    """A `KVCache` in which tensors say where a pass writes, so that compiled functions can open slots.
 
     The first `lengths[b]` slots of a row hold its certain tokens (slot = position). The next R slots hold the nodes of
     a tree from level to level, until `open_certain` overwrites them.
@@ -72,7 +72,7 @@ class ScratchCache(TreeCache):
         self._num_used = self.capacity  # nothing has counted them
         super().clear_from(num_slots)
 
-    def copy_rows(self, source: TreeCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
+    def copy_rows(self, source: KVCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
         super().copy_rows(source, rows, lengths, max_length=max_length)
         self.length_bound = 0  # compiled passes must not see a host number change
 
@@ -81,7 +81,7 @@ class ScratchCache(TreeCache):
         super().keep_rows(rows)
         self.lengths, self.length_bound = pick_rows(lengths, rows), 0
 
-    def add_rows(self, source: TreeCache, *, max_length: int) -> None:
+    def add_rows(self, source: KVCache, *, max_length: int) -> None:
         lengths = torch.cat([self.lengths, source.lengths])
         super().add_rows(source, max_length=max_length)
         self.lengths, self.length_bound = lengths, 0
@@ -92,5 +92,5 @@ class ScratchCache(TreeCache):
         self.slots = self.tree_slots = self.lengths[:, None]  # a prompt's length would make graphs of its own
 
     def slots_seen(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """As in `TreeCache`, with the places of all slots of the tree. Layers with a window see the whole view."""
+        """As in `KVCache`, with the places of all slots of the tree. Layers with a window see the whole view."""
         return self.slots_in_view, self.tree_slots
