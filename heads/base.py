@@ -38,7 +38,7 @@ from draftsmith.heads.modules.draft_step import DraftStep, unroll_documents
 from draftsmith.heads.modules.host_tensors import OnHost, read_on_host
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.kernels.packed_weights import pack
-from draftsmith.inference.targets.model_config import find_compute_dtype
+from draftsmith.inference.targets.model_config import WITH_AUTOCAST
 from draftsmith.inference.targets.target import Target
 
 EXTEND_CHUNK = 512  # slots of a prompt that `extend` reads in one pass
@@ -309,9 +309,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     @property
     def compute_dtype(self) -> torch.dtype:
         """The heads' dtype, or autocast's where it is on: states do not stay wider than what layers compute with."""
-        if torch.is_inference_mode_enabled():  # decoding, where autocast is refused
-            return self.dtype
-        return find_compute_dtype(self.device, self.dtype)
+        is_on = self.device.type in WITH_AUTOCAST and torch.is_autocast_enabled(self.device.type)
+        return torch.get_autocast_dtype(self.device.type) if is_on else self.dtype
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's (frozen) input embeddings of `token_ids` [...], in `compute_dtype`: [..., D]."""

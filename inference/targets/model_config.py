@@ -28,7 +28,7 @@ _ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 # Packages whose layers and tensors hold quantised weights, also in models that transformers did not load as quantised.
 _TAKES_CHOSEN_STATES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 # Asked once: torch 2.11 does not compile the question.
-_WITH_AUTOCAST = tuple(
+WITH_AUTOCAST = tuple(
     kind for kind in ("cpu", "cuda", "mps", "xpu", "hpu", "xla", "mtia") if torch.amp.is_autocast_available(kind)
 )
 _QUANTISERS = ("bitsandbytes.", "torchao.", "torch.ao.", "optimum.quanto.")
@@ -133,7 +133,7 @@ def request_states(layers: Iterable[int]) -> list[int] | bool:
 
 def find_compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which products with weights of `dtype` compute: autocast's, where it is on."""
-    if device.type not in _WITH_AUTOCAST or not torch.is_autocast_enabled(device.type):
+    if device.type not in WITH_AUTOCAST or not torch.is_autocast_enabled(device.type):
         return dtype
     return torch.get_autocast_dtype(device.type)
 
