@@ -13,9 +13,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from draftsmith.inference import step as step_module
-from draftsmith.inference.acceptance.exact import Acceptance
-from draftsmith.inference.state import DecodeState
+from draftsmith.inference.step import Step, StepOutput
 from draftsmith.inference.trees.token_tree import TokenTree
 
 
@@ -43,11 +41,13 @@ class Commits:
 @contextmanager
 def watch_commits(commits: Commits) -> Iterator[None]:
     """Inside the block, every step of every decoder is noted in `commits`."""
-    plain = step_module.commit
+    plain = Step.__call__
 
-    def commit(state: DecodeState, tree: TokenTree, accepted: Acceptance, *args: Any, **kwargs: Any) -> Tensor:
-        commits.add(tree, accepted.path, accepted.counts * state.active)
-        return plain(state, tree, accepted, *args, **kwargs)
+    def call(step: Step, *args: Any, **kwargs: Any) -> StepOutput:
+        output = plain(step, *args, **kwargs)
+        path = output.accepted.path
+        commits.add(output.tree, path, output.emitted[:, path.shape[1]])
+        return output
 
-    with patch.object(step_module, "commit", commit):
+    with patch.object(Step, "__call__", call):
         yield
