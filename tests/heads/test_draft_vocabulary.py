@@ -160,7 +160,7 @@ class TestCounts:
 
 
 def test_measured_costs_know_the_size() -> None:
-    from draftsmith.inference.planning.costs import _describe_drafter
+    from draftsmith.inference.planning.memory import _describe_drafter
 
     heads = create_heads("mtp", target_of("llama"))
     sizes = [_describe_drafter(heads.limit_vocabulary(size, torch.arange(128))) for size in (8, 9, 128)]

@@ -60,7 +60,8 @@ class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
                 action.default = SUPPRESS  # its text would end with "(default: None)"
             if action.nargs != 0 and not action.choices:
                 action.metavar = action.metavar or {int: "N", float: "X"}.get(action.type, "VALUE")  # type: ignore[call-overload]
-            if action.type is not None and action.dest in optional:
+            # `--report_to none` is a value of transformers' own.
+            if action.type is not None and action.dest in optional - {"report_to"}:
                 action.type = _reading_none(action.type)
             for dashed in [option for option in action.option_strings if "-" in option[2:]]:
                 action.option_strings = [option for option in action.option_strings if option != dashed]

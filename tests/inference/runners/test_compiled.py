@@ -84,7 +84,7 @@ def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
     prompt = random_prompt(12)
     expected = Decoder(target).generate(prompt, max_new_tokens=60, **settings).sequences
     drafter = HostDrafter([expected[0]], VOCAB_SIZE)
-    decoder = Decoder(target, drafter, tree=auto_tree((1, 3), (4,), (2,)), compile=True)
+    decoder = Decoder(target, drafter, tree=auto_tree((1, 3), (4,), 2), compile=True)
     output = decoder.generate(prompt, max_new_tokens=60, **settings)
     assert output.sequences.tolist() == expected.tolist()
     assert output.stats.num_host_syncs == output.stats.num_verify_steps
@@ -92,7 +92,7 @@ def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
 
 @pytest.mark.slow
 def test_trees_of_all_sizes_share_one_graph(target: Target) -> None:
-    step = Step(target, NgramDrafter(), auto_tree((1, 3), (4, 8), (2,)))
+    step = Step(target, NgramDrafter(), auto_tree((1, 3), (4, 8), 2))
     compile_step(step, [target.model])
     cache = step.new_state(1, 256, 256).cache
     for buffer in cache._buffers:

@@ -30,7 +30,10 @@ class TestLastWords:
     ) -> None:
         assert run_program(train, monkeypatch, max_steps=1) == 0
         wrote, length, command, other = capsys.readouterr().out.splitlines()[-4:]
-        assert wrote == f"wrote {train.output_dir}: model.safetensors, training_record.json, README.md"
+        assert (
+            wrote
+            == f"wrote {train.output_dir}: model.safetensors, token_counts.safetensors, training_record.json, README.md"
+        )
         measured = json.loads((train.output_dir / "training_record.json").read_text())["metrics"]
         assert length == f"acceptance length: {measured['eval_acceptance_length']:.2f} tokens per verify step"
         assert "python scripts/benchmark.py" in other
