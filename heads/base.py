@@ -256,6 +256,9 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             view._columns, view._column_ids = None, columns if ids is None else ids.to(target.device)[columns]
             rows = take_lm_head_rows(target, view._column_ids) if self.borrows_lm_head else None
             view._modules = {**view._modules, "borrowed_rows": rows}
+        elif self.borrowed_rows is not None and self._bound != [target]:  # a limited view, for another target
+            rows = take_lm_head_rows(target, cast(Tensor, self._column_ids).to(target.device))
+            view._modules = {**view._modules, "borrowed_rows": rows}
         return pack(view) if target.is_packed else view
 
     def limit_vocabulary(self, size: int, token_counts: Tensor | None = None) -> Self:

@@ -28,7 +28,7 @@ _KEY = "token_counts"
 
 
 def write_counts(folder: Path, token_counts: Tensor) -> None:
-    save_file({_KEY: token_counts.cpu()}, folder / COUNTS_FILE)
+    save_file({_KEY: token_counts.cpu().contiguous()}, folder / COUNTS_FILE)
 
 
 def read_counts(path: str, **hub: Any) -> Tensor | None:

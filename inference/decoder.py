@@ -132,6 +132,11 @@ class Decoder:
     def _new_planner(self) -> Planner | None:
         if self.policy is None or not self.policy.is_chosen:
             return None
+        if (getattr(self.target.model, "_tp_size", None) or 1) > 1:
+            raise ValueError(
+                "tree='auto' and 'gamma' choose by each process's own clock, and processes that split a target by "
+                "tensor parallelism must verify the same tree: give a fixed one, such as tree='chain:3'"
+            )
         step, candidates = self._step, self.policy.candidates
         file = memory_file(self.target, self.drafter, candidates, step.runner, is_coupled=step.is_coupled)
         return Planner(candidates, file, node_cost=NODE_COSTS.get(self.target.device.type, NODE_COSTS["cuda"]))

@@ -45,8 +45,10 @@ def convert(file: Path, folder: Path) -> None:
 
     from draftsmith.inference.targets.files import load_causal_lm, read_tokenizer
 
-    load_causal_lm(str(file), dtype=torch.bfloat16).save_pretrained(folder)
-    read_tokenizer(str(file)).save_pretrained(folder)
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    load_causal_lm(str(file), dtype=torch.bfloat16).save_pretrained(unfinished)
+    read_tokenizer(str(file)).save_pretrained(unfinished)
+    unfinished.rename(folder)  # a folder of this name holds a whole model
 
 
 def main() -> None:

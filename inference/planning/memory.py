@@ -95,6 +95,7 @@ def load_learned(file: Path, num_policies: int) -> Learned:
         {key: values for key, (learned_at, values) in part.items() if 0 <= time.time() - learned_at < MOST_AGE}
         for part in _read(file)
     )
+    costs = {key: values for key, values in costs.items() if len(values) == num_policies + 1}
     return costs, {key[0]: values for key, values in tokens.items() if len(values) == num_policies}
 
 

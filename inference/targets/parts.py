@@ -123,9 +123,17 @@ def find_final_norm_gain(causal_lm: Any) -> Tensor | None:
 
 
 def count_layer_parameters(causal_lm: Any) -> float:
-    """Parameters of a decoder layer, the mean of those that are in memory; all experts count."""
+    """Parameters of a decoder layer, the mean of those that are in memory; all experts count, and quantised weights as
+    many as they stand for."""
     stacks = [child for child in causal_lm.get_decoder().children() if isinstance(child, nn.ModuleList) and len(child)]
-    return max((sum(x.numel() for x in stack.parameters()) / len(stack) for stack in stacks), default=0.0)
+    return max((sum(map(_count_own, stack.modules())) / len(stack) for stack in stacks), default=0.0)
+
+
+def _count_own(module: nn.Module) -> int:
+    sizes: list[Any] = [getattr(module, name, None) for name in ("in_features", "out_features")]
+    if None not in sizes and not any(module.children()):
+        return int(sizes[0] * sizes[1])
+    return sum(weight.numel() for weight in module.parameters(recurse=False))
 
 
 def take_first_layers(causal_lm: Any, num_layers: int) -> nn.Module:

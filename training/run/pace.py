@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 
 from draftsmith.heads.modules.host_tensors import read_on_host
@@ -78,8 +78,8 @@ class Pace:
         if self.seconds > LONG:
             fitting = USED_SHARE * LONG * self.tokens_per_second
             lines.append(
-                f"that is long. Fewer tokens: --time_budget 2h trains {fitting / 1e6:,.2g} M. Another kind: eagle and "
-                "kangaroo train 2.6 times as many tokens a second as eagle3, mtp 1.6 times. Or a GPU"
+                f"that is long. Fewer tokens: --time_budget 2h trains {fitting / 1e6:,.2g} M. Or a kind that trains "
+                "faster (docs/choosing-heads.md), or a GPU"
             )
         return "\n".join(lines)
 
@@ -118,7 +118,8 @@ def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     trainer.watch = FiniteWatch()
-    return Pace(speed * args.world_size, per_step * sum(lengths) / len(lengths), num_steps)
+    slowest = min(gather_object([speed]))  # the same number in every process: a time budget sets steps by it
+    return Pace(slowest * args.world_size, per_step * sum(lengths) / len(lengths), num_steps)
 
 
 def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> float:
@@ -135,7 +136,7 @@ def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> f
         broadcast_object_list(decision)  # processes that share a target make equally many passes
         if not decision[0]:
             return speed
-        speed = max(speed, _time_batch(trainer, source, batch))
+        speed = _time_batch(trainer, source, batch)  # long rows may be slower than the short one
         count = min(trainer.args.train_batch_size, 2 * count)
 
 

@@ -208,6 +208,7 @@ def _read_vocabulary(found: dict[str, Tensor], target: Target, problems: list[st
         entries = "is missing" if ids is None else f"has {len(ids)} entries"
         problems.append(f"tensor d2t {entries}, and {_NAMES['lm_head.weight']} has {num_rows} rows")
     if ids is None:
+        settings["draft_vocab_size"] = None  # all tokens, not what new heads would have
         found.setdefault("lm_head.weight", target.lm_head_weight())  # llama.cpp takes the target's, too
     elif ids.is_floating_point() or not ((ids >= 0) & (ids < target.vocab_size)).all() or len(ids.unique()) < len(ids):
         problems.append(f"tensor d2t does not hold {len(ids)} different tokens of the target's {target.vocab_size}")

@@ -209,6 +209,12 @@ def test_borrowed_tensors(target: Target) -> None:
     assert_same_heads(import_heads(KNOWN, lent, target), heads)
 
 
+def test_all_tokens_of_a_vocabulary_of_which_new_heads_would_score_some() -> None:
+    target = Target(tiny_target("llama", vocab_size=9000))
+    heads = plain_eagle3(target, draft_vocab_size=None)
+    assert_same_heads(import_heads(KNOWN, publish(KNOWN, heads), target), heads)
+
+
 def test_d2t_holds_target_ids(target: Target) -> None:
     published = publish(KNOWN, plain_eagle3(target, draft_vocab_size=40))
     for ids in (torch.zeros(40, dtype=torch.long), torch.arange(100, 140)):
