@@ -163,7 +163,8 @@ class DecodeState:
         if features is not None:
             assert self.pending_features is not None
             # On a CPU, torch's scatter_ takes up to a hundred times as long in 16 bits.
-            self.pending_features.index_put_((self._every_place[: len(places), None], places), features)
+            rows = torch.arange(len(places), device=places.device)[:, None]
+            self.pending_features.index_put_((rows, places), features)
         self.num_pending += counts
 
     def hold_features(self, like: Tensor) -> None:
