@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers.utils.generic import ModelOutput
 
-from draftsmith.inference.acceptance.joined_sampler import JoinedSampler
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.emitted_scores import EmittedScores
 from draftsmith.inference.planning.planner import Planner
@@ -222,17 +221,15 @@ class Engine:
         if not self.step.rows_may_leave:
             state.retire(ended)
             return
-        num_rows = len(state.rows)
-        places = state.compact(ended)
-        self.sampler = self.sampler.select(places, num_rows, state.history)
+        self.sampler = self.sampler.select(state.compact(ended), state.history)
         if self.planner is not None:
             self.planner.begin(do_sample=self.sampler.do_sample)
 
     def add(self, state: DecodeState, sampler: Sampler) -> None:
         """A text of another state joins. Only for rows that are calls of their own."""
-        samplers = self.sampler.samplers if self.state.rows and isinstance(self.sampler, JoinedSampler) else ()
+        samplers = [self.sampler, sampler] if self.state.rows else [sampler]
         self.state.add(state)
-        self.sampler = JoinedSampler([*samplers, sampler], self.state.history)
+        self.sampler = Sampler.join(samplers, self.state.history)
         if self.planner is not None:
             self.planner.begin(do_sample=self.sampler.do_sample)
 

@@ -23,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 
 from draftsmith.inference.acceptance.sampler import Sampler, pick_token
 from draftsmith.inference.decoder import ending
-from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.noise import gumbel_noise, row_seeds
 from draftsmith.inference.pipelined.texts_in_flight import TextInFlight
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.request.processors import PREFIX_FREE
@@ -181,14 +181,12 @@ class PipelinedDecoder:
         ends = (counts - 1).clamp(min=0)[:, :, None, None].expand(-1, -1, 1, left.shape[-1])
         newest = left.gather(2, ends)[:, [0, -1], 0]  # [B, 2, D]
         logits = self.groups.score(newest)
-        segments = [text.groups[group] for text in texts for group in (0, -1)]
-        positions = torch.tensor([0 if s is None else s.end - 1 for s in segments], device=left.device)
-        scores = sampler.process(logits.flatten(0, 1))
+        positions = [[0 if one is None else one.end for one in (t.groups[0], t.groups[-1])] for t in texts]
+        scores = sampler.process(logits.flatten(0, 1)).view(logits.shape)
         noise = None
         if sampler.row_seeds is not None:
-            both = Sampler(do_sample=True, row_seeds=sampler.row_seeds.repeat_interleave(2))
-            noise = both.draw_noise(positions, 1, scores.shape[-1])
-        picked = pick_token(scores, None if noise is None else noise[:, 0]).view(-1, 2)
+            noise = gumbel_noise(sampler.row_seeds, torch.tensor(positions, device=left.device), scores.shape[-1])
+        picked = pick_token(scores, noise)
         predicted, own = picked.T.tolist()
         return predicted, own
 

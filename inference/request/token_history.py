@@ -48,6 +48,11 @@ class TokenHistory:
         """Says that no text has more than `length` tokens in the coming step."""
         self.places = self.every_place[: -(-length // VIEW_MULTIPLE) * VIEW_MULTIPLE]
 
+    def pick(self, rows: Tensor) -> TokenHistory:
+        """Some of the texts, as far as they are in view, copied."""
+        lengths, limits, own = (each.index_select(0, rows) for each in (self.lengths, self.limits, self.rows))
+        return replace(self, token_ids=self.tokens.index_select(0, rows), lengths=lengths, limits=limits, rows=own)
+
     @property
     def tokens(self) -> Tensor:
         """[R, S]"""

@@ -207,9 +207,10 @@ class SamplerParts:
 
     @classmethod
     def of(cls, sampler: Sampler) -> SamplerParts:
-        key: list[Any] = [type(sampler), sampler.do_sample, sampler.keeps_scores, sampler.texts is None]
+        ((settings, _),) = sampler.groups  # rows of other calls join eager steps only
+        key: list[Any] = [settings.do_sample, sampler.keeps_scores]
         tensors = [] if sampler.row_seeds is None else [sampler.row_seeds]
-        for processor in sampler.processors:
+        for processor in settings.processors:
             key.append(type(processor))
             for name, value in sorted(vars(processor).items()):
                 if isinstance(value, Tensor):
@@ -221,16 +222,15 @@ class SamplerParts:
     def join(self, tensors: Sequence[Tensor], history: TokenHistory) -> Sampler:
         """The sampler, on a graph's own tensors."""
         own, sampler = iter(tensors), copy.copy(self.sampler)
+        ((settings, rows),) = sampler.groups
         if sampler.row_seeds is not None:
             sampler.row_seeds = next(own)
-        copies = {}
-        for processor in sampler.processors:
-            copies[id(processor)] = mine = copy.copy(processor)
+        processors = [copy.copy(processor) for processor in settings.processors]
+        for processor in processors:
             for name, value in sorted(vars(processor).items()):
                 if isinstance(value, Tensor):
-                    object.__setattr__(mine, name, next(own))
-        sampler.processors = tuple(copies[id(one)] for one in sampler.processors)
-        sampler._draft_warpers = tuple(copies[id(one)] for one in sampler._draft_warpers)
+                    object.__setattr__(processor, name, next(own))
+        sampler.groups = [(dataclasses.replace(settings, processors=tuple(processors)), rows)]
         sampler.texts = None if sampler.texts is None else history
         return sampler
 

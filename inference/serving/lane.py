@@ -1,8 +1,8 @@
 """Lane: rows that share a drafter, a tree and a state, and so every pass. Rows join and leave between steps.
 
 A joining row's prompt is read in a state of its own, so that running rows wait for one chunk at most. Then it joins the
-others (`DecodeState.add`). A step serves all rows, whatever their sampling options are: each row keeps its own sampler
-and seed (`JoinedSampler`), so its text is the one it would get by itself.
+others (`DecodeState.add`). A step serves all rows, whatever their sampling options are: each row keeps its own settings
+and seed (`Sampler.join`), so its text is the one it would get by itself.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference import Decoder, DynamicTree, Target, chain
-from draftsmith.inference.acceptance.joined_sampler import JoinedSampler
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.merged import MergedDrafter
@@ -367,7 +366,6 @@ def join(engine: Engine, state: DecodeState, row: Row) -> None:
     sampler = Sampler(do_sample=False, row_seeds=row_seeds(0, 1, state.tokens.device), texts=state.history)
     row.emit(engine.step.first(state, read.logits, read.feature, sampler).emitted[0, :1].tolist())
     engine.add(state, sampler)
-    assert isinstance(engine.sampler, JoinedSampler)
 
 
 # Graphs of functions of their own.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from transformers.generation import logits_process as stock
 
-from draftsmith.inference.acceptance.joined_sampler import JoinedSampler
 from draftsmith.inference.acceptance.sampler import Sampler, pick_token
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
@@ -82,15 +82,53 @@ def make_samplers() -> tuple[list[Sampler], list[TokenHistory]]:
 def test_rows_of_a_joined_sampler_are_those_of_their_own_samplers() -> None:
     """In their order, and after some have left and one came."""
     samplers, texts = make_samplers()
-    joined = JoinedSampler(samplers, join(texts))
+    joined = Sampler.join(samplers, join(texts))
     check(joined, [*range(7)], join(texts))
     chosen = [6, 1, 3, 4]
-    kept = joined.select(chosen, 7, join(texts, chosen))
+    kept = joined.select(chosen, join(texts, chosen))
     check(kept, chosen, join(texts, chosen))
     more = [*chosen, 2]
-    check(JoinedSampler([*kept.samplers, samplers[2]], join(texts, more)), more, join(texts, more))
-    greedy = joined.select([0, 4], 7, join(texts, [0, 4]))
+    check(Sampler.join([kept, samplers[2]], join(texts, more)), more, join(texts, more))
+    greedy = joined.select([0, 4], join(texts, [0, 4]))
     assert greedy.draw_noise(torch.tensor([3, 3]), 2, 30) is None
+
+
+class Counting(stock.TemperatureLogitsWarper):
+    """Attributes: shapes, of what it was called with."""
+
+    shapes: ClassVar[list[tuple[int, ...]]] = []
+
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        self.shapes.append(tuple(scores.shape))
+        return super().__call__(input_ids, scores)
+
+
+@pytest.mark.parametrize("reads_texts", [False, True])
+def test_rows_with_equal_settings_are_processed_at_once(reads_texts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of calls of their own, also where a processor reads the text; rows with other settings keep theirs."""
+    for kinds in ("PREFIX_FREE", "COLUMN_FREE"):
+        monkeypatch.setattr(f"draftsmith.inference.acceptance.sampler.{kinds}", {Counting, stock.TopPLogitsWarper})
+    Counting.shapes.clear()
+    prompts, samplers, texts = torch.randint(30, (32, 4), generator=torch.Generator().manual_seed(0)), [], []
+    for row, prompt in enumerate(prompts):
+        text = TokenHistory.of_prompts(prompt[None], [20], 64)
+        reading = [stock.RepetitionPenaltyLogitsProcessor(1.5), stock.NoBadWordsLogitsProcessor([[3], [5, 7]])]
+        own = [*(reading if reads_texts else []), Counting(0.7 if row else 0.9), stock.TopPLogitsWarper(0.8)]
+        seeds = row_seeds(row, 1, "cpu")
+        processors = read_processors(own, text, 30)
+        samplers.append(Sampler(processors, do_sample=True, row_seeds=seeds, texts=text if reads_texts else None))
+        texts.append(text)
+    scores = torch.randn(32, 30, generator=torch.Generator().manual_seed(1))
+    expected = torch.cat([one.process(scores[row : row + 1], texts[row]) for row, one in enumerate(samplers)])
+    Counting.shapes.clear()
+    joined = samplers[0]
+    for row in range(1, 32):  # one after the other, as they arrive
+        joined = Sampler.join([joined, samplers[row]], join(texts, range(row + 1)))
+    assert torch.equal(joined.process(scores, join(texts, range(32))), expected)
+    assert Counting.shapes == [(1, 30), (31, 30)]
+    equal = joined.select(range(1, 32), join(texts, range(1, 32)))
+    assert torch.equal(equal.process(scores[1:], join(texts, range(1, 32))), expected[1:])
+    assert Counting.shapes[2:] == [(31, 30)]
 
 
 def join(texts: list[TokenHistory], chosen: Sequence[int] = range(7)) -> TokenHistory:
@@ -98,7 +136,7 @@ def join(texts: list[TokenHistory], chosen: Sequence[int] = range(7)) -> TokenHi
     return replace(texts[0], **own)
 
 
-def check(joined: JoinedSampler, numbers: list[int], history: TokenHistory) -> None:
+def check(joined: Sampler, numbers: list[int], history: TokenHistory) -> None:
     samplers, texts = make_samplers()
     scores = torch.randn(len(numbers), 30, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(len(numbers)) + 10
