@@ -27,11 +27,11 @@ from draftsmith.inference.prefill import finish, prefill
 from draftsmith.inference.prefix_cache import PrefixHit, match
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.request.request import Request
-from draftsmith.inference.runners.compiled import compile_step
-from draftsmith.inference.runners.cuda_graphs import graph_step
+from draftsmith.inference.runners.compiled import compiled_runner
+from draftsmith.inference.runners.cuda_graphs import graph_runner
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats, PhaseClock
-from draftsmith.inference.step import Step
+from draftsmith.inference.step import Runner, Step
 from draftsmith.inference.streaming.token_stream import TokenStream
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.options import TreeOption, resolve_policy
@@ -123,8 +123,8 @@ class Decoder:
         self.is_synchronised = is_synchronised
         rule = resolve_rule(acceptance)
         rule.check(self.policy)
-        self._step = Step(self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule)
-        self._choose_runner(compile=compile, graphs=graphs)
+        runner = self._choose_runner(compile=compile, graphs=graphs)
+        self._step = Step(self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule, runner=runner)
         self.planner = self._new_planner()
         self._state: DecodeState | None = None  # kept between calls; with the texts of the last one, if it is whole
         self._is_free = threading.Lock()
@@ -138,10 +138,10 @@ class Decoder:
                 "tensor parallelism must verify the same tree: give a fixed one, such as tree='chain:3'"
             )
         step, candidates = self._step, self.policy.candidates
-        file = memory_file(self.target, self.drafter, candidates, step.runner, is_coupled=step.is_coupled)
+        file = memory_file(self.target, self.drafter, candidates, step.runner.name, is_coupled=step.is_coupled)
         return Planner(candidates, file, node_cost=NODE_COSTS.get(self.target.device.type, NODE_COSTS["cuda"]))
 
-    def _choose_runner(self, *, compile: bool, graphs: bool) -> None:  # noqa: A002
+    def _choose_runner(self, *, compile: bool, graphs: bool) -> Runner:  # noqa: A002
         if graphs and compile:
             raise ValueError(
                 "compile and graphs are both true: compiled functions cannot be captured here; choose one of them"
@@ -154,9 +154,10 @@ class Decoder:
         if graphs and self.target.device.type != "cuda":
             raise ValueError(f"graphs is true, and the target is on {self.target.device}: CUDA graphs need a GPU")
         if graphs:
-            graph_step(self._step)
-        elif compile:
-            compile_step(self._step, [m for m in (self.target.model, self.drafter) if isinstance(m, nn.Module)])
+            return graph_runner(self.target.device)
+        if compile:
+            return compiled_runner([m for m in (self.target.model, self.drafter) if isinstance(m, nn.Module)])
+        return Runner()
 
     def generate(
         self,
@@ -362,12 +363,12 @@ class Decoder:
         if state is not None:
             most = state.cache.max_batch_size
             # With fixed shapes, strides of a larger cache would be another graph.
-            has_rows = most == request.batch_size if step.has_fixed_rows else most >= request.batch_size
+            has_rows = most == request.batch_size if step.runner.has_fixed_rows else most >= request.batch_size
             # A row's last step may go beyond its end, and so may the next one where finished rows stay.
             num_tokens = request.max_padded + 2 * step.path_width
             if not has_rows or state.cache.capacity < num_slots or state.capacity < num_tokens:
                 self._state = state = None  # free the old one first
-                step.forget()
+                step.runner.forget()
         if state is None:
             self._state = state = step.new_state(request.batch_size, num_slots, request.max_padded + step.path_width)
         return state, hit

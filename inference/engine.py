@@ -123,7 +123,7 @@ class Engine:
         self.records_probabilities, self.stats = records_probabilities, clock.stats
         self.is_finished = False
         self.sampler: Sampler
-        self._setup_before = step.setup_seconds()
+        self._setup_before = step.runner.seconds()
 
     def run(self, read: Prefilled, sampler: Sampler, scores: EmittedScores | None) -> Iterator[list[StepTokens]]:
         """Decodes the rows whose prompts `prefill` has read into the state; yields what each row keeps of every step.
@@ -204,7 +204,7 @@ class Engine:
             self.planner.learn(output.policy, counted, left)
         self.settle_rows()
         self.clock.stop("accept")
-        self.stats.seconds["compile"] = self.step.setup_seconds() - self._setup_before
+        self.stats.seconds["compile"] = self.step.runner.seconds() - self._setup_before
         return emission
 
     def settle_rows(self) -> None:

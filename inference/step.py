@@ -111,7 +111,7 @@ def draft(
     """
     assert step.drafter is not None
     assert step.policy is not None
-    depth = step.policy.max_depth if step.has_fixed_rows else policy.max_depth  # one size of noise for all trees
+    depth = step.policy.max_depth if step.runner.has_fixed_rows else policy.max_depth  # one size of noise for all trees
     vocab_size = step.target.vocab_size
     roots, scores, noise = begin(state, step.drafter, sampler, width, in_view, depth + 1, vocab_size)
     seeds = None
@@ -128,9 +128,9 @@ def draft(
     return tree, noise
 
 
-def verify(cache: KVCache, tree: TokenTree, target: Target, feature_layers: tuple[int, ...]) -> TargetOutput:
+def verify(step: Step, cache: KVCache, tree: TokenTree) -> TargetOutput:
     """Logits [B, N, V] and features [B, N, F] of the nodes, whose slots are open, from one pass of the target."""
-    return target.verify(cache, tree, feature_layers=feature_layers)
+    return step.target.verify(cache, tree, feature_layers=step.feature_layers)
 
 
 def accept(
@@ -166,9 +166,42 @@ def commit(
     return torch.cat(columns, dim=1)
 
 
+def count_accepted(policy: TreePolicy, tree: TokenTree, path: Tensor, counts: Tensor) -> Tensor | None:
+    """What each candidate of a policy to choose from would have accepted."""
+    return policy.count_accepted(tree, path, counts)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How the functions of a step run. By default they run as they are.
+
+    Attributes:
+        draft, plant_root, verify, accept, commit, count_accepted: what runs in the place of the functions above.
+        has_fixed_rows: finished rows stay in the batch, and shapes repeat from step to step.
+        reads_prompts: whether `verify` serves any number of nodes at full speed, and so prompts.
+        view_multiple: views of the cache are rounded up to a multiple of this many slots.
+        active: the context in which functions run.
+        seconds: how long preparing functions has taken so far.
+        forget: drops what belongs to states that are no longer used.
+    """
+
+    name: str = "eager"
+    draft: Callable[..., tuple[TokenTree, Tensor | None]] = draft
+    plant_root: Callable[..., tuple[TokenTree, Tensor | None]] = plant_root
+    verify: Callable[[Step, KVCache, TokenTree], TargetOutput] = verify
+    accept: Callable[..., Acceptance] = accept
+    commit: Callable[..., Tensor] = commit
+    count_accepted: Callable[..., Tensor | None] = count_accepted
+    has_fixed_rows: bool = False
+    reads_prompts: bool = False
+    view_multiple: int = VIEW_MULTIPLE
+    active: Callable[[Target], AbstractContextManager[None]] = lambda target: target.backbone.hold_attention()
+    seconds: Callable[[], float] = float
+    forget: Callable[[], None] = lambda: None
+
+
 class Step:
-    """Runs the four functions on a state, one after the other. The attributes named like functions are what runs:
-    `runners` put others there.
+    """Runs the four functions on a state, one after the other.
 
     Args:
         drafter, policy: None for plain decoding.
@@ -178,14 +211,6 @@ class Step:
     Attributes:
         num_nodes: of the largest tree.
         path_width: P of the largest tree: the tokens that one step can emit, at most.
-        runner: the name of the way in which the functions run.
-        has_fixed_rows: finished rows stay in the batch, and shapes repeat from step to step.
-        reads_prompts: whether `verify` serves any number of nodes at full speed, and so prompts.
-        outlives_states: whether what a runner made outlives the state that it was made with.
-        view_multiple: views of the cache are rounded up to a multiple of this many slots.
-        setup_seconds: seconds that a runner has spent on preparing functions.
-        active: functions run inside this context.
-        forget: drops what belongs to states that are no longer used.
     """
 
     def __init__(
@@ -196,23 +221,14 @@ class Step:
         *,
         is_coupled: bool = True,
         rule: AcceptanceRule = EXACT,
+        runner: Runner | None = None,
     ) -> None:
         self.target, self.drafter, self.policy, self.rule = target, drafter, policy, rule
+        self.runner = runner or Runner()
         self.num_nodes = 1 if policy is None else policy.num_nodes
         self.path_width = 1 if policy is None else 1 + min(policy.max_depth, policy.num_nodes - 1)
         self.is_coupled = is_coupled and rule.may_couple
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
-        self.draft: Callable[..., tuple[TokenTree, Tensor | None]] = draft
-        self.plant_root: Callable[..., tuple[TokenTree, Tensor | None]] = plant_root
-        self.verify_nodes: Callable[..., TargetOutput] = verify
-        self.accept: Callable[..., Acceptance] = accept
-        self.commit: Callable[..., Tensor] = commit
-        self.count_accepted: Callable[..., Tensor | None] | None = policy.count_accepted if policy is not None else None
-        self.has_fixed_rows = self.reads_prompts = self.outlives_states = False
-        self.runner, self.view_multiple = "eager", VIEW_MULTIPLE
-        self.setup_seconds: Callable[[], float] = float
-        self.active: Callable[[], AbstractContextManager[None]] = target.backbone.hold_attention
-        self.forget: Callable[[], None] = lambda: None
 
     def __call__(
         self,
@@ -231,32 +247,32 @@ class Step:
             is_counting: hand out what the candidates of a policy to choose from would have accepted.
             records_probabilities: hand out the drafter's log-probabilities of the accepted drafts.
         """
-        state.is_whole = False
+        run, state.is_whole = self.runner, False
         state.open_step(self.path_width, shows_texts=sampler.texts is not None)
         in_view = state.cache.view_slots(state.cache.length_bound)
         if policy is None:
             if self.drafter is not None and state.pending_bound >= CATCH_UP:
                 catch_up(state, self.drafter, state.pending_bound, in_view.shape[0])
                 state.pending_bound = 0
-            tree, noise = self.plant_root(state, sampler, self.target.vocab_size)
+            tree, noise = run.plant_root(state, sampler, self.target.vocab_size)
         else:
-            width = max(state.pending_bound, self.path_width if self.has_fixed_rows else 1)
-            tree, noise = self.draft(self, state, policy, sampler, width, in_view)
+            width = max(state.pending_bound, self.path_width if run.has_fixed_rows else 1)
+            tree, noise = run.draft(self, state, policy, sampler, width, in_view)
             state.pending_bound = 0
         clock.stop("draft")
         output = self.verify(state.cache, tree)
         clock.stop("verify")
-        judge = accept if sampler.is_lazy else self.accept  # processors that keep a state read on the host
+        judge = accept if sampler.is_lazy else run.accept  # processors that keep a state read on the host
         accepted = judge(state, tree, output.logits, noise, sampler, self.rule)
         clock.stop("accept")
         is_chain = policy is None or policy.is_chain
-        emitted = self.commit(
+        emitted = run.commit(
             state, tree, accepted, output.features, is_chain=is_chain, records_probabilities=records_probabilities
         )
         state.cache.raise_bound(accepted.path.shape[1])
         state.pending_bound += accepted.path.shape[1]
-        if is_counting and self.count_accepted is not None:
-            counted = self.count_accepted(tree, accepted.path, emitted[:, accepted.path.shape[1]])
+        if is_counting:
+            counted = run.count_accepted(self.policy, tree, accepted.path, emitted[:, accepted.path.shape[1]])
             assert counted is not None, "a policy to choose from counts"
             emitted = torch.cat([emitted, counted], dim=1)
         clock.stop("commit")
@@ -265,7 +281,11 @@ class Step:
     def verify(self, cache: KVCache, tree: TokenTree) -> TargetOutput:
         """One forward pass over all nodes, in new slots."""
         cache.open_slots(max(tree.num_nodes, self.target.min_pass_tokens))
-        return self.verify_nodes(cache, tree, self.target, self.feature_layers)
+        return self.runner.verify(self, cache, tree)
+
+    def active(self) -> AbstractContextManager[None]:
+        """The context in which functions run, of prompts and of steps."""
+        return self.runner.active(self.target)
 
     def first(self, state: DecodeState, logits: Tensor, feature: Tensor | None, sampler: Sampler) -> StepOutput:
         """The tokens after the prompts, from the logits [B, 1, V] and features [B, 1, F] of their last tokens."""
@@ -292,12 +312,12 @@ class Step:
     def verifies_prompts(self) -> bool:
         """Whether short prompts are read by `verify`. Plain decoding verifies one token only, and where scores must not
         depend on the drafter, it reads as plain."""
-        return self.reads_prompts and self.policy is not None and self.target.min_pass_tokens == 1
+        return self.runner.reads_prompts and self.policy is not None and self.target.min_pass_tokens == 1
 
     @property
     def rows_may_leave(self) -> bool:
         """Whether finished rows leave the batch."""
-        return not self.has_fixed_rows and (self.drafter is None or self.drafter.can_copy_rows)
+        return not self.runner.has_fixed_rows and (self.drafter is None or self.drafter.can_copy_rows)
 
     def new_state(self, num_rows: int, num_slots: int, num_tokens: int) -> DecodeState:
         """A state for so many rows.
@@ -307,7 +327,7 @@ class Step:
             num_tokens: of a row as processors see it, padding included, without those of a step behind its end.
         """
         cache = self.target.new_cache(num_rows, self.round_capacity(num_slots))
-        cache.view_multiple = self.view_multiple
+        cache.view_multiple = self.runner.view_multiple
         return DecodeState(
             cache,
             self.drafter,
@@ -318,7 +338,7 @@ class Step:
 
     def round_capacity(self, capacity: int) -> int:
         """A size of buffers with an entry per token, at least `capacity`."""
-        if self.has_fixed_rows:
+        if self.runner.has_fixed_rows:
             # Never all in view: a view of everything is contiguous, which would be one more kind of tensor.
             return max(FIXED_CAPACITY, 1 << (capacity - 1).bit_length()) + VIEW_MULTIPLE
         return -(-capacity // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE

@@ -28,7 +28,17 @@ from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.cache_folder import keep_compiled_kernels
 from draftsmith.inference.kernels.attention import grouped_attention
 from draftsmith.inference.state import DecodeState
-from draftsmith.inference.step import VERIFIED_CHUNK, Step, begin_draft, draft, plant_root
+from draftsmith.inference.step import (
+    VERIFIED_CHUNK,
+    Runner,
+    Step,
+    accept,
+    begin_draft,
+    commit,
+    draft,
+    plant_root,
+    verify,
+)
 from draftsmith.inference.targets.model_config import has_attention_interface
 from draftsmith.inference.targets.passes import TargetOutput
 from draftsmith.inference.trees.policy import TreePolicy
@@ -105,25 +115,26 @@ class Compiler:
         return self._functions[key]
 
 
-def compile_step(step: Step, modules: Sequence[nn.Module]) -> Compiler:
-    """Lets a step run compiled functions. Pending tokens after plain steps, lazy processors, and most prompts go on
-    running eagerly.
+def compiled_runner(modules: Sequence[nn.Module]) -> Runner:
+    """Runs compiled functions. Pending tokens after plain steps, lazy processors, and most prompts run eagerly.
 
     Args:
         modules: the step reads their weights.
     """
     compiler = Compiler(modules)
-    step.runner, step.has_fixed_rows, step.outlives_states = "compiled", True, True
-    step.reads_prompts, step.active = compiler.reads_prompts, compiler.active
-    step.setup_seconds = lambda: compiler.seconds
-    step.draft = _drafting(compiler)
-    step.plant_root = compiler.compile(plant_root)
-    step.verify_nodes = _verifying(step, compiler)
-    step.accept = _accepting(compiler.compile(step.accept))
-    step.commit = compiler.compile(step.commit)
-    if step.count_accepted is not None:
-        step.count_accepted = compiler.compile(step.count_accepted)
-    return compiler
+    return Runner(
+        "compiled",
+        _drafting(compiler),
+        compiler.compile(plant_root),
+        _verifying(compiler),
+        _accepting(compiler.compile(accept)),
+        compiler.compile(commit),
+        lambda policy, *values: compiler.compile(policy.count_accepted)(*values),
+        has_fixed_rows=True,
+        reads_prompts=compiler.reads_prompts,
+        active=lambda _: compiler.active(),
+        seconds=lambda: compiler.seconds,
+    )
 
 
 def _open(values: Tensor, dim: int = 0) -> None:
@@ -153,13 +164,13 @@ def _accepting(accept: Callable[..., Any]) -> Callable[..., Any]:
     return accept_with_open_texts
 
 
-def _verifying(step: Step, compiler: Compiler) -> Callable[..., TargetOutput]:
+def _verifying(compiler: Compiler) -> Callable[[Step, KVCache, TokenTree], TargetOutput]:
     """One graph for trees of all sizes to choose from, and prompts: each would have its own packed copy of the
     weights."""
-    run = compiler.compile(step.verify_nodes, is_fixed=True)
-    has_choice = step.policy is not None and step.policy.is_chosen
+    run = compiler.compile(verify, is_fixed=True)
 
-    def verify(cache: KVCache, tree: TokenTree, *args: Any) -> TargetOutput:
+    def verify_compiled(step: Step, cache: KVCache, tree: TokenTree) -> TargetOutput:
+        has_choice = step.policy is not None and step.policy.is_chosen
         for slots in (cache.slots_in_view, *cache.window_sizes.values()):
             _open(slots)
         if step.verifies_prompts:
@@ -168,10 +179,10 @@ def _verifying(step: Step, compiler: Compiler) -> Callable[..., TargetOutput]:
         if (has_choice or step.verifies_prompts) and tree.num_nodes > 1:
             for nodes in (tree.token_ids, tree.parents, tree.depths, cache.slots):
                 _open(nodes, dim=1)
-        output: TargetOutput = run(cache, tree, *args)
+        output: TargetOutput = run(step, cache, tree)
         return output
 
-    return verify
+    return verify_compiled
 
 
 class _CompiledPolicies:

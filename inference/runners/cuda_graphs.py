@@ -33,9 +33,8 @@ from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.request.token_history import TokenHistory
 from draftsmith.inference.state import DecodeState
-from draftsmith.inference.step import Step, accept, commit, draft, plant_root, verify
+from draftsmith.inference.step import Runner, Step, accept, commit, draft, plant_root, verify
 from draftsmith.inference.targets.passes import TargetOutput
-from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
 
@@ -235,49 +234,42 @@ class SamplerParts:
         return sampler
 
 
-def graph_step(step: Step, new_graph: Callable[[], Graph] | None = None) -> CapturedStep:
-    """Lets a step replay graphs. Pending tokens after plain steps, lazy processors and prompts go on running eagerly.
+def graph_runner(device: torch.device) -> Runner:
+    """Replays CUDA graphs. Pending tokens after plain steps, lazy processors and prompts run eagerly.
 
     A graph holds the addresses of weights: a captured decoder sees weights that are changed in place, and no others.
-
-    Args:
-        new_graph: makes a graph; None = CUDA graphs.
     """
-    if new_graph is None:
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(step.target.device)
-        new_graph = partial(CudaGraph, pool, stream)
-    return CapturedStep(step, new_graph)
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    return CapturedFunctions(partial(CudaGraph, pool, stream)).runner
 
 
-class CapturedStep:
+class CapturedFunctions:
     """The captured functions of one step. All graphs are of one state.
 
     Attributes:
         graphs: of each function, by its name.
+        runner: runs them.
     """
 
-    def __init__(self, step: Step, new_graph: Callable[[], Graph]) -> None:
+    def __init__(self, new_graph: Callable[[], Graph]) -> None:
         self.graphs = {
             name: Graphs(name, new_graph) for name in ("draft", "root", "verify", "accept", "commit", "count")
         }
         self._state: DecodeState | None = None
         self._home: Any = None  # the drafter's state that graphs know
-        self._count = step.count_accepted
-        step.runner, step.has_fixed_rows, step.view_multiple = "captured", True, GRAPH_VIEW
-        step.setup_seconds, step.forget = self._seconds, self.forget
-        step.draft, step.plant_root, step.accept, step.commit = (
+        self.runner = Runner(
+            "captured",
             self._draft,
             self._plant_root,
+            self._verify,
             self._accept,
             self._commit,
+            self._count_accepted,
+            has_fixed_rows=True,
+            view_multiple=GRAPH_VIEW,
+            seconds=lambda: sum(graphs.seconds for graphs in self.graphs.values()),
+            forget=self.forget,
         )
-        if not step.target.is_encoder_decoder:  # each text's source has another size
-            step.verify_nodes = self._verify
-        if self._count is not None:
-            step.count_accepted = self._count_accepted
-
-    def _seconds(self) -> float:
-        return sum(graphs.seconds for graphs in self.graphs.values())
 
     def forget(self) -> None:
         """Drops all graphs, with the state that they belong to."""
@@ -328,12 +320,15 @@ class CapturedStep:
             parts.key, lambda tensors: plant_root(state, parts.join(tensors, state.history), vocab_size), parts.tensors
         )
 
-    def _verify(self, cache: KVCache, tree: TokenTree, target: Target, layers: tuple[int, ...]) -> TargetOutput:
+    def _verify(self, step: Step, cache: KVCache, tree: TokenTree) -> TargetOutput:
+        if step.target.is_encoder_decoder:  # each text's source has another size
+            return verify(step, cache, tree)
+
         def run(values: tuple[TokenTree, Tensor, Tensor | None]) -> TargetOutput:
             before = cache.slots, cache.offsets
             own_tree, cache.slots, cache.offsets = values
             try:
-                return verify(cache, own_tree, target, layers)
+                return verify(step, cache, own_tree)
             finally:
                 cache.slots, cache.offsets = before
 
@@ -381,10 +376,8 @@ class CapturedStep:
         )
         return emitted
 
-    def _count_accepted(self, *values: Any) -> Tensor:
-        assert self._count is not None
-        count = self._count
-        counted: Tensor = self.graphs["count"].run((), lambda own: count(*own), values)
+    def _count_accepted(self, policy: TreePolicy, *values: Any) -> Tensor:
+        counted: Tensor = self.graphs["count"].run((), lambda own: policy.count_accepted(*own), values)
         return counted
 
 

@@ -70,6 +70,15 @@ class Lane:
         """Reads a reply's prompt, emits its first token, and adds the row to the others unless it has ended. Yields the
         size of each chunk after it was read; other rows may join, leave and step in between, one such call at a
         time."""
+        reading = self._read(reply)
+        while True:
+            with self.step.active():  # not while others step
+                size = next(reading, None)
+            if size is None:
+                return
+            yield size
+
+    def _read(self, reply: Reply) -> Generator[int]:
         reply.started = time.perf_counter()
         hit = self._find_hit(reply.prompt)
         state = self._readers.pop(0)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draftsmith.inference import Decoder
-from draftsmith.inference.runners.cuda_graphs import CapturedStep, Graph, graph_step
+from draftsmith.inference.runners.cuda_graphs import CapturedFunctions, Graph
 
 
 class Tape(TorchDispatchMode):
@@ -113,8 +113,9 @@ class Recorded:
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        self.captured: CapturedStep = graph_step(decoder.step, Recorder)
-        self.graphs = self.captured.graphs
+        captured = CapturedFunctions(Recorder)
+        self.graphs = captured.graphs
+        decoder.step.runner = captured.runner
 
     @property
     def num_graphs(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.kernels.attention import GROUPED, STOCK
 from draftsmith.inference.runners import compiled
-from draftsmith.inference.runners.compiled import Compiler, compile_step, count_graphs
+from draftsmith.inference.runners.compiled import Compiler, compiled_runner, count_graphs
 from draftsmith.inference.step import Step
 from draftsmith.inference.targets.model_config import find_attention
 from draftsmith.inference.trees.policy import TreePolicy
@@ -92,8 +93,7 @@ def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
 
 @pytest.mark.slow
 def test_trees_of_all_sizes_share_one_graph(target: Target) -> None:
-    step = Step(target, NgramDrafter(), auto_tree((1, 3), (4, 8), 2))
-    compile_step(step, [target.model])
+    step = Step(target, NgramDrafter(), auto_tree((1, 3), (4, 8), 2), runner=compiled_runner([target.model]))
     cache = step.new_state(1, 256, 256).cache
     for buffer in cache._buffers:
         buffer.normal_(generator=torch.Generator().manual_seed(0))
@@ -224,8 +224,7 @@ def test_windows_of_any_length_share_one_graph(first: int) -> None:
     """Whether the first pass is within the window, where its view is the whole view, or far beyond it."""
     layer_types = ["sliding_attention", "full_attention"]
     target = Target(tiny_target("gemma3", num_hidden_layers=2, layer_types=layer_types))
-    step = Step(target, None, None)
-    compile_step(step, [target.model])
+    step = Step(target, None, None, runner=compiled_runner([target.model]))
     cache = step.new_state(2, 256, 256).cache
     for buffer in cache._buffers:
         buffer.normal_(generator=torch.Generator().manual_seed(0))
@@ -245,14 +244,14 @@ def test_windows_of_any_length_share_one_graph(first: int) -> None:
 def test_an_eager_step_is_as_wide_as_its_tree(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as wide as the largest tree that could have been chosen."""
     decoder, planner = restless(target, NgramDrafter())
-    draft, widths = decoder.step.draft, set()
+    draft, widths = decoder.step.runner.draft, set()
 
     def record(step: Step, state: Any, policy: TreePolicy, *args: Any) -> Any:
         tree, noise = draft(step, state, policy, *args)
         widths.add((policy.max_depth, tree.path_width, noise.shape[1]))
         return tree, noise
 
-    monkeypatch.setattr(decoder.step, "draft", record)
+    monkeypatch.setattr(decoder.step, "runner", replace(decoder.step.runner, draft=record))
     decoder.generate(random_prompt(9), max_new_tokens=60, do_sample=True, seed=0)
     assert widths == {(tree.max_depth, 1 + tree.max_depth, 1 + tree.max_depth) for tree in planner.policies[1:] if tree}
 
@@ -410,8 +409,8 @@ def test_plain_and_batch_invariant_decoders_read_prompts_eagerly(
     monkeypatch.setattr("draftsmith.inference.runners.compiled._prefers_onednn", lambda dtypes: True)
     verifies_prompts = []
     for one, drafter in ((target, NgramDrafter()), (target.batch_invariant(), NgramDrafter()), (target, None)):
-        step = Step(one, drafter, None if drafter is None else chain(3))
-        compile_step(step, [target.model])
+        policy = None if drafter is None else chain(3)
+        step = Step(one, drafter, policy, runner=compiled_runner([target.model]))
         verifies_prompts.append(step.verifies_prompts)
     assert verifies_prompts == [True, False, False]
 
@@ -424,10 +423,8 @@ def test_deep_trees_see_all_their_ancestors(target: Target, monkeypatch: pytest.
     token_ids = random_prompt(161, seed=2)
     found = []
     for is_compiled in (False, True):
-        step = Step(target, NgramDrafter(), chain(160))
-        if is_compiled:
-            compile_step(step, [target.model])
-            assert step.verifies_prompts
+        step = Step(target, NgramDrafter(), chain(160), runner=compiled_runner([target.model]) if is_compiled else None)
+        assert step.verifies_prompts == is_compiled
         cache = step.new_state(1, 256, 256).cache
         target.prefill(cache, random_prompt(10, seed=1), torch.tensor([10]))
         tree = TokenTree.from_prompts(token_ids, torch.tensor([161]))

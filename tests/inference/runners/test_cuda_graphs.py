@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,7 @@ from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.prefill import finish, prefill
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.runners import cuda_graphs
-from draftsmith.inference.runners.cuda_graphs import CudaGraph, Graphs, graph_step
+from draftsmith.inference.runners.cuda_graphs import CudaGraph, Graphs, graph_runner
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import Step
@@ -46,7 +47,7 @@ ALL = {"draft", "root", "verify", "accept", "commit"}
 def capture(decoder: Decoder) -> Recorded:
     """Gives a decoder graphs that a tape stands for."""
     recorded = Recorded(decoder)
-    decoder.step.view_multiple = 64  # so that short texts cross views
+    decoder.step.runner = replace(decoder.step.runner, view_multiple=64)  # so that short texts cross views
     return recorded
 
 
@@ -286,14 +287,14 @@ class Watch:
         self.places: dict[str, int] = {}
         self.num_checks = 0
         self._before: tuple[Any, list[Row], set[int]] = None, [], set()
-        draft = step.draft
+        draft = step.runner.draft
 
         def check_and_draft(step: Step, state: DecodeState, *args: Any) -> Any:
             self.check(state)
             self.spoil(state)
             return draft(step, state, *args)
 
-        monkeypatch.setattr(step, "draft", check_and_draft)
+        monkeypatch.setattr(step, "runner", replace(step.runner, draft=check_and_draft))
 
     def check(self, state: DecodeState) -> None:
         tensors = {name: value for name, value in vars(state).items() if isinstance(value, Tensor)}
@@ -506,9 +507,7 @@ def test_the_calls_of_torch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: calls.append("replay")))
-    step = Step(Target(tiny_target("llama")), None, None)
-    step.target.device = torch.device("cuda:1")
-    made = graph_step(step).graphs["verify"]._new_graph()
+    made = graph_runner(torch.device("cuda:1")).verify.__self__.graphs["verify"]._new_graph()  # type: ignore[attr-defined]
     assert isinstance(made, CudaGraph)
     made.warm_up(lambda: calls.append("run"))
     made.capture(lambda: calls.append("run"))

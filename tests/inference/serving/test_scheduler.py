@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from draftsmith.inference.prefix_cache import PREFILL_CHUNK
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
 from draftsmith.inference.state import CATCH_UP, DecodeState
+from draftsmith.inference.step import Step
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.serving.arrivals import SECONDS, Arrival, drafters_of, draw_options, end, serve
 from tests.params import slow_but
@@ -282,6 +284,28 @@ def test_prompts_that_begin_alike_are_read_once(oracle: Scheduler, monkeypatch: 
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
     assert sizes[0] == 53
     assert max(sizes[1:]) <= 6
+
+
+def test_prompts_and_steps_run_in_the_runners_context(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is closed between them: other threads have passes, too."""
+    open_contexts, seen = [0], set()
+
+    @contextmanager
+    def active(_: Step) -> Iterator[None]:
+        open_contexts[0] += 1
+        yield
+        open_contexts[0] -= 1
+
+    def note(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (seen.add((name, open_contexts[0])), run(*args, **kwargs))[1]
+
+    for name in ("prefill", "verify"):
+        monkeypatch.setattr(Target, name, note(name, getattr(Target, name)))
+    monkeypatch.setattr(Step, "active", active)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    serve(oracle, [Arrival(oracle.target, [4, 5, token], options) for token in (6, 7)], num_first=1)
+    assert seen == {("prefill", 1), ("verify", 1)}
+    assert open_contexts == [0]
 
 
 def test_cancelled_rows_leave_before_the_next_step(oracle: Scheduler) -> None:
