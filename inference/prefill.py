@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache.kv_cache import KVCache
+from draftsmith.inference.cache.kv_cache import KVCache, Span
 from draftsmith.inference.cache.source import Source
 from draftsmith.inference.prefix_cache import PREFILL_CHUNK, PrefixHit, count_shared
 from draftsmith.inference.request.row import Row
@@ -135,34 +135,32 @@ def _read_rest(
         size = min(chunk, longest - start)
         # Per row, the tokens read before and after this chunk. It holds few or no tokens of rows that wait.
         begins, ends = ([max(0, place - longest + len(rest)) for rest in rests] for place in (start, start + size))
-        spans = list(zip(rests, begins, ends, strict=True))
-        cache.length_bound = max(count + begin for count, begin in zip(kept, begins, strict=True))
-        reading = [(count, begin) for count, begin, end in zip(kept, begins, ends, strict=True) if begin < end]
-        cache.length_floor = min(count + begin for count, begin in reading)
-        token_ids, counts = _pad([rest[begin:end] for rest, begin, end in spans], size, device)
-        output = _read_chunk(cache, step, token_ids, counts)
+        parts = list(zip(rests, begins, ends, strict=True))
+        before, after = ([sum(pair) for pair in zip(kept, read, strict=True)] for read in (begins, ends))
+        shortest = min(length for length, begin, end in zip(before, begins, ends, strict=True) if begin < end)
+        token_ids, counts = _pad([rest[begin:end] for rest, begin, end in parts], size, device)
+        output = _read_chunk(cache, step, token_ids, counts, Span(shortest, max(before)))
         stats.num_target_forwards += 1
-        cache.length_bound = max(count + end for count, end in zip(kept, ends, strict=True))
         # The token after the last one of a prompt is not known yet.
-        following = [rest[begin + 1 : end + 1] for rest, begin, end in spans]
-        read = _hand_over(state, output, following, counts, size)
+        following = [rest[begin + 1 : end + 1] for rest, begin, end in parts]
+        read = _hand_over(state, output, following, counts, size, max(after))
         del output  # or its features would stay alive during the next chunk
         yield size
-    cache.length_floor = min(map(len, prompts))
     return read
 
 
-def _read_chunk(cache: KVCache, step: Step, token_ids: Tensor, counts: Tensor) -> TargetOutput:
-    """Reads a chunk of prompts and commits it; tensors as in `Target.prefill`."""
+def _read_chunk(cache: KVCache, step: Step, token_ids: Tensor, counts: Tensor, span: Span) -> TargetOutput:
+    """Reads a chunk of prompts and commits it; arguments as in `Target.prefill`."""
     length = token_ids.shape[1]
-    view = cache.view_slots(cache.length_bound + length).shape[0]
+    view = cache.view_slots(span.longest + length).shape[0]
     # Sizes that runners would take for others: torch takes a size of 1 for fixed, and may take two equal ones for one;
     # the beginning that a batch shares is read by one row.
     is_other = not 1 < length <= VERIFIED_CHUNK or length == view or cache.batch_size < cache.max_batch_size
     if not step.verifies_prompts or is_other:
-        return step.target.prefill(cache, token_ids, counts, feature_layers=step.feature_layers, chunk_size=length)
-    output = step.verify(cache, TokenTree.from_prompts(token_ids, counts))
-    cache.advance(counts, length)
+        layers = step.feature_layers
+        return step.target.prefill(cache, token_ids, counts, span=span, feature_layers=layers, chunk_size=length)
+    output = step.verify(cache, TokenTree.from_prompts(token_ids, counts), span)
+    cache.advance(counts)
     rows = torch.arange(len(counts), device=counts.device)
     return TargetOutput(output.logits[rows, (counts - 1).clamp(min=0)][:, None], output.features)
 
@@ -174,20 +172,24 @@ def _read_media(
     _begin(state, step, prompts)
     output = read_media(step.target, state.cache, media, feature_layers=step.feature_layers)
     stats.num_target_forwards += 1
-    read = _hand_over(state, output, [prompt[1:] for prompt in prompts], media.counts, media.longest)
-    yield media.longest
-    state.cache.length_floor = min(map(len, prompts))
+    longest = media.longest
+    read = _hand_over(state, output, [prompt[1:] for prompt in prompts], media.counts, longest, longest)
+    yield longest
     return read
 
 
 def _hand_over(
-    state: DecodeState, output: TargetOutput, following: Sequence[list[int]], counts: Tensor, size: int
+    state: DecodeState, output: TargetOutput, following: Sequence[list[int]], counts: Tensor, size: int, longest: int
 ) -> Prefilled:
-    """Gives the drafter what was read: counts[b] of `size` tokens of each row, and those that follow."""
+    """Gives the drafter what was read: counts[b] of `size` tokens of each row, and those that follow.
+
+    Args:
+        longest: no row holds more tokens now.
+    """
     cache, drafter, device = state.cache, state.drafter, state.cache.lengths.device
     if drafter is not None and any(following):
         next_ids, num_slots = _pad(following, size, device)
-        view = cache.view_slots(cache.length_bound).shape[0]
+        view = cache.view_slots(longest).shape[0]
         drafter.extend(state.draft, output.features, next_ids, num_slots, max_slots=view)
     feature = None
     if output.features is not None:

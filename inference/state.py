@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache.kv_cache import KVCache
+from draftsmith.inference.cache.kv_cache import KVCache, Span
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.drafters.row_state import first_rows
 from draftsmith.inference.request.row import Row
@@ -36,7 +36,7 @@ class DecodeState:
         tokens: [B, C] int64, texts as transformers shows them to a processor: padding, prompt, new tokens.
         num_tokens: [B] int64, tokens of each text, padding and root included.
         limits: [B] int64, `num_tokens` at which a text ends.
-        indices: [B] int64, each row's number in its call.
+        indices: [B] int64, `Row.index` of each.
         active: [B] int64, 0 for finished rows that are still here.
         pending_ids: [B, W] int64, committed tokens that the drafter has not read.
         pending_features: [B, W, F], the target's feature of the token before each of them; None if nobody reads it.
@@ -131,8 +131,8 @@ class DecodeState:
         """[B] the newest token of each text."""
         return self.tokens.gather(1, (self.num_tokens - 1)[:, None])[:, 0]
 
-    def open_step(self, num_ahead: int, *, shows_texts: bool) -> None:
-        """Tells the cache, and what shows texts to processors, how long the running texts are.
+    def open_step(self, num_ahead: int, *, shows_texts: bool) -> Span:
+        """How many tokens the running texts hold; tells what shows texts to processors, too.
 
         Args:
             num_ahead: tokens that the step may emit.
@@ -143,9 +143,9 @@ class DecodeState:
                 num_committed = row.num_committed
                 shortest, longest = min(shortest, num_committed), max(longest, num_committed)
                 most = max(most, num_committed + 1 + row.num_padding)
-        self.cache.length_bound, self.cache.length_floor = longest, shortest
         if shows_texts:
             self.history.open_view(most + num_ahead)
+        return Span(shortest, longest)
 
     def append(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
         """Adds the first counts[b] of tokens [B, P] to each text, and to what the drafter has not read.
@@ -230,11 +230,11 @@ class DecodeState:
         Args:
             draft: the drafter's state for `cache`.
         """
-        index, counts = (torch.tensor(numbers, device=self.cache.lengths.device) for numbers in (rows, lengths))
-        self.cache.copy_rows(cache, index, counts, max_length=max(lengths))
+        chosen, counts = (torch.tensor(numbers, device=self.cache.lengths.device) for numbers in (rows, lengths))
+        self.cache.copy_rows(cache, chosen, counts, max_length=max(lengths))
         self.draft = self.start_drafter()
         if self.drafter is not None:
-            self.drafter.copy_rows(self.draft, draft, index, counts, max_slots=max(lengths))
+            self.drafter.copy_rows(self.draft, draft, chosen, counts, max_slots=max(lengths))
 
 
 def close_ranks(stays: Sequence[bool]) -> list[int]:

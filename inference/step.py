@@ -17,7 +17,7 @@ from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
 from draftsmith.inference.acceptance.rejection import DRAFT_STREAM
 from draftsmith.inference.acceptance.rules import EXACT, AcceptanceRule
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.cache.kv_cache import VIEW_MULTIPLE, KVCache
+from draftsmith.inference.cache.kv_cache import VIEW_MULTIPLE, KVCache, Span
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.noise import derive_seeds
@@ -248,8 +248,8 @@ class Step:
             records_probabilities: hand out the drafter's log-probabilities of the accepted drafts.
         """
         run, state.is_whole = self.runner, False
-        state.open_step(self.path_width, shows_texts=sampler.texts is not None)
-        in_view = state.cache.view_slots(state.cache.length_bound)
+        span = state.open_step(self.path_width, shows_texts=sampler.texts is not None)
+        in_view = state.cache.view_slots(span.longest)
         if policy is None:
             if self.drafter is not None and state.pending_bound >= CATCH_UP:
                 catch_up(state, self.drafter, state.pending_bound, in_view.shape[0])
@@ -260,7 +260,7 @@ class Step:
             tree, noise = run.draft(self, state, policy, sampler, width, in_view)
             state.pending_bound = 0
         clock.stop("draft")
-        output = self.verify(state.cache, tree)
+        output = self.verify(state.cache, tree, span)
         clock.stop("verify")
         judge = accept if sampler.is_lazy else run.accept  # processors that keep a state read on the host
         accepted = judge(state, tree, output.logits, noise, sampler, self.rule)
@@ -269,7 +269,6 @@ class Step:
         emitted = run.commit(
             state, tree, accepted, output.features, is_chain=is_chain, records_probabilities=records_probabilities
         )
-        state.cache.raise_bound(accepted.path.shape[1])
         state.pending_bound += accepted.path.shape[1]
         if is_counting:
             counted = run.count_accepted(self.policy, tree, accepted.path, emitted[:, accepted.path.shape[1]])
@@ -278,9 +277,9 @@ class Step:
         clock.stop("commit")
         return StepOutput(policy, tree, output, accepted, emitted, records_probabilities)
 
-    def verify(self, cache: KVCache, tree: TokenTree) -> TargetOutput:
+    def verify(self, cache: KVCache, tree: TokenTree, span: Span) -> TargetOutput:
         """One forward pass over all nodes, in new slots."""
-        cache.open_slots(max(tree.num_nodes, self.target.min_pass_tokens))
+        cache.open_slots(max(tree.num_nodes, self.target.min_pass_tokens), span)
         return self.runner.verify(self, cache, tree)
 
     def active(self) -> AbstractContextManager[None]:

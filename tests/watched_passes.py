@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from draftsmith.inference.cache.kv_cache import KVCache
+from draftsmith.inference.cache.kv_cache import KVCache, Span
 
 
 def watch_passes(monkeypatch: pytest.MonkeyPatch, look: Callable[[KVCache, int], int]) -> list[int]:
@@ -14,10 +14,9 @@ def watch_passes(monkeypatch: pytest.MonkeyPatch, look: Callable[[KVCache, int],
     seen: list[int] = []
     plain = KVCache.open_slots
 
-    def open_slots(cache: KVCache, num_nodes: int, **kwargs: int) -> int:
-        view = plain(cache, num_nodes, **kwargs)
-        seen.append(look(cache, view))
-        return view
+    def open_slots(cache: KVCache, num_nodes: int, span: Span) -> None:
+        plain(cache, num_nodes, span)
+        seen.append(look(cache, cache.view))
 
     monkeypatch.setattr(KVCache, "open_slots", open_slots)
     return seen

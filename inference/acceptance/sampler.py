@@ -76,26 +76,26 @@ class Settings:
         if self.is_lazy:
             assert texts is not None
             assert is_walking is not None
-            numbered = torch.stack([texts.lengths * is_walking, texts.rows], dim=1).tolist()
+            numbered = torch.stack([texts.lengths * is_walking, texts.indices], dim=1).tolist()
         for place, processor in enumerate(self.processors):
             if not _is_lazy(processor):
                 scores = processor(texts, scores)
                 continue
             assert texts is not None
-            for row, (length, number) in enumerate(numbered):
+            for row, (length, index) in enumerate(numbered):
                 if length:  # in a copy, since a processor may keep it
                     text = texts.token_ids[row : row + 1, :length].clone()
-                    scores[row : row + 1] = self._of_row(number)[place](text, scores[row : row + 1].clone())
+                    scores[row : row + 1] = self._of_row(index)[place](text, scores[row : row + 1].clone())
         return scores
 
-    def _of_row(self, number: int) -> Sequence[Any]:
+    def _of_row(self, index: int) -> Sequence[Any]:
         """The processors, with the own copies of lazy ones that a row of the call has."""
         if self.num_rows == 1:
             return self.processors
-        if number not in self._of_rows:
-            copies = iter(processors_of_row([one for one in self.processors if _is_lazy(one)], number, self.num_rows))
-            self._of_rows[number] = [next(copies) if _is_lazy(one) else one for one in self.processors]
-        return self._of_rows[number]
+        if index not in self._of_rows:
+            copies = iter(processors_of_row([one for one in self.processors if _is_lazy(one)], index, self.num_rows))
+            self._of_rows[index] = [next(copies) if _is_lazy(one) else one for one in self.processors]
+        return self._of_rows[index]
 
 
 class Sampler:
@@ -136,7 +136,7 @@ class Sampler:
             texts: the rows' texts; None if all processors are prefix-free.
         """
         assert row_seeds is not None or not do_sample, "sampling needs seeds"
-        num_rows = 1 if texts is None else len(texts.rows)
+        num_rows = 1 if texts is None else len(texts.indices)
         self.keeps_scores = keeps_scores
         self._set_rows([Settings(tuple(processors), do_sample, frozenset(eos_token_ids), num_rows)], row_seeds, texts)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,26 +44,37 @@ class LayerSpec:
     window: int | None = None
 
 
+class Span(NamedTuple):
+    """How many tokens the rows of a pass hold, of those rows whose result matters. The host knows it; a cache does not.
+
+    Attributes:
+        shortest: the fewest, or less. It sets which slots the layers with a window see: too many lose keys.
+        longest: the most, or more. It sets how many slots the attention sees: too few lose keys.
+    """
+
+    shortest: int
+    longest: int
+
+
+EMPTY = Span(0, 0)
+
+
 class KVCache(Cache):
     """A preallocated cache in which slot = position for every committed token of every row.
 
-    A step calls `open_slots(N)`, runs the model (each layer's `update` writes N rows after the row's own length), and
-    calls `commit(path, counts)`. The next step overwrites nodes that were not committed.
+    A step calls `open_slots(N, span)`, runs the model (each layer's `update` writes N rows after the row's own length),
+    and calls `commit(path, counts)`. The next step overwrites nodes that were not committed.
 
     Worked example, one row with 5 committed tokens and a tree of 4 nodes (node 0 the root, 1 and 2 its children,
     3 the child of 2):
 
-        open_slots(4)                     nodes 0..3 go to slots 5, 6, 7, 8
-        commit([[0, 2, 3]], [3])            slots 7, 8 are copied to 6, 7; the row's length becomes 8
+        open_slots(4, Span(5, 5))         nodes 0..3 go to slots 5, 6, 7, 8
+        commit([[0, 2, 3]], [3])          slots 7, 8 are copied to 6, 7; the row's length becomes 8
 
     Attributes:
         lengths: [B] long on the target's device, committed tokens per row. The cache never reads them on the host.
-        length_bound: a host number, at least the maximum of `lengths`. It sets how many slots the attention sees.
-            `raise_bound` raises it by the path's width. The decode loop, which reads the true lengths once per step,
-            assigns the exact maximum to keep the view small.
-        length_floor: a host number; no row whose result matters holds fewer tokens. 0 is always right. It sets which
-            slots the layers with a window see. A floor that is too high loses keys: lower it before lengths shrink.
-        slots: [B, N] long, the slots opened for the present forward pass.
+        span: of the present pass.
+        slots: [B, N] long, the slots opened for the present pass.
         slots_in_view: [S] long, 0 .. S - 1, the slots that the attention of the present pass sees. It is a tensor so
             that a compiled graph reads S from its shape and serves every S.
         window_sizes: for each distinct window a [W] long, of which only the shape matters: layers with this window see
@@ -96,8 +107,6 @@ class KVCache(Cache):
         self.layer_specs = tuple(layers)
         self.capacity = capacity
         self.view_multiple = view_multiple
-        self.length_bound = 0
-        self.length_floor = 0
         self._num_used = 0  # slots that may hold something
         self.source: SourceMemory | None = None
         self.offsets: Tensor | None = None
@@ -123,13 +132,13 @@ class KVCache(Cache):
         self._shown: dict[int, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}  # by number of rows
         self._show_rows(batch_size)
         self.slots = self.lengths[:, None]
-        self._set_view(0, 0)
+        self._set_view(0, EMPTY)
 
     def _show_rows(self, num_rows: int) -> None:
         """From now on all methods work on the first `num_rows` rows."""
         if num_rows not in self._shown:
             shown = {plane: buffer[:, :num_rows] for plane, buffer in self._all_buffers.items()}
-            planes = [shown[plane][index] for plane, index in self._places]
+            planes = [shown[plane][number] for plane, number in self._places]
             self._shown[num_rows] = list(shown.values()), planes[0::2], planes[1::2]
         self._buffers, self._keys, self._values = self._shown[num_rows]  # keys, values: per layer [B, H, C, width]
         self.lengths = self._all_lengths[:num_rows]
@@ -156,19 +165,19 @@ class KVCache(Cache):
         """[S] long, 0 .. S - 1, within the capacity."""
         return self._every_slot[:num_slots]
 
-    def _set_view(self, num_slots: int, length_floor: int) -> None:
+    def _set_view(self, num_slots: int, span: Span) -> None:
         """Each window's view starts at a multiple of `view_multiple`, at or before the first slot it may need.
 
         Worked example, a window of 8 with views in steps of 4: a query after 21 tokens sees positions 14 to 21, so
         the view is slots 12 .. S - 1.
         """
-        self.slots_in_view = self.view_slots(num_slots)
+        self.span, self.slots_in_view = span, self.view_slots(num_slots)
         size = self.slots_in_view.shape[0]
         self._note_use(size)
         self.window_sizes: dict[int, Tensor] = {}
         for window in self._windows:
             if window is not None and window not in self.window_sizes:
-                start = max(0, length_floor - window + 1) // self.view_multiple * self.view_multiple
+                start = max(0, span.shortest - window + 1) // self.view_multiple * self.view_multiple
                 # The slice begins at slot 0, because compiled graphs guard a tensor's storage offset.
                 self.window_sizes[window] = self._every_slot[: size - start]
 
@@ -179,25 +188,20 @@ class KVCache(Cache):
         """The positions [B, N] or [A, B, N] of tokens after the prompts, from their slots [B, N]."""
         return slots if self.offsets is None else slots + self.offsets
 
-    def open_slots(self, num_nodes: int, *, num_ahead: int = 0) -> int:
-        """Opens the next `num_nodes` slots after every row's length for the coming forward pass; returns the view.
-
-        Args:
-            num_ahead: number of tokens by which the rows whose result matters exceed `length_floor`.
-        """
-        needed = self.length_bound + num_nodes
+    def open_slots(self, num_nodes: int, span: Span) -> None:
+        """Opens the next `num_nodes` slots after every row's length for the coming forward pass."""
+        needed = span.longest + num_nodes
         if needed > self.capacity:
             raise ValueError(
                 f"the cache holds {self.capacity} slots per row, but {num_nodes} new tokens after up to "
-                f"{self.length_bound} committed ones need {needed}: create it with a larger capacity"
+                f"{span.longest} committed ones need {needed}: create it with a larger capacity"
             )
-        floor = self.length_floor + num_ahead
-        assert floor <= self.length_bound, "no row can hold more than the bound"
-        self._set_view(needed, floor)
-        # Rows below the floor write at the floor, which every window reaches: a query without keys could become NaN.
-        first = self.lengths.clamp(min=floor) if self.window_sizes and floor else self.lengths
+        assert span.shortest <= span.longest
+        self._set_view(needed, span)
+        # Shorter rows write where every window reaches: a query without keys could become NaN.
+        has_start = self.window_sizes and span.shortest
+        first = self.lengths.clamp(min=span.shortest) if has_start else self.lengths
         self.slots = first[:, None] + torch.arange(num_nodes, device=self.lengths.device)
-        return self.slots_in_view.shape[0]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -234,8 +238,7 @@ class KVCache(Cache):
         return 0 if window is None else self.view - self.window_sizes[window].shape[0]
 
     def commit(self, path: Tensor, counts: Tensor, *, is_chain: bool = False) -> None:
-        """Keeps the accepted nodes of the last pass and forgets the others. It works on tensors only: the caller then
-        raises the bound, `raise_bound(P)`.
+        """Keeps the accepted nodes of the last pass and forgets the others.
 
         Args:
             path: [B, P] long, node indices, root first (`path[:, 0]` is 0); entries from `counts[b]` on are padding.
@@ -253,17 +256,12 @@ class KVCache(Cache):
                 _move_slots(buffer, source.to(buffer.device), destination.to(buffer.device))
         self.lengths += counts
 
-    def advance(self, counts: Tensor, max_count: int) -> None:
-        """Commits the first `counts[b]` (at most `max_count`) open slots of every row, in place."""
+    def advance(self, counts: Tensor) -> None:
+        """Commits the first `counts[b]` open slots of every row, in place."""
         if self.states is not None:
-            self.states.accept(self.first_slots(max_count).expand(self.batch_size, -1), counts)
+            self.states.accept(self.first_slots(self.slots.shape[1]).expand(self.batch_size, -1), counts)
         self.lengths += counts
-        self.raise_bound(max_count)
         self.slots = self.lengths[:, None]  # a prompt's length would make graphs of its own
-
-    def raise_bound(self, max_count: int) -> None:
-        """Raises `length_bound` after a pass in which no row grew by more than `max_count` tokens."""
-        self.length_bound = min(self.length_bound + max_count, self.capacity)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Keeps these rows: row i becomes the present row rows[i] >= i. The others are forgotten until `reset`.
@@ -274,9 +272,7 @@ class KVCache(Cache):
             assert row >= place, "an earlier row would have been overwritten"
             if row > place:
                 for buffer in self._buffers:
-                    buffer[:, place, :, : self.length_bound] = buffer[:, row, :, : self.length_bound]
-                    # What the row that has left wrote there may be NaN.
-                    buffer[:, place, :, self.length_bound : self._num_used].zero_()
+                    buffer[:, place, :, : self._num_used] = buffer[:, row, :, : self._num_used]
                 self.lengths[place] = self.lengths[row]
         self._show_rows(len(rows))
         if self.states is not None:
@@ -306,8 +302,6 @@ class KVCache(Cache):
             plane[first:, :, max_length : self._num_used].zero_()  # what rows that have left wrote there
         self._note_use(max_length)
         self.lengths[first:] = source.lengths
-        self.length_bound = max(self.length_bound, max_length)
-        self.length_floor = 0
 
     def _allocate_rows(self, num_rows: int) -> None:
         """Makes room for more rows, and copies those that are shown."""
@@ -339,10 +333,8 @@ class KVCache(Cache):
         self._all_lengths.zero_()
         if self.states is not None:
             self.states.reset(self.batch_size)
-        self.length_bound = 0
-        self.length_floor = 0
         self.source = self.offsets = None
-        self._set_view(0, 0)
+        self._set_view(0, EMPTY)
 
     def held_length(self, row: int, most: int) -> int:
         """The largest number of a row's first tokens, at most `most`, that `copy_rows` can keep."""
@@ -379,12 +371,10 @@ class KVCache(Cache):
             assert source.states is not None, "a cache of the same layers"
             self.states.copy_rows(source.states, rows.tolist(), lengths.tolist())
         self.lengths.copy_(lengths)
-        self.length_bound = width
-        self.length_floor = 0
         self.source = self.offsets = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length_bound
+        return self.span.longest
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return self.capacity

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache.kv_cache import KVCache, LayerSpec, pick_rows
+from draftsmith.inference.cache.kv_cache import EMPTY, KVCache, LayerSpec
 
 
 class TreeRowsCache(KVCache):
@@ -48,7 +48,7 @@ class TreeRowsCache(KVCache):
         Args:
             max_tokens: the largest number of certain tokens of any row after `keep_certain`.
         """
-        self._set_view(max_tokens + self.num_scratch + 1, 0)
+        self._set_view(max_tokens + self.num_scratch + 1, EMPTY)
         self.slots = self._slots_after(self.first_slots(width))
         self.tree_slots = self.slots
 
@@ -72,19 +72,9 @@ class TreeRowsCache(KVCache):
         self._num_used = self.capacity  # nothing has counted them
         super().clear_from(num_slots)
 
-    def copy_rows(self, source: KVCache, rows: Tensor, lengths: Tensor, *, max_length: int) -> None:
-        super().copy_rows(source, rows, lengths, max_length=max_length)
-        self.length_bound = 0  # compiled passes must not see a host number change
-
     def keep_rows(self, rows: Sequence[int]) -> None:
-        lengths, self.length_bound = self.lengths, self.view
+        self._num_used = self.view
         super().keep_rows(rows)
-        self.lengths, self.length_bound = pick_rows(lengths, rows), 0
-
-    def add_rows(self, source: KVCache, *, max_length: int) -> None:
-        lengths = torch.cat([self.lengths, source.lengths])
-        super().add_rows(source, max_length=max_length)
-        self.lengths, self.length_bound = lengths, 0
 
     def keep_certain(self, counts: Tensor) -> None:
         """Keeps the first counts[b] tokens of the last `open_certain` pass."""

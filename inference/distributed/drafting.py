@@ -72,7 +72,6 @@ class ChainDrafting:
             if self.drafter.shares_target_cache:
                 base = min(base, self.held + 1)
                 self.cache.lengths.fill_(base - 1)
-                self.cache.length_bound = base - 1
             next_ids = torch.tensor([chain.text[self.base : base]], device=self.device)
             features = self._take_features(chain, self.base - 1, base - 1)
             counts = torch.tensor([base - self.base], device=self.device)

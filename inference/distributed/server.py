@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.acceptance.sampler import Sampler, pick_token
-from draftsmith.inference.cache.kv_cache import KVCache
+from draftsmith.inference.cache.kv_cache import KVCache, Span
 from draftsmith.inference.distributed.messages import Answer, Prompt, Task
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.token_tree import TokenTree
@@ -41,7 +41,7 @@ class TargetServer:
         self.sampler: Sampler = prompt.make_sampler(target, capacity)
         self.cache.reset(1)
         with target.without_autograd():
-            self._read(self._as_row(prompt.token_ids))
+            self._read(self._as_row(prompt.token_ids), 0)
 
     def answer(self, task: Task) -> Answer:
         """The target's next token after every position that the task asks about."""
@@ -51,26 +51,25 @@ class TargetServer:
         self._write_text(task, token_ids)
         with self.target.without_autograd():
             self.cache.lengths.fill_(task.keep)
-            self.cache.length_bound = self.cache.length_floor = task.keep
             if missed > MAX_MISSED:
-                self._read(token_ids[:, :missed])
+                self._read(token_ids[:, :missed], task.keep)
                 token_ids, missed = token_ids[:, missed:], 0
             tokens, features = self._verify(token_ids, missed, task.start)
         return Answer(task.version, task.start, tokens, features, time.perf_counter() - began)
 
-    def _read(self, token_ids: Tensor) -> None:
-        length = token_ids.shape[1]
-        self.target.prefill(self.cache, token_ids, torch.tensor([length], device=token_ids.device))
-        self.cache.length_floor = self.cache.length_bound
+    def _read(self, token_ids: Tensor, num_held: int) -> None:
+        counts = torch.tensor([token_ids.shape[1]], device=token_ids.device)
+        self.target.prefill(self.cache, token_ids, counts, span=Span(num_held, num_held))
 
     def _verify(self, token_ids: Tensor, missed: int, start: int) -> tuple[list[int], Tensor | None]:
         """One pass over tokens [1, N]: the target's tokens after all but the first `missed`, and their features."""
         cache, num_tokens, device = self.cache, token_ids.shape[1], token_ids.device
         counts = torch.tensor([num_tokens], device=device)
-        cache.open_slots(max(num_tokens, self.target.min_pass_tokens))
+        held = start - missed
+        cache.open_slots(max(num_tokens, self.target.min_pass_tokens), Span(held, held))
         chain = TokenTree.from_prompts(token_ids, counts)
         output = self.target.verify(cache, chain, feature_layers=self.prompt.feature_layers)
-        cache.advance(counts, num_tokens)
+        cache.advance(counts)
         asked = TokenTree.from_prompts(token_ids[:, missed:], counts - missed)
         scores = self.sampler.process_nodes(asked, output.logits[:, missed:])
         root_positions = torch.tensor([start], device=device)

@@ -145,33 +145,32 @@ class PipelinedDecoder:
         stats = PipelineStats(num_groups, batch_size=len(texts))
         cache = self.groups.new_cache(len(texts) * num_groups, request.max_length + num_groups + size)
         left = torch.zeros((len(texts), num_groups, 1, self.target.hidden_size), dtype=self.target.dtype, device=device)
-        bound = 0
+        longest = 0
         while not request.is_finished:
             running = [text for text, row in zip(texts, request.rows, strict=True) if not row.is_finished]
             counts = [[0 if s is None else len(s.token_ids) for s in text.groups] for text in texts]
             width = max(map(max, counts))
-            left = self._run(texts, left, width, cache)
+            left = self._run(texts, left, width, cache, longest)
             in_place = torch.tensor(counts, device=device)
             predicted, own = self._pick(sampler, texts, left, in_place)
             stats.num_passes += 1
             stats.num_prompt_passes += any(text.known == len(p) for text, p in zip(texts, prompts, strict=True))
             stats.occupied += sum(one is not None for text in running for one in text.groups)
-            cache.advance(in_place.flatten(), width)
-            reached = max(one.end for text in running for one in text.groups if one is not None)
-            cache.length_bound = bound = max(bound, reached)
+            cache.advance(in_place.flatten())
+            longest = max(longest, *(one.end for text in running for one in text.groups if one is not None))
             self._move(request, texts, predicted, own, cache, stats)
         for text in texts:
             stats.num_confirmed += text.num_confirmed
             stats.num_dropped += text.num_dropped
         return stats
 
-    def _run(self, texts: list[TextInFlight], left: Tensor, width: int, cache: Any) -> Tensor:
+    def _run(self, texts: list[TextInFlight], left: Tensor, width: int, cache: Any, longest: int) -> Tensor:
         """Runs all groups on their segments: [B, G, T, D], what leaves each, from what left each in the pass before."""
         rows = [[0] * width if t.groups[0] is None else [*t.groups[0].token_ids] for t in texts]
         entering = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=self.target.device)
         moved = nn.functional.pad(left[:, :-1], (0, 0, 0, max(0, width - left.shape[2])))[:, :, :width]
         hidden = torch.cat([self.groups.embed(entering)[:, None], moved], dim=1)
-        return self.groups.run(hidden.flatten(0, 1), cache).view(hidden.shape)
+        return self.groups.run(hidden.flatten(0, 1), cache, longest).view(hidden.shape)
 
     def _pick(
         self, sampler: Sampler, texts: list[TextInFlight], left: Tensor, counts: Tensor

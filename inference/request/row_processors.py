@@ -24,9 +24,9 @@ _Processor = Callable[[Tensor, Tensor], Tensor]
 _SHARED = (nn.Module, PreTrainedTokenizerBase)
 
 
-def processors_of_row(processors: Sequence[_Processor], row: int, num_rows: int) -> list[_Processor]:
-    """Copies of the processors for row `row` of `num_rows`, to be called with [1, L] and [1, V]. The copies share state
-    that the processors share.
+def processors_of_row(processors: Sequence[_Processor], index: int, num_rows: int) -> list[_Processor]:
+    """Copies of the processors for row `index` of `num_rows`, to be called with [1, L] and [1, V]. The copies share
+    state that the processors share.
 
     Raises:
         ValueError: they cannot be copied.
@@ -34,12 +34,12 @@ def processors_of_row(processors: Sequence[_Processor], row: int, num_rows: int)
     found: list[_Processor] = []
     for own in _copy_together(processors):
         if not _is_transformers_own(own):
-            found.append(_RowProcessor(own, row, num_rows))
+            found.append(_RowProcessor(own, index, num_rows))
             continue
         allowed = getattr(own, "_prefix_allowed_tokens_fn", None)  # of PrefixConstrainedLogitsProcessor
         if allowed is not None:
-            own._prefix_allowed_tokens_fn = functools.partial(_call_for_row, allowed, row)
-        _cut_context(own, row, num_rows)
+            own._prefix_allowed_tokens_fn = functools.partial(_call_for_row, allowed, index)
+        _cut_context(own, index, num_rows)
         found.append(own)
     return found
 
@@ -55,9 +55,9 @@ def criteria_of_row(criteria: Sequence[Any]) -> list[Any]:
 
 
 def ask_criterion(
-    criterion: Callable[[Tensor, Any], Any], text: Tensor, row: int, num_rows: int, device: torch.device
+    criterion: Callable[[Tensor, Any], Any], text: Tensor, index: int, num_rows: int, device: torch.device
 ) -> bool:
-    """Whether the row's copy of a stopping criterion ends row `row` of `num_rows`. It gets no scores.
+    """Whether the row's copy of a stopping criterion ends row `index` of `num_rows`. It gets no scores.
 
     Args:
         text: [1, L], of the row, on the host. Only criteria that are not transformers' own get it on the device.
@@ -75,16 +75,14 @@ def ask_criterion(
             f"the stopping criterion {name} got {num_rows} rows and returned {answer.numel()} values: return a bool, "
             "or a tensor with one value per row"
         )
-    return bool(answer.flatten()[row if answer.numel() > 1 else 0])
+    return bool(answer.flatten()[index if answer.numel() > 1 else 0])
 
 
 class _RowProcessor:
     """Shows a processor a batch in which every row is one row, and returns its answer for this row."""
 
-    def __init__(self, processor: _Processor, row: int, num_rows: int) -> None:
-        self.processor = processor
-        self.row = row
-        self.num_rows = num_rows
+    def __init__(self, processor: _Processor, index: int, num_rows: int) -> None:
+        self.processor, self.index, self.num_rows = processor, index, num_rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         shown = scores.repeat(self.num_rows, 1)  # it may write into them
@@ -95,7 +93,7 @@ class _RowProcessor:
                 f"the logits processor {type(self.processor).__name__} got scores of shape {tuple(shown.shape)} and "
                 f"returned {got}: return scores of the same shape"
             )
-        return result[self.row : self.row + 1]
+        return result[self.index : self.index + 1]
 
 
 def _is_transformers_own(thing: Any) -> bool:
@@ -142,14 +140,14 @@ def _parts_of(value: Any) -> list[Any]:
     return [*getattr(value, "__dict__", {}).values()]
 
 
-def _cut_context(processor: Any, row: int, batch_size: int) -> None:
+def _cut_context(processor: Any, index: int, batch_size: int) -> None:
     """Cuts the other texts that a copied processor holds down to this row's; `num_return_sequences` rows share one."""
     context = getattr(processor, "unconditional_context", None)  # of UnbatchedClassifierFreeGuidanceLogitsProcessor
     if isinstance(context, dict):
         for name in ("input_ids", "attention_mask"):
             if isinstance(texts := context.get(name), Tensor):
-                context[name] = texts[row * len(texts) // batch_size][None]
+                context[name] = texts[index * len(texts) // batch_size][None]
 
 
-def _call_for_row(allowed: Callable[[int, Tensor], list[int]], row: int, _: int, text: Tensor) -> list[int]:
-    return allowed(row, text)
+def _call_for_row(allowed: Callable[[int, Tensor], list[int]], index: int, _: int, text: Tensor) -> list[int]:
+    return allowed(index, text)

@@ -34,22 +34,22 @@ class Stopping:
         stop_strings = (criterion for criterion in criteria if type(criterion) is StopStringCriteria)
         self._last_tokens = {id(criterion): _find_last_tokens(criterion) for criterion in stop_strings}
 
-    def ends(self, row: int, token: int) -> bool:
-        """Adds a token to the row's text. Returns whether a criterion ends the text with it."""
+    def ends(self, index: int, token: int) -> bool:
+        """Adds a token to the text of row `index`. Returns whether a criterion ends the text with it."""
         if not self.criteria:
             return False
         num_rows = len(self._prompts)
-        if row not in self._texts:
-            prompt = self._prompts[row]
-            self._texts[row] = torch.zeros(1, len(prompt) + self._max_new, dtype=torch.long)
-            self._texts[row][0, : len(prompt)] = torch.tensor(prompt)
-            self._of_rows[row] = criteria_of_row(self.criteria) if num_rows > 1 else [*self.criteria]
-        self._texts[row][0, self._lengths[row]] = token
-        self._lengths[row] += 1
-        text = self._texts[row][:, : self._lengths[row]]
+        if index not in self._texts:
+            prompt = self._prompts[index]
+            self._texts[index] = torch.zeros(1, len(prompt) + self._max_new, dtype=torch.long)
+            self._texts[index][0, : len(prompt)] = torch.tensor(prompt)
+            self._of_rows[index] = criteria_of_row(self.criteria) if num_rows > 1 else [*self.criteria]
+        self._texts[index][0, self._lengths[index]] = token
+        self._lengths[index] += 1
+        text = self._texts[index][:, : self._lengths[index]]
         # Every criterion is called, because it may count calls. Stop strings end at few tokens, so few are looked at.
-        asked = [one for one in self._of_rows[row] if token in self._last_tokens.get(id(one), (token,))]
-        answers = [ask_criterion(criterion, text, row, num_rows, self._device) for criterion in asked]
+        asked = [one for one in self._of_rows[index] if token in self._last_tokens.get(id(one), (token,))]
+        answers = [ask_criterion(criterion, text, index, num_rows, self._device) for criterion in asked]
         return any(answers)
 
 

@@ -66,9 +66,9 @@ class Replacement(TextProcessor):
 
 def _forbid(token_ids: Tensor, low: int, high: int, texts: TokenHistory, vocab_size: int) -> Replacement:
     """No token of these after texts of `low` to `high` - 1 tokens."""
-    bounds = torch.tensor([low, high], device=texts.rows.device)
-    vocabulary = torch.arange(vocab_size, device=texts.rows.device)
-    is_replaced = torch.isin(vocabulary, token_ids.to(texts.rows.device))
+    bounds = torch.tensor([low, high], device=texts.indices.device)
+    vocabulary = torch.arange(vocab_size, device=texts.indices.device)
+    is_replaced = torch.isin(vocabulary, token_ids.to(texts.indices.device))
     return Replacement(bounds[0], bounds[1], is_replaced, torch.full_like(vocabulary, NEVER, dtype=torch.float32))
 
 
@@ -92,13 +92,13 @@ class RepetitionPenalty(TextProcessor):
     def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> RepetitionPenalty:
         ignored = processor.prompt_ignore_length
         if isinstance(ignored, Tensor):
-            ignored = _per_row(ignored.to(texts.rows.device), texts)
+            ignored = _per_row(ignored.to(texts.indices.device), texts)
         else:
-            ignored = torch.full_like(texts.rows, ignored or 0)
+            ignored = torch.full_like(texts.indices, ignored or 0)
         return cls(processor.penalty, ignored)
 
     def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
-        counts = texts.is_text & (texts.places >= self.ignored[texts.rows][:, None])
+        counts = texts.is_text & (texts.places >= self.ignored[texts.indices][:, None])
         return _penalise(scores, texts.tokens, counts, self.penalty)
 
 
@@ -113,10 +113,10 @@ class EncoderRepetitionPenalty(TextProcessor):
 
     @classmethod
     def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> EncoderRepetitionPenalty:
-        return cls(processor.penalty, _per_row(processor.encoder_input_ids.to(texts.rows.device), texts))
+        return cls(processor.penalty, _per_row(processor.encoder_input_ids.to(texts.indices.device), texts))
 
     def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
-        token_ids = self.token_ids[texts.rows]
+        token_ids = self.token_ids[texts.indices]
         return _penalise(scores, token_ids, torch.ones_like(token_ids, dtype=torch.bool), self.penalty)
 
 
@@ -133,7 +133,7 @@ class OccurrencePenalties(TextProcessor):
 
     @classmethod
     def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> OccurrencePenalties:
-        begin = torch.tensor(processor.prompt_length, device=texts.rows.device)
+        begin = torch.tensor(processor.prompt_length, device=texts.indices.device)
         return cls(processor.presence, processor.frequency, begin)
 
     def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
@@ -185,12 +185,12 @@ class NoEncoderNgrams(TextProcessor):
         width, nothing = max(1, *map(len, listed)), (0,) * processor.ngram_size
         ngrams = [one + [nothing] * (width - len(one)) for one in listed]
         is_real = [[True] * len(one) + [False] * (width - len(one)) for one in listed]
-        device = texts.rows.device
+        device = texts.indices.device
         return cls(*(_per_row(torch.tensor(values, device=device), texts) for values in (ngrams, is_real)))
 
     def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
-        ngrams, size = self.ngrams[texts.rows], self.ngrams.shape[2]
-        matches = self.is_real[texts.rows] & (texts.lengths >= size - 1)[:, None]
+        ngrams, size = self.ngrams[texts.indices], self.ngrams.shape[2]
+        matches = self.is_real[texts.indices] & (texts.lengths >= size - 1)[:, None]
         if size > 1:
             matches = matches & (ngrams[..., :-1] == texts.last(size - 1)[:, None]).all(-1)
         return _ban(scores, ngrams[..., -1], matches)
@@ -216,7 +216,7 @@ class SequenceBias(TextProcessor):
 
     @classmethod
     def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> SequenceBias:
-        device = texts.rows.device
+        device = texts.indices.device
         # After a text that no sequence begins with. transformers checks the tokens here.
         nothing = torch.zeros(1, vocab_size, device=device)
         single = processor(torch.full((1, 1), -1, device=device), nothing)[0]
@@ -253,7 +253,7 @@ class ExponentialDecay(TextProcessor):
 
     @classmethod
     def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> ExponentialDecay:
-        start, device = processor.regulation_start, texts.rows.device
+        start, device = processor.regulation_start, texts.indices.device
         lengths = range(texts.token_ids.shape[1] + 1)
         factors = [_power(processor.regulation_factor, length - start) - 1.0 for length in lengths]
         return cls(
@@ -279,7 +279,7 @@ def _power(factor: float, exponent: int) -> float:
 
 def _per_row(values: Tensor, texts: TokenHistory) -> Tensor:
     """Values [X, ...] of sources as [B, ...] of rows; the `num_return_sequences` rows of a source stand together."""
-    return values.repeat_interleave(texts.rows.shape[0] // values.shape[0], dim=0)
+    return values.repeat_interleave(texts.indices.shape[0] // values.shape[0], dim=0)
 
 
 READERS: dict[type, Callable[[Any, TokenHistory, int], TextProcessor]] = {

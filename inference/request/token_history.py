@@ -22,7 +22,7 @@ class TokenHistory:
         token_ids: [R, C] long; entries from lengths[r] on are anything.
         lengths: [R] long.
         limits: [R] long, the lengths at which the texts end.
-        rows: [R] long, each text's row of the call; settings of processors have an entry per row of the call.
+        indices: [R] long, `Row.index` of each text; settings of processors have an entry per row of the call.
         places: [S] long, 0 .. S - 1: the part that processors look at (`open_view`). No text is longer.
         every_place: [C] long.
     """
@@ -30,7 +30,7 @@ class TokenHistory:
     token_ids: Tensor
     lengths: Tensor
     limits: Tensor
-    rows: Tensor
+    indices: Tensor
     places: Tensor
     every_place: Tensor
 
@@ -41,8 +41,8 @@ class TokenHistory:
         token_ids = torch.zeros(num_rows, capacity, dtype=torch.long, device=prompts.device)
         token_ids[:, :length] = prompts
         limits = torch.tensor(num_new, device=prompts.device) + length
-        rows, places = (torch.arange(size, device=prompts.device) for size in (num_rows, capacity))
-        return cls(token_ids, torch.full_like(rows, length), limits, rows, places, places)
+        indices, places = (torch.arange(size, device=prompts.device) for size in (num_rows, capacity))
+        return cls(token_ids, torch.full_like(indices, length), limits, indices, places, places)
 
     def open_view(self, length: int) -> None:
         """Says that no text has more than `length` tokens in the coming step."""
@@ -50,8 +50,8 @@ class TokenHistory:
 
     def pick(self, rows: Tensor) -> TokenHistory:
         """Some of the texts, as far as they are in view, copied."""
-        lengths, limits, own = (each.index_select(0, rows) for each in (self.lengths, self.limits, self.rows))
-        return replace(self, token_ids=self.tokens.index_select(0, rows), lengths=lengths, limits=limits, rows=own)
+        own = {name: getattr(self, name).index_select(0, rows) for name in ("lengths", "limits", "indices")}
+        return replace(self, token_ids=self.tokens.index_select(0, rows), **own)
 
     @property
     def tokens(self) -> Tensor:
@@ -85,6 +85,6 @@ class TokenHistory:
         places = torch.where(is_drafted, (self.lengths[:, None] + depths - 1)[:, None], spare)
         texts = torch.nn.functional.pad(self.tokens, (0, 1))[:, None].repeat(1, num_nodes, 1)
         texts.scatter_(2, places, token_ids[:, None].expand_as(places))
-        limits, rows = (values.repeat_interleave(num_nodes) for values in (self.limits, self.rows))
+        limits, indices = (values.repeat_interleave(num_nodes) for values in (self.limits, self.indices))
         lengths = (self.lengths[:, None] + depths).flatten()
-        return TokenHistory(texts[..., :-1].flatten(0, 1), lengths, limits, rows, self.places, self.every_place)
+        return TokenHistory(texts[..., :-1].flatten(0, 1), lengths, limits, indices, self.places, self.every_place)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.inference.cache.kv_cache import KVCache
+from draftsmith.inference.cache.kv_cache import KVCache, Span
 from draftsmith.inference.targets.forward_names import find_cache_name
 from draftsmith.inference.targets.model_config import refuse_training, unwrap_model
 from draftsmith.inference.targets.parts import find_final_norm, take_first_layers
@@ -56,16 +56,19 @@ class LayerGroups:
         embedded: Tensor = self.target.embed_tokens(token_ids)
         return embedded
 
-    def run(self, hidden: Tensor, cache: KVCache) -> Tensor:
+    def run(self, hidden: Tensor, cache: KVCache, longest: int) -> Tensor:
         """One pass over the group's weights: [B, T, D], what the next group reads. Commits nothing.
 
         Row b's tokens stand at positions lengths[b], lengths[b] + 1, ...; each sees the row's tokens before it.
+
+        Args:
+            longest: no row holds more tokens.
         """
-        cache.open_slots(hidden.shape[1])
+        cache.open_slots(hidden.shape[1], Span(0, longest))
         positions = cache.lengths[:, None] + cache.first_slots(hidden.shape[1])
         if self.target.max_length is not None:
             positions = positions.clamp(max=self.target.max_length - 1)
-        masks = self.target.masks.of_prompts(cache, positions, is_even=False)
+        masks = self.target.masks.of_prompts(cache, positions)
         return self._run(hidden, positions, masks, cache)
 
     def score(self, hidden: Tensor) -> Tensor:

@@ -79,18 +79,15 @@ class TreeMasks:
 
         return self._make_each(make)
 
-    def of_prompts(self, cache: KVCache, positions: Tensor, *, is_even: bool) -> Any:
-        """`in_view` for prompts, in which each of the N open tokens sees all before it.
-
-        Args:
-            is_even: every row that matters holds `cache.length_bound` tokens.
-        """
-        batch, num_tokens = positions.shape
+    def of_prompts(self, cache: KVCache, positions: Tensor) -> Any:
+        """`in_view` for prompts, in which each of the N open tokens sees all before it."""
+        (batch, num_tokens), (shortest, longest) = positions.shape, cache.span
+        is_even = shortest == longest
         if not (self.packs_all or (self.packs_prompts and is_even and cache.view > FEW_SLOTS)):
             steps = cache.first_slots(num_tokens)
             causal = (steps[:, None] >= steps).expand(batch, -1, -1)
             return self.in_view(cache, positions, positions, causal)
-        lengths = cache.lengths.new_full((1, 1), cache.length_bound) if is_even else cache.lengths[:, None]
+        lengths = cache.lengths.new_full((1, 1), longest) if is_even else cache.lengths[:, None]
         return self._make_each(
             lambda window: pack_chain(lengths, num_tokens, origin=cache.slots_seen(window)[0][:1], window=window)
         )

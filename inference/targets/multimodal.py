@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from draftsmith.inference.cache.kv_cache import KVCache
+from draftsmith.inference.cache.kv_cache import EMPTY, KVCache
 from draftsmith.inference.targets.forward_names import CACHE_NAMES, find_cache_name
 from draftsmith.inference.targets.model_config import refuse_training, request_states
 from draftsmith.inference.targets.passes import TargetOutput
@@ -112,7 +112,7 @@ def read_media(target: Target, cache: KVCache, media: Media, *, feature_layers: 
     longest, counts = media.longest, media.counts
     steps = torch.arange(longest, device=counts.device)
     slots = (steps - (longest - counts[:, None])) % longest  # a row's padding comes after its tokens
-    cache.open_slots(longest)
+    cache.open_slots(longest, EMPTY)
     target.plan_reading(cache, counts, longest)
     causal_lm = target.backbone.causal_lm
     own = {
@@ -125,7 +125,7 @@ def read_media(target: Target, cache: KVCache, media: Media, *, feature_layers: 
     positions: Tensor = media.arguments["position_ids"]
     offsets = positions[..., -1:] - (counts[:, None] - 1)
     cache.offsets = offsets if bool(offsets.any()) else None
-    cache.advance(counts, longest)
+    cache.advance(counts)
     features = None
     if feature_layers:
         states = [output.hidden_states[layer].to(target.device) for layer in feature_layers]

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from draftsmith.inference.cache.kv_cache import KVCache
+from draftsmith.inference.cache.kv_cache import EMPTY, KVCache, Span
 from draftsmith.inference.cache.shared_rows import SharedRows
 from draftsmith.inference.cache.source import Source, SourceMemory
 from draftsmith.inference.cache.tree_rows import TreeRowsCache
@@ -268,6 +268,7 @@ class Target:
         token_ids: Tensor,
         counts: Tensor,
         *,
+        span: Span = EMPTY,
         feature_layers: Sequence[int] = (),
         chunk_size: int = 512,
     ) -> TargetOutput:
@@ -276,6 +277,7 @@ class Target:
         Args:
             token_ids: [B, L] long, right-padded with any valid id.
             counts: [B] long, real tokens per row. A row with 0 is left unchanged, and its logits mean nothing.
+            span: of the tokens that the cache holds, in rows with a count.
             feature_layers: hidden states to hand over, in this order.
             chunk_size: tokens per forward pass.
 
@@ -294,10 +296,10 @@ class Target:
             real = (counts - start).clamp(0, size)  # [B] real tokens of this chunk
             steps = torch.arange(size, device=counts.device)
             depths = torch.minimum(steps, (real[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
-            cache.open_slots(size, num_ahead=start)  # rows that still have tokens had `start` of them before
-            is_even = cache.length_floor + start == cache.length_bound
+            # Rows that still have tokens had `start` of them before.
+            cache.open_slots(size, Span(span.shortest + start, span.longest + start))
             positions = self._cut_positions(cache.lengths[:, None] + depths)
-            masks = self.masks.of_prompts(cache, positions, is_even=is_even)
+            masks = self.masks.of_prompts(cache, positions)
             self.plan_reading(cache, real, size)
             output = self._run(cache, chunk, positions, masks, positions, feature_layers)
             scores = output.last if output.logits is None else output.logits
@@ -305,7 +307,7 @@ class Target:
             last = row_last if last is None else torch.where((counts > start)[:, None], row_last, last)
             if output.features is not None:
                 features.append(output.features[:, : length - start])
-            cache.advance(real, size)
+            cache.advance(real)
         assert last is not None, "an empty prompt has no next token"
         if output.logits is None:
             rows = last.repeat(-(-self.min_pass_tokens // len(last)), 1)
@@ -320,7 +322,7 @@ class Target:
 
     @torch.no_grad()
     def verify(self, cache: KVCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
-        """Scores every node of a tree in one forward pass, after `cache.open_slots(N)`, or more; commits nothing.
+        """Scores every node of a tree in one forward pass, after `cache.open_slots(N, span)`, or more; commits nothing.
 
         Node i stands at position lengths + depth and sees the row's committed tokens and its own ancestors. The only
         host number that is read is the size of the cache's view.

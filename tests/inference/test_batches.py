@@ -158,9 +158,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     plain = KVCache.advance
     found: list[int] = []
 
-    def advance(cache: KVCache, counts: Tensor, max_count: int) -> None:
+    def advance(cache: KVCache, counts: Tensor) -> None:
         found.append(int(counts.sum()))
-        plain(cache, counts, max_count)
+        plain(cache, counts)
 
     monkeypatch.setattr(KVCache, "advance", advance)
     return found

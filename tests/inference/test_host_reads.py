@@ -14,6 +14,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from draftsmith.inference.acceptance.exact import accept_exact
 from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
@@ -152,11 +153,10 @@ def test_a_step_reads_nothing_on_the_host(
                 draft = drafter.extend(state, features, next_ids, counts, max_slots=max_slots)
                 sampling = DraftSampling(warp=sampler.warp_draft if do_sample else None, noise=noise)
                 drafted = policy.grow(drafter, state, root_ids, draft, sampling)
-                cache.open_slots(drafted.num_nodes)
+                cache.open_slots(drafted.num_nodes, Span(4, max_slots))
                 output = target.verify(cache, drafted, feature_layers=drafter.feature_layers)
                 accepted = accept_exact(sampler, drafted, output.logits, cache.lengths, noise=noise)
                 cache.commit(accepted.path, accepted.counts)
-                cache.raise_bound(accepted.path.shape[1])
                 for depth in range(accepted.path.shape[1]):  # as a state does
                     sampler.texts.extended(accepted.next_tokens[:, depth])
                     sampler.texts.lengths += (depth < accepted.counts).long()

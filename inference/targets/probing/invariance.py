@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.targets.model_config import find_attention
 from draftsmith.inference.targets.passes import TreeNodes
 from draftsmith.inference.targets.refusals import draw_ids
@@ -77,8 +78,9 @@ def _score(target: Any, prompts: Tensor, token_ids: Tensor, path: list[int]) -> 
     """
     (batch, num_nodes), device = token_ids.shape, token_ids.device
     cache = target.new_cache(batch, 64)
-    target.prefill(cache, prompts, torch.full((batch,), prompts.shape[1], device=device))
-    cache.open_slots(max(num_nodes, target.min_pass_tokens))
+    length = prompts.shape[1]
+    target.prefill(cache, prompts, torch.full((batch,), length, device=device))
+    cache.open_slots(max(num_nodes, target.min_pass_tokens), Span(length, length))
     parents = [-1] + [0] * (num_nodes - 1)
     for parent, node in itertools.pairwise(path):
         parents[node] = parent

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.targets.forward_names import ForwardNames, read_cache
 from draftsmith.inference.targets.model_config import chooses_experts
 from draftsmith.inference.targets.passes import TreeNodes
@@ -48,11 +49,11 @@ def _check_with(target: Any, first: int) -> None:
     prompts, tree_ids, chain_ids = ids.split([max(_LENGTHS), len(_PARENTS), 3], dim=1)
     cache = target.new_cache(2, 16)
     target.prefill(cache, prompts, torch.tensor(_LENGTHS, device=device))
-    cache.open_slots(max(len(_PARENTS), target.min_pass_tokens))
+    cache.open_slots(max(len(_PARENTS), target.min_pass_tokens), Span(min(_LENGTHS), max(_LENGTHS)))
     target.verify(cache, TreeNodes.of(tree_ids, _PARENTS))
     cache.commit(torch.tensor(_KEPT, device=device), torch.tensor(_COUNTS, device=device))
-    cache.raise_bound(max(_COUNTS))
-    cache.open_slots(max(chain_ids.shape[1], target.min_pass_tokens))
+    lengths = [length + count for length, count in zip(_LENGTHS, _COUNTS, strict=True)]
+    cache.open_slots(max(chain_ids.shape[1], target.min_pass_tokens), Span(min(lengths), max(lengths)))
     found = target.verify(cache, TreeNodes.of(chain_ids, (-1, 0, 1))).logits
     for row, (length, kept, count) in enumerate(zip(_LENGTHS, _KEPT, _COUNTS, strict=True)):
         later = torch.cat([tree_ids[row, list(kept[:count])], chain_ids[row]])

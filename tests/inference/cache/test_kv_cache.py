@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache.kv_cache import KVCache, KVSpec, LayerSpec
+from draftsmith.inference.cache.kv_cache import EMPTY, KVCache, KVSpec, LayerSpec, Span
 
 CPU = torch.device("cpu")
 # Two layers as in most models, and one whose keys and values differ in width (MLA) and heads.
@@ -45,8 +45,8 @@ def test_branching_commits_keep_exactly_the_accepted_rows(batch_size: int) -> No
         ([0, 3, 4],) * 3,
     )
     for step in paths:
-        rows = step[:batch_size]
-        cache.open_slots(6)
+        rows, lengths = step[:batch_size], cache.lengths.tolist()
+        cache.open_slots(6, Span(min(lengths), max(lengths)))
         written = write_nodes(cache, 6, generator)
         width = max(map(len, rows))
         path = torch.tensor([row + [0] * (width - len(row)) for row in rows])
@@ -55,7 +55,6 @@ def test_branching_commits_keep_exactly_the_accepted_rows(batch_size: int) -> No
             for row, nodes in enumerate(rows):
                 reference[layer][row] += [(keys[row, :, node], values[row, :, node]) for node in nodes]
         assert cache.lengths.tolist() == [len(tokens) for tokens in reference[0]]
-        cache.length_bound = int(cache.lengths.max())
     for layer in range(len(LAYERS)):
         for row, tokens in enumerate(reference[layer]):
             for slot, (key, value) in enumerate(tokens):
@@ -65,9 +64,9 @@ def test_branching_commits_keep_exactly_the_accepted_rows(batch_size: int) -> No
 
 def test_the_docstrings_example() -> None:
     cache = KVCache(LAYERS, 1, capacity=16)
-    cache.open_slots(5)
-    cache.advance(torch.tensor([5]), 5)
-    cache.open_slots(4)
+    cache.open_slots(5, EMPTY)
+    cache.advance(torch.tensor([5]))
+    cache.open_slots(4, Span(5, 5))
     assert cache.slots.tolist() == [[5, 6, 7, 8]]
     written = write_nodes(cache, 4, torch.Generator().manual_seed(1))
     cache.commit(torch.tensor([[0, 2, 3]]), torch.tensor([3]))
@@ -82,7 +81,7 @@ def test_a_chain_moves_nothing(batch_size: int) -> None:
     caches = []
     for is_chain in (True, False):
         cache = KVCache(LAYERS, batch_size, capacity=12)
-        cache.open_slots(4)
+        cache.open_slots(4, EMPTY)
         write_nodes(cache, 4, generator.manual_seed(2))
         before = [buffer.clone() for buffer in cache._buffers]
         path = torch.arange(3).expand(batch_size, 3) * (torch.arange(3) < counts[:, None])
@@ -95,21 +94,13 @@ def test_a_chain_moves_nothing(batch_size: int) -> None:
     assert torch.equal(caches[0].lengths, caches[1].lengths)
 
 
-def test_the_view_grows_in_steps_and_follows_the_bound() -> None:
+def test_the_view_grows_in_steps_and_follows_the_longest_row() -> None:
     cache = KVCache(LAYERS, 2, capacity=100, view_multiple=32)
-    assert cache.open_slots(5) == 32
-    cache.advance(torch.tensor([5, 2]), 5)
-    assert cache.length_bound == 5
-    assert cache.open_slots(28) == 64
-    cache.commit(torch.zeros(2, 7, dtype=torch.long), torch.tensor([1, 1]))
-    cache.raise_bound(7)
-    assert cache.length_bound == 12  # the host cannot know better without a synchronisation
-    cache.length_bound = 6  # ... and the loop says so once it has had one
-    assert cache.open_slots(3) == 32
-    cache.length_bound = 90
-    assert cache.open_slots(10) == 100  # never beyond the capacity
-    assert cache.get_mask_sizes(10) == (100, 0)
-    assert (cache.get_seq_length(), cache.get_max_length(), len(cache)) == (90, 100, 3)
+    for longest, num_nodes, view in ((0, 5, 32), (5, 28, 64), (6, 3, 32), (90, 10, 100)):  # never beyond the capacity
+        cache.open_slots(num_nodes, Span(0, longest))
+        assert cache.view == view
+        assert cache.get_mask_sizes(num_nodes) == (view, 0)
+        assert (cache.get_seq_length(), cache.get_max_length(), len(cache)) == (longest, 100, 3)
 
 
 def test_window_layers_see_the_end_of_the_view() -> None:
@@ -117,7 +108,7 @@ def test_window_layers_see_the_end_of_the_view() -> None:
     cache = KVCache(windowed, 2, capacity=60, view_multiple=4)
     for buffer in cache._buffers:
         buffer.copy_(torch.rand(buffer.shape, dtype=buffer.dtype))
-    # (lengths, bound, floor) -> the first slot seen with windows of 8 and 3, as in the docstring's example.
+    # (lengths, longest, shortest) -> the first slot seen with windows of 8 and 3, as in the docstring's example.
     cases = (
         ([0, 0], 0, 0, 0, 0),
         ([12, 9], 13, 2, 0, 0),
@@ -126,11 +117,11 @@ def test_window_layers_see_the_end_of_the_view() -> None:
         ([30, 22], 30, 22, 12, 20),
         ([54, 0], 54, 54, 44, 52),
     )
-    for lengths, bound, floor, start_of_8, start_of_3 in cases:
+    for lengths, longest, shortest, start_of_8, start_of_3 in cases:
         cache.lengths.copy_(torch.tensor(lengths))
-        cache.length_bound, cache.length_floor = bound, floor
-        view = cache.open_slots(5)
-        assert cache.slots[:, 0].tolist() == [max(length, floor) for length in lengths]
+        cache.open_slots(5, Span(shortest, longest))
+        view = cache.view
+        assert cache.slots[:, 0].tolist() == [max(length, shortest) for length in lengths]
         for layer, start in enumerate((0, start_of_8, start_of_3, start_of_8)):
             rows = [torch.rand(2, 2, 5, 3), torch.rand(2, 1, 5, 5, dtype=torch.float64)]
             seen = cache.update(rows[0], rows[1], layer)
@@ -141,29 +132,22 @@ def test_window_layers_see_the_end_of_the_view() -> None:
             slots, places = cache.slots_seen(windowed[layer].window)
             assert torch.equal(slots, torch.arange(start, view))
             assert torch.equal(slots[places], cache.slots)
-    cache.length_floor = 11
-    cache.open_slots(5, num_ahead=10)
-    assert cache.slots_seen(8)[0][0] == 12
-    cache.reset()
-    assert cache.length_floor == 0
 
 
 @pytest.mark.parametrize("capacity", [11, 30])
 def test_rows_are_copied_in_any_order_to_a_cache_of_another_size(capacity: int) -> None:
     generator = torch.Generator().manual_seed(0)
     source = KVCache(LAYERS, 3, capacity=20, view_multiple=4)
-    source.open_slots(14)
+    source.open_slots(14, EMPTY)
     written = write_nodes(source, 14, generator)
-    source.advance(torch.tensor([12, 3, 9]), 12)
+    source.advance(torch.tensor([12, 3, 9]))
     cache = KVCache(LAYERS, 4, capacity=capacity, view_multiple=4)
-    cache.open_slots(6)
+    cache.open_slots(6, EMPTY)
     write_nodes(cache, 6, generator)
-    cache.advance(torch.full((4,), 6), 6)
-    cache.length_floor = 6
+    cache.advance(torch.full((4,), 6))
     rows, kept = [2, 0, 2, 1], [9, 10, 0, 3]
     lengths = torch.tensor(kept)
     cache.copy_rows(source, torch.tensor(rows), lengths, max_length=10)
-    assert (cache.length_bound, cache.length_floor) == (10, 0)
 
     def check(copied: KVCache, origins: list[int], lengths: list[int]) -> None:
         assert copied.lengths.tolist() == lengths
@@ -173,9 +157,9 @@ def test_rows_are_copied_in_any_order_to_a_cache_of_another_size(capacity: int) 
                 assert torch.equal(copied._values[layer][row, :, :length], values[origin, :, :length])
 
     check(cache, rows, kept)
-    cache.open_slots(1)  # after each row's own length, and in no other cache
+    cache.open_slots(1, Span(0, 10))  # after each row's own length, and in no other cache
     write_nodes(cache, 1, generator)
-    cache.advance(torch.ones(4, dtype=torch.long), 1)
+    cache.advance(torch.ones(4, dtype=torch.long))
     assert lengths.tolist() == kept
     check(source, [0, 1, 2], [12, 3, 9])
     source.copy_rows(source, torch.tensor([2, 0]), torch.tensor([9, 4]), max_length=9)
@@ -190,17 +174,16 @@ def test_added_rows_come_after_the_others(num_allocated: int) -> None:
     generator = torch.Generator().manual_seed(0)
     cache, source = (KVCache(LAYERS, rows, capacity=20, view_multiple=4) for rows in (num_allocated, 2))
     cache.reset(2)
-    cache.open_slots(12)
+    cache.open_slots(12, EMPTY)
     own = write_nodes(cache, 12, generator)
-    cache.advance(torch.tensor([5, 12]), 12)
+    cache.advance(torch.tensor([5, 12]))
     cache.keep_rows([0])
-    source.open_slots(7)
+    source.open_slots(7, EMPTY)
     added = write_nodes(source, 7, generator)
-    source.advance(torch.tensor([7, 3]), 7)
+    source.advance(torch.tensor([7, 3]))
     cache.add_rows(source, max_length=7)
     source.reset()
     assert cache.lengths.tolist() == [5, 7, 3]
-    assert (cache.length_bound, cache.length_floor) == (12, 0)
     for layer, (keys, values) in enumerate(added):
         for planes, written in ((cache._keys, keys), (cache._values, values)):
             assert torch.equal(planes[layer][1:, :, :7], written[:, :, :7])
@@ -208,9 +191,9 @@ def test_added_rows_come_after_the_others(num_allocated: int) -> None:
     for layer, (keys, values) in enumerate(own):
         assert torch.equal(cache._keys[layer][0, :, :5], keys[0, :, :5])
         assert torch.equal(cache._values[layer][0, :, :5], values[0, :, :5])
-    cache.open_slots(1)
+    cache.open_slots(1, Span(3, 7))
     write_nodes(cache, 1, generator)
-    cache.advance(torch.ones(3, dtype=torch.long), 1)
+    cache.advance(torch.ones(3, dtype=torch.long))
     assert cache.lengths.tolist() == [6, 8, 4]
 
 
@@ -235,19 +218,18 @@ def test_buffers_are_zeroed_stacked_and_kept() -> None:
     assert [tuple(buffer.shape) for buffer in cache._buffers] == [(5, 2, 2, 8, 3), (1, 2, 1, 8, 5)]
     assert all(bool((buffer == 0).all()) for buffer in cache._buffers)
     places = [buffer.data_ptr() for buffer in cache._buffers]
-    cache.open_slots(4)
+    cache.open_slots(4, EMPTY)
     write_nodes(cache, 4, torch.Generator().manual_seed(0))
     cache.commit(torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 2]))
     cache.reset()
     assert cache.lengths.tolist() == [0, 0]
-    assert cache.length_bound == 0
     assert [buffer.data_ptr() for buffer in cache._buffers] == places
 
 
 def test_reset_zeroes_the_slots_that_were_used_and_no_others() -> None:
     cache = KVCache(LAYERS, 3, capacity=16, view_multiple=4)
     cache.reset(2)
-    cache.open_slots(3)  # the view ends at slot 4
+    cache.open_slots(3, EMPTY)  # the view ends at slot 4
     for buffer in cache._all_buffers.values():
         buffer.fill_(1.0)
     cache.keep_rows([1])  # the row that left was used, too
@@ -255,7 +237,7 @@ def test_reset_zeroes_the_slots_that_were_used_and_no_others() -> None:
     for buffer in cache._all_buffers.values():
         assert not buffer[:, :, :, :4].any()
         assert buffer[:, :, :, 4:].all()
-    cache.open_slots(16)
+    cache.open_slots(16, EMPTY)
     cache.reset()
     assert not any(buffer.any() for buffer in cache._all_buffers.values())
 
@@ -263,7 +245,7 @@ def test_reset_zeroes_the_slots_that_were_used_and_no_others() -> None:
 def test_a_cache_made_under_inference_mode_can_be_used_outside() -> None:
     with torch.inference_mode():
         cache = KVCache(LAYERS, 1, capacity=8)
-    cache.open_slots(2)
+    cache.open_slots(2, EMPTY)
     write_nodes(cache, 2, torch.Generator().manual_seed(0))
     cache.commit(torch.tensor([[0, 1]]), torch.tensor([2]))
     cache.reset()
@@ -272,4 +254,4 @@ def test_a_cache_made_under_inference_mode_can_be_used_outside() -> None:
 def test_a_full_cache_is_refused() -> None:
     cache = KVCache(LAYERS, 1, capacity=4)
     with pytest.raises(ValueError, match="holds 4 slots per row, but 5 new tokens after up to 0 committed"):
-        cache.open_slots(5)
+        cache.open_slots(5, EMPTY)

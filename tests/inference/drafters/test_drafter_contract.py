@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference import Target, generate
+from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
@@ -108,10 +109,11 @@ class Batch:
         for row, (begin, end) in enumerate(zip(self.ends, ends, strict=True)):
             tokens[row, : end - begin + 1] = self.texts[row, begin : end + 1]
             features[row, : end - begin] = self.features[row, begin:end]
+        if self.drafter.shares_target_cache and any(counts):
+            begins = [begin for begin, count in zip(self.ends, counts, strict=True) if count]
+            span = Span(min(begins), max(self.ends))
+            self.target.prefill(self.cache, tokens[:, :-1], torch.tensor(counts), span=span)
         self.ends = list(ends)
-        if self.drafter.shares_target_cache:
-            self.target.prefill(self.cache, tokens[:, :-1], torch.tensor(counts))
-            self.cache.length_bound = max(ends)
         has_features = len(self.drafter.feature_layers) > 0
         return self.drafter.extend(
             self.state,
@@ -285,7 +287,7 @@ def test_a_row_may_end_within_a_part_of_a_prompt(num_scratch: int) -> None:
     sizes: dict[str, Any] = {"max_length": 20, "num_scratch": num_scratch, "has_first": True}
     batch, at_once = (Batch(target, drafter, texts, **sizes) for _ in range(2))
     for begin, counts, taken in ((0, [8, 8], [8, 8]), (8, [1, 8], [8, 15])):
-        target.prefill(batch.cache, texts[:, begin : begin + 8], torch.tensor(counts))
+        target.prefill(batch.cache, texts[:, begin : begin + 8], torch.tensor(counts), span=Span(begin, begin))
         held = [plane.clone() for plane in (*batch.cache._keys, *batch.cache._values)]
         given = [end - start for start, end in zip(batch.ends, taken, strict=True)]
         parts = texts[:, begin + 1 : begin + 9], torch.tensor(given)

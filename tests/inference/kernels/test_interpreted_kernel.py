@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from draftsmith.inference import Decoder, DynamicTree, Target, chain, generate
+from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.kernels.packed_masks import WORDS
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
@@ -119,7 +120,7 @@ def test_a_verify_pass_is_one_graph() -> None:
     target = Target(tiny_target("llama", num_hidden_layers=1))
     cache = target.new_cache(1, 128)
     target.prefill(cache, random_prompt(6), torch.tensor([6]))
-    cache.open_slots(4)
+    cache.open_slots(4, Span(6, 6))
     from draftsmith.inference.trees.token_tree import TokenTree
 
     parents = torch.tensor([[-1, 0, 0, 1]])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from draftsmith.inference import Target
+from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.kernels.attention import attend_grouped
 from draftsmith.inference.kernels.packed_masks import pack_chain, pack_tree, unpack_even_chain, unpack_mask
 from draftsmith.inference.targets.masks import TreeMasks
@@ -44,8 +45,7 @@ def test_a_tree_in_the_cache(family: str, num_nodes: int) -> None:
     generator = torch.Generator().manual_seed(num_nodes)
     cache = target.new_cache(3, 512)
     cache.lengths.copy_(torch.tensor([70, 100, 81]))
-    cache.length_bound, cache.length_floor = 100, 70
-    cache.open_slots(num_nodes)
+    cache.open_slots(num_nodes, Span(70, 100))
     ancestors = compute_ancestors(torch.tensor([random_parents(num_nodes, generator) for _ in range(3)]))
     positions = cache.lengths[:, None] + ancestors.sum(-1) - 1
     plain = TreeMasks(target.masks.windows, torch.float32)
@@ -127,14 +127,13 @@ def test_a_long_prompt_has_no_mask_of_all_its_slots() -> None:
     target = Target(tiny_target("llama", max_position_embeddings=4096, num_hidden_layers=1))
     cache = target.new_cache(1, 4096)
     cache.lengths.fill_(3584)
-    cache.length_bound = cache.length_floor = 3584
     peaks = []
     for masks in (target.masks, replace(target.masks, packs_prompts=False)):
         target.masks = masks
         with MemoryTracker() as tracker:
-            cache.open_slots(512)
+            cache.open_slots(512, Span(3584, 3584))
             positions = cache.lengths[:, None] + torch.arange(512)
-            target.masks.of_prompts(cache, positions, is_even=True)
+            target.masks.of_prompts(cache, positions)
         peaks.append(tracker.peak)
     assert peaks[0] < 2**17
     assert peaks[1] > 2**23

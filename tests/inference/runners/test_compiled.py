@@ -18,6 +18,7 @@ from transformers import TemperatureLogitsWarper
 
 from draftsmith.heads import HEAD_TYPES
 from draftsmith.inference import Decoder, DynamicTree, StaticTree, Target, chain
+from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
@@ -103,8 +104,7 @@ def test_trees_of_all_sizes_share_one_graph(target: Target) -> None:
             parents = torch.tensor([[-1, 0, 1, 0, 2, 1, 3, 0][:size]])
             tree = TokenTree(random_prompt(size), parents, compute_depths(parents), torch.zeros(1, size), max_depth=3)
             cache.lengths.fill_(length)
-            cache.length_bound = cache.length_floor = length
-            logits = step.verify(cache, tree).logits
+            logits = step.verify(cache, tree, Span(length, length)).logits
             numbers.append(count_graphs())
             torch.testing.assert_close(logits, target.verify(cache, tree).logits, atol=1e-3, rtol=0)
     assert len(set(numbers)) == 1
@@ -234,8 +234,7 @@ def test_windows_of_any_length_share_one_graph(first: int) -> None:
     with step.active(), torch.no_grad():
         for length in (first, 5, 70, 75, 130, 201):
             cache.lengths.copy_(torch.tensor([length, length - 2]))
-            cache.length_bound, cache.length_floor = length, length - 2
-            logits = step.verify(cache, tree).logits
+            logits = step.verify(cache, tree, Span(length - 2, length)).logits
             numbers.append(count_graphs())
             torch.testing.assert_close(logits, target.verify(cache, tree).logits, atol=1e-3, rtol=0)
     assert len(set(numbers)) == 1
@@ -429,7 +428,7 @@ def test_deep_trees_see_all_their_ancestors(target: Target, monkeypatch: pytest.
         target.prefill(cache, random_prompt(10, seed=1), torch.tensor([10]))
         tree = TokenTree.from_prompts(token_ids, torch.tensor([161]))
         tree.max_depth = 160
-        found.append(step.verify(cache, tree).logits)
+        found.append(step.verify(cache, tree, Span(10, 10)).logits)
     torch.testing.assert_close(found[0], found[1])
 
 

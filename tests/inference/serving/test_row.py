@@ -48,7 +48,7 @@ def test_the_last_rows_close_the_ranks() -> None:
     assert close_ranks([True, True]) == [0, 1]
 
 
-ROW_FIELDS = ("token_ids", "lengths", "limits", "rows")
+ROW_FIELDS = ("token_ids", "lengths", "limits", "indices")
 
 
 def make_samplers() -> tuple[list[Sampler], list[TokenHistory]]:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from draftsmith.inference import Decoder, DynamicTree, MergedDrafter, StaticTree, Target, TreePolicy, chain, generate
-from draftsmith.inference.cache.kv_cache import KVCache
+from draftsmith.inference.cache.kv_cache import KVCache, Span
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
@@ -83,7 +83,7 @@ def plain_logits(model: Any, source: Tensor, tokens: list[int]) -> Tensor:
 
 def check_tree(model: Any, target: Target, cache: KVCache, tree: TokenTree, sources: list[Tensor], texts: Any) -> None:
     """Every node's logits are those after its path."""
-    cache.open_slots(tree.num_nodes)
+    cache.open_slots(tree.num_nodes, Span(min(map(len, texts)), max(map(len, texts))))
     logits = target.verify(cache, tree).logits
     for row, (source, text) in enumerate(zip(sources, texts, strict=True)):
         for node in range(tree.num_nodes):
@@ -124,7 +124,6 @@ def test_trees_are_scored_as_the_models_own_decoder_does(kind: str, attention: s
     paths = [[i for i in range(8) if tree.ancestors[row, node, i]] for row, node in enumerate((7, 6, 0))]
     width = max(map(len, paths))
     cache.commit(torch.tensor([p + [0] * (width - len(p)) for p in paths]), torch.tensor([len(p) for p in paths]))
-    cache.raise_bound(width)
     texts = [text + tree.token_ids[row, paths[row]].tolist() for row, text in enumerate(texts)]
     tree = random_tree(3, 6, generator)
     tree.token_ids.remainder_(VOCAB_SIZE)

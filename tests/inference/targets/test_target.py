@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.targets.parts import count_layer_parameters
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.token_tree import TokenTree
@@ -102,7 +103,7 @@ def test_tree_verification_equals_plain_passes_after_branching_commits(
         assert_states_close(output.features[row, : len(text)], wanted)
     for step in range(2):
         tree = random_tree(3, 6, generator, num_padding=2)
-        cache.open_slots(tree.num_nodes)
+        cache.open_slots(tree.num_nodes, Span(min(map(len, texts)), max(map(len, texts))))
         output = target.verify(cache, tree, feature_layers=(2, 0, 6))
         assert output.features is not None
         assert output.logits.isfinite().all()  # padding included
@@ -112,7 +113,6 @@ def test_tree_verification_equals_plain_passes_after_branching_commits(
         cache.commit(path, path_counts)
         for row, nodes in enumerate(paths):
             texts[row] += tree.token_ids[row, nodes].tolist()
-        cache.length_bound = max(map(len, texts))
         assert cache.lengths.tolist() == [len(text) for text in texts]
 
 
@@ -130,7 +130,7 @@ def test_a_tree_deeper_than_the_window(family: str) -> None:
     token_ids = random_prompt(2 * depth + 1, seed=5, batch_size=2)
     tree = TokenTree(token_ids, parents, compute_depths(parents), torch.zeros(2, 2 * depth + 1))
     assert int(tree.depths.max()) == depth
-    cache.open_slots(tree.num_nodes)
+    cache.open_slots(tree.num_nodes, Span(3, 11))
     output = target.verify(cache, tree, feature_layers=(2, 0, 6))
     assert output.features is not None
     check_tree(model, texts, tree, output.logits, output.features)
@@ -192,7 +192,7 @@ def test_reused_slots_hold_no_trace() -> None:
     tree = random_tree(2, 5, torch.Generator().manual_seed(1))
     fresh, used = target.new_cache(2, 64), target.new_cache(2, 64)
     target.prefill(used, random_prompt(40, seed=9, batch_size=2), torch.tensor([40, 40]))
-    used.open_slots(8)
+    used.open_slots(8, Span(40, 40))
     target.verify(used, random_tree(2, 8, torch.Generator().manual_seed(2)))
     used.reset()
     for buffer in used._buffers:
@@ -200,7 +200,7 @@ def test_reused_slots_hold_no_trace() -> None:
     outputs = []
     for cache in (fresh, used):
         first = target.prefill(cache, prompt, counts).logits
-        cache.open_slots(tree.num_nodes)
+        cache.open_slots(tree.num_nodes, Span(6, 10))
         outputs.append(torch.cat([first, target.verify(cache, tree).logits], dim=1))
     assert outputs[1].isfinite().all()
     torch.testing.assert_close(outputs[1], outputs[0], atol=1e-6, rtol=0)

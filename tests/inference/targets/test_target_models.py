@@ -11,6 +11,7 @@ from transformers import (
 )
 
 from draftsmith.inference import Decoder, DynamicTree, NgramDrafter, generate
+from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.targets.forward_names import find_cache_name
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.token_tree import TokenTree
@@ -151,7 +152,7 @@ def test_a_model_that_does_more_than_its_lm_head_runs_whole_and_says_so() -> Non
     assert output.features is not None
     wanted = torch.cat([plain.hidden_states[1], plain.hidden_states[6]], dim=-1)
     assert_states_close(output.features, wanted)
-    cache.open_slots(1)
+    cache.open_slots(1, Span(9, 9))
     verified = target.verify(cache, TokenTree.from_root(torch.tensor([5]))).logits[0, 0]
     torch.testing.assert_close(verified, run_plainly(model, [*text, 5]).logits[0, -1], atol=ATOL, rtol=0)
     with pytest.raises(ValueError, match="ShiftedLlama does more between its last hidden state and its logits"):

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.inference import DynamicTree, generate, stream
-from draftsmith.inference.cache.kv_cache import KVCache, LayerSpec
+from draftsmith.inference.cache.kv_cache import KVCache, LayerSpec, Span
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.targets.probing.probe import Capabilities
 from draftsmith.inference.targets.target import Target
@@ -112,12 +112,11 @@ def decode_tree(target: Target, cache: KVCache, **features: Any) -> list[Tensor]
     read = target.prefill(cache, token_ids, torch.full((batch_size,), 7), chunk_size=4, **features)
     parents, depths = torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]])
     nodes = (token_ids[:, :4], *(row.expand(batch_size, -1) for row in (parents, depths)))
-    cache.open_slots(4)
+    cache.open_slots(4, Span(7, 7))
     verified = target.verify(cache, TokenTree(*nodes, torch.zeros(batch_size, 4)), **features)
     cache.commit(torch.tensor([[0, 2]]).expand(batch_size, -1), torch.full((batch_size,), 2))
-    cache.raise_bound(2)
     cache.keep_rows([batch_size - 1])
-    last = target.prefill(cache, token_ids[:1, :1], torch.ones(1, dtype=torch.long), **features)
+    last = target.prefill(cache, token_ids[:1, :1], torch.ones(1, dtype=torch.long), span=Span(9, 9), **features)
     outputs = [part for output in (read, verified, last) for part in (output.logits, output.features)]
     return [part for part in outputs if part is not None]
 

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from draftsmith.inference import Decoder
+from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.targets.forward_names import read_cache
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.features.encoding import encode
@@ -230,7 +231,7 @@ class TestRefusals:
         cache = target.new_cache(1, 8)
         target.prefill(cache, random_prompt(6), torch.tensor([6]))
         with pytest.raises(ValueError, match=r"8 slots.* 3 new .* 6"):
-            cache.open_slots(3)
+            cache.open_slots(3, Span(6, 6))
 
     @pytest.mark.parametrize("error", [KeyError("layer 5"), RuntimeError("shapes"), IndexError("5"), TypeError("none")])
     def test_layers_that_fail_by_themselves(self, error: Exception) -> None:
