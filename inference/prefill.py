@@ -126,24 +126,25 @@ def _read_rest(
     All rows end in the last chunk: rows with less to read wait for the others.
     """
     cache, device = state.cache, state.cache.lengths.device
-    rests = [prompt[count:] for prompt, count in zip(prompts, kept, strict=True)]
-    longest = max(map(len, rests))
+    longest = max(len(prompt) - count for prompt, count in zip(prompts, kept, strict=True))
     chunk = VERIFIED_CHUNK if step.verifies_prompts and longest <= VERIFIED_PROMPT else PREFILL_CHUNK
     if step.target.reads_prompts_whole:
         chunk = longest
     for start in range(0, longest, chunk):
         size = min(chunk, longest - start)
-        # Per row, the tokens read before and after this chunk. It holds few or no tokens of rows that wait.
-        begins, ends = ([max(0, place - longest + len(rest)) for rest in rests] for place in (start, start + size))
-        parts = list(zip(rests, begins, ends, strict=True))
-        before, after = ([sum(pair) for pair in zip(kept, read, strict=True)] for read in (begins, ends))
-        shortest = min(length for length, begin, end in zip(before, begins, ends, strict=True) if begin < end)
-        token_ids, counts = _pad([rest[begin:end] for rest, begin, end in parts], size, device)
-        output = _read_chunk(cache, step, token_ids, counts, Span(shortest, max(before)))
+        # Where this chunk begins and ends in each prompt. It holds few or no tokens of rows that wait.
+        begins, ends = (
+            [max(count, len(prompt) - longest + place) for prompt, count in zip(prompts, kept, strict=True)]
+            for place in (start, start + size)
+        )
+        parts = list(zip(prompts, begins, ends, strict=True))
+        span = Span(min(begin for _, begin, end in parts if begin < end), max(begins))
+        token_ids, counts = _pad([prompt[begin:end] for prompt, begin, end in parts], size, device)
+        output = _read_chunk(cache, step, token_ids, counts, span)
         stats.num_target_forwards += 1
         # The token after the last one of a prompt is not known yet.
-        following = [rest[begin + 1 : end + 1] for rest, begin, end in parts]
-        read = _hand_over(state, output, following, counts, size, max(after))
+        following = [prompt[begin + 1 : end + 1] for prompt, begin, end in parts]
+        read = _hand_over(state, output, following, counts, size, max(ends))
         del output  # or its features would stay alive during the next chunk
         yield size
     return read

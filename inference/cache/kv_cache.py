@@ -131,8 +131,8 @@ class KVCache(Cache):
         self._windows = tuple(None if spec is None else spec.window for spec in self.layer_specs)
         self._shown: dict[int, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}  # by number of rows
         self._show_rows(batch_size)
-        self.slots = self.lengths[:, None]
-        self._set_view(0, EMPTY)
+        self.slots, self.span = self.lengths[:, None], EMPTY
+        self._set_view(0, 0)
 
     def _show_rows(self, num_rows: int) -> None:
         """From now on all methods work on the first `num_rows` rows."""
@@ -165,19 +165,19 @@ class KVCache(Cache):
         """[S] long, 0 .. S - 1, within the capacity."""
         return self._every_slot[:num_slots]
 
-    def _set_view(self, num_slots: int, span: Span) -> None:
+    def _set_view(self, num_slots: int, shortest: int) -> None:
         """Each window's view starts at a multiple of `view_multiple`, at or before the first slot it may need.
 
         Worked example, a window of 8 with views in steps of 4: a query after 21 tokens sees positions 14 to 21, so
         the view is slots 12 .. S - 1.
         """
-        self.span, self.slots_in_view = span, self.view_slots(num_slots)
+        self.slots_in_view = self.view_slots(num_slots)
         size = self.slots_in_view.shape[0]
         self._note_use(size)
         self.window_sizes: dict[int, Tensor] = {}
         for window in self._windows:
             if window is not None and window not in self.window_sizes:
-                start = max(0, span.shortest - window + 1) // self.view_multiple * self.view_multiple
+                start = max(0, shortest - window + 1) // self.view_multiple * self.view_multiple
                 # The slice begins at slot 0, because compiled graphs guard a tensor's storage offset.
                 self.window_sizes[window] = self._every_slot[: size - start]
 
@@ -197,7 +197,8 @@ class KVCache(Cache):
                 f"{span.longest} committed ones need {needed}: create it with a larger capacity"
             )
         assert span.shortest <= span.longest
-        self._set_view(needed, span)
+        self._set_view(needed, span.shortest)
+        self.span = span
         # Shorter rows write where every window reaches: a query without keys could become NaN.
         has_start = self.window_sizes and span.shortest
         first = self.lengths.clamp(min=span.shortest) if has_start else self.lengths
@@ -334,7 +335,8 @@ class KVCache(Cache):
         if self.states is not None:
             self.states.reset(self.batch_size)
         self.source = self.offsets = None
-        self._set_view(0, EMPTY)
+        self.span = EMPTY
+        self._set_view(0, 0)
 
     def held_length(self, row: int, most: int) -> int:
         """The largest number of a row's first tokens, at most `most`, that `copy_rows` can keep."""

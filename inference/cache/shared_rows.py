@@ -51,7 +51,7 @@ class SharedRows(Cache):
         return self.cache.lengths
 
     def to_positions(self, slots: Tensor) -> Tensor:
-        """As `KVCache.place`."""
+        """As `KVCache.to_positions`."""
         return self.cache.to_positions(slots)
 
     def forget_levels(self, max_slots: int) -> None:

@@ -10,21 +10,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache.kv_cache import EMPTY, KVCache, LayerSpec
+from draftsmith.inference.cache.kv_cache import KVCache, LayerSpec
 
 
 class TreeRowsCache(KVCache):
     """A `KVCache` in which tensors say where a pass writes, so that compiled functions can open slots.
 
-    The first `lengths[b]` slots of a row hold its certain tokens (slot = position). The next R slots hold the nodes of
-    a tree from level to level, until `open_certain` overwrites them.
+    The first `lengths[b]` slots of a row hold its committed tokens (slot = position). The next R slots hold the nodes
+    of a tree from level to level, until `open_committed` overwrites them.
 
-    Worked example, one row with 5 certain tokens, R = 4, at the second level of a tree (2 nodes after 1):
+    Worked example, one row with 5 committed tokens, R = 4, at the second level of a tree (2 nodes after 1):
 
-        open_level([1, 2])       writes slots 6, 7; slots 5 .. 8 are the tree's, slots 0 .. 4 hold certain tokens
+        open_level([1, 2])       writes slots 6, 7; slots 5 .. 8 are the tree's, slots 0 .. 4 hold committed tokens
 
     Args:
-        max_tokens: the most certain tokens of a row.
+        max_tokens: the most committed tokens of a row.
         num_scratch: R.
     """
 
@@ -42,13 +42,13 @@ class TreeRowsCache(KVCache):
         self.num_scratch = num_scratch
         self.tree_slots = self.slots
 
-    def open_certain(self, width: int, max_tokens: int) -> None:
-        """Opens the slots after each row's certain tokens for a pass over `width` tokens, padding included.
+    def open_committed(self, width: int, max_tokens: int) -> None:
+        """Opens the slots after each row's committed tokens for a pass over `width` tokens, padding included.
 
         Args:
-            max_tokens: the largest number of certain tokens of any row after `keep_certain`.
+            max_tokens: the largest number of committed tokens of any row after `keep_committed`.
         """
-        self._set_view(max_tokens + self.num_scratch + 1, EMPTY)
+        self._set_view(max_tokens + self.num_scratch + 1, 0)
         self.slots = self._slots_after(self.first_slots(width))
         self.tree_slots = self.slots
 
@@ -58,7 +58,7 @@ class TreeRowsCache(KVCache):
         self.tree_slots = self._slots_after(self.first_slots(self.num_scratch))
 
     def _slots_after(self, steps: Tensor) -> Tensor:
-        """[B, W] long, the slots `steps` [W] after each row's certain tokens.
+        """[B, W] long, the slots `steps` [W] after each row's committed tokens.
 
         The last slot in view is for padding and may come several times. A row whose text has ended may be longer than
         the view; nobody reads its scores.
@@ -76,8 +76,8 @@ class TreeRowsCache(KVCache):
         self._num_used = self.view
         super().keep_rows(rows)
 
-    def keep_certain(self, counts: Tensor) -> None:
-        """Keeps the first counts[b] tokens of the last `open_certain` pass."""
+    def keep_committed(self, counts: Tensor) -> None:
+        """Keeps the first counts[b] tokens of the last `open_committed` pass."""
         self.lengths += counts
         self.slots = self.tree_slots = self.lengths[:, None]  # a prompt's length would make graphs of its own
 

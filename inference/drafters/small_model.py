@@ -1,7 +1,7 @@
 """SmallModelDrafter: a small causal LM with the target's tokenizer drafts (Leviathan et al., arXiv 2211.17192).
 
 The small model is a `Target` of its own with its own cache. Each level of a chain or tree is one pass of the small
-model; the next `extend` reads the accepted tokens again, in one pass.
+model; the next `extend` reads the committed tokens again, in one pass.
 
 Legend: B batch, S slots of one call, W frontier nodes of one tree level, R scratch rows of the tree, V the target's
 vocabulary, Vs the small model's.
@@ -137,7 +137,7 @@ class SmallModelDrafter(Drafter, nn.Module):
 
     def read_first(self, state: SmallModelState, token_ids: Tensor) -> None:
         """`Drafter.read_first`. Without this call, texts begin with their second token."""
-        self.read_certain(state, token_ids[:, None], torch.ones_like(token_ids), max_tokens=1)
+        self.read_committed(state, token_ids[:, None], torch.ones_like(token_ids), max_tokens=1)
         state.num_first = 1
 
     def extend(
@@ -147,7 +147,7 @@ class SmallModelDrafter(Drafter, nn.Module):
         for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
             chunk = next_token_ids[:, start : start + EXTEND_CHUNK]
             here = (counts - start).clamp(0, chunk.shape[1])
-            logits = self.read_certain(state, chunk, here, max_tokens=max_slots + 1)
+            logits = self.read_committed(state, chunk, here, max_tokens=max_slots + 1)
             last = logits if last is None else torch.where((here > 0)[:, None, None], logits, last)
         assert last is not None
         return self.to_draft(last)
@@ -164,27 +164,27 @@ class SmallModelDrafter(Drafter, nn.Module):
         )
         return self.to_draft(logits)
 
-    def read_certain(
+    def read_committed(
         self, state: SmallModelState, token_ids: Tensor, counts: Tensor, *, max_tokens: int, num_guesses: int = 0
     ) -> Tensor:
-        """One pass over accepted tokens and guesses that follow them.
+        """One pass over committed tokens and guesses that follow them.
 
         Args:
-            token_ids: [B, S] int64; in row b, counts[b] accepted tokens and then `num_guesses` guesses.
-            max_tokens: the largest number of accepted tokens of any row after this call.
+            token_ids: [B, S] int64; in row b, counts[b] committed tokens and then `num_guesses` guesses.
+            max_tokens: the largest number of committed tokens of any row after this call.
 
         Returns:
             logits [B, 1 + num_guesses, Vs] after the last accepted token and after each guess.
         """
         cache, width = state.cache, token_ids.shape[1]
-        cache.open_certain(width, max_tokens)
+        cache.open_committed(width, max_tokens)
         steps = torch.arange(width, device=token_ids.device)
         num_real = counts + num_guesses
         depths = torch.minimum(steps, (num_real[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
         causal = (steps[:, None] >= steps).expand(token_ids.shape[0], width, width)
         read = (counts - 1).clamp(min=0)[:, None] + torch.arange(1 + num_guesses, device=counts.device)
         logits = self.small.score_opened(cache, self.to_small_ids(token_ids), depths, causal, read=read)
-        cache.keep_certain(counts)
+        cache.keep_committed(counts)
         state.tree.forget_levels()
         return logits
 

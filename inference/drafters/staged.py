@@ -112,7 +112,7 @@ class StagedDrafter(Drafter, nn.Module):
         token_ids = nn.functional.pad(next_token_ids, (0, num_guesses))
         places = counts[:, None] + torch.arange(num_guesses, device=counts.device)
         token_ids = token_ids.scatter(1, places, state.guesses.clamp(min=0))
-        state.logits = self.small.read_certain(
+        state.logits = self.small.read_committed(
             state.small, token_ids, counts, max_tokens=max_slots + 1, num_guesses=num_guesses
         )
         return self.small.to_draft(state.logits[:, :1])

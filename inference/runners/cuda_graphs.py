@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LogitsProcessor
 
 from draftsmith.inference.acceptance.exact import Acceptance
 from draftsmith.inference.acceptance.rules import AcceptanceRule
@@ -139,12 +140,12 @@ class Graphs:
         """`function(values)`: eagerly the first time, which is a step like any other and warms up the libraries.
 
         Args:
-            key: what is equal in calls that may share a graph, beside the shapes of tensors.
+            key: what is equal in calls that may share a graph, beside what `describe` says of the values.
         """
         if self.is_eager:
             return function(values)
         given = list(find_tensors(values))
-        key = key, tuple((tensor.shape, tensor.dtype) for tensor in given)
+        key = key, describe(values)
         entry = self.entries.get(key)
         if entry is None:
             if len(self.entries) == GRAPH_LIMIT:
@@ -170,66 +171,61 @@ class Graphs:
         self.is_eager = True
 
 
+def _parts_of(value: Any) -> dict[Any, Any] | None:
+    """What a value is made of: the items of a tuple or list, the fields of a dataclass, a processor's settings. None
+    for anything else."""
+    if isinstance(value, (tuple, list)):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return vars(value) if isinstance(value, LogitsProcessor) else None
+
+
 def find_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of a value that is made of tensors, tuples, lists and dataclasses of these."""
+    """The tensors of a value."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from find_tensors(part)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from find_tensors(getattr(value, field.name))
+    for part in (_parts_of(value) or {}).values():
+        yield from find_tensors(part)
 
 
 def replace_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """The value with other tensors, in the order of `find_tensors`."""
+    """A copy of the value with other tensors, in the order of `find_tensors`."""
     if isinstance(value, Tensor):
         return next(tensors)
+    if (parts := _parts_of(value)) is None:
+        return value
+    replaced = {name: replace_tensors(part, tensors) for name, part in parts.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(replace_tensors(part, tensors) for part in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {
-            field.name: replace_tensors(getattr(value, field.name), tensors) for field in dataclasses.fields(value)
-        }
-        return dataclasses.replace(value, **parts)
-    return value
+        return type(value)(replaced.values())
+    copied = copy.copy(value)
+    for name, part in replaced.items():
+        object.__setattr__(copied, name, part)  # also of frozen ones
+    return copied
 
 
-@dataclasses.dataclass
-class SamplerParts:
-    """A sampler taken apart: tensors that differ from call to call, and the rest, which a graph holds."""
+def describe(value: Any) -> Any:
+    """Equal for values that may share a graph, in which all but the numbers in tensors is constant."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if (parts := _parts_of(value)) is not None:
+        return type(value), *((name, describe(part)) for name, part in parts.items())
+    return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 
-    sampler: Sampler
-    tensors: list[Tensor]
-    key: tuple[Any, ...]
 
-    @classmethod
-    def of(cls, sampler: Sampler) -> SamplerParts:
+class _Sampling:
+    """A sampler taken apart: values that differ from call to call, and the rest, which a graph holds."""
+
+    def __init__(self, sampler: Sampler) -> None:
         ((settings, _),) = sampler.groups  # rows of other calls join eager steps only
-        key: list[Any] = [settings.do_sample, sampler.keeps_scores]
-        tensors = [] if sampler.row_seeds is None else [sampler.row_seeds]
-        for processor in settings.processors:
-            key.append(type(processor))
-            for name, value in sorted(vars(processor).items()):
-                if isinstance(value, Tensor):
-                    tensors.append(value)
-                else:
-                    key.append((name, value if isinstance(value, (bool, int, float, str, type(None))) else id(value)))
-        return cls(sampler, tensors, tuple(key))
+        self.sampler, self.values = sampler, (sampler.row_seeds, settings.processors)
+        self.key = settings.do_sample, sampler.keeps_scores
 
-    def join(self, tensors: Sequence[Tensor], history: TokenHistory) -> Sampler:
-        """The sampler, on a graph's own tensors."""
-        own, sampler = iter(tensors), copy.copy(self.sampler)
-        ((settings, rows),) = sampler.groups
-        if sampler.row_seeds is not None:
-            sampler.row_seeds = next(own)
-        processors = [copy.copy(processor) for processor in settings.processors]
-        for processor in processors:
-            for name, value in sorted(vars(processor).items()):
-                if isinstance(value, Tensor):
-                    object.__setattr__(processor, name, next(own))
-        sampler.groups = [(dataclasses.replace(settings, processors=tuple(processors)), rows)]
+    def join(self, values: Any, history: TokenHistory) -> Sampler:
+        """The sampler, on a graph's own values."""
+        sampler, ((settings, rows),) = copy.copy(self.sampler), self.sampler.groups
+        sampler.row_seeds, processors = values
+        sampler.groups = [(dataclasses.replace(settings, processors=processors), rows)]
         sampler.texts = None if sampler.texts is None else history
         return sampler
 
@@ -300,27 +296,27 @@ class CapturedFunctions:
             else:  # such as that of a drafter that has read nothing yet
                 self._home = state.draft
                 self.graphs["draft"].entries.clear()
-        parts = SamplerParts.of(sampler)
+        parts = _Sampling(sampler)
         cache = state.cache
 
-        def run(values: tuple[Tensor | None, list[Tensor]]) -> Any:
+        def run(values: Any) -> Any:
             before = cache.offsets
-            cache.offsets, tensors = values
+            cache.offsets, own = values
             try:
-                return draft(step, state, policy, parts.join(tensors, state.history), width, in_view)
+                return draft(step, state, policy, parts.join(own, state.history), width, in_view)
             finally:
                 cache.offsets = before
 
-        return self.graphs["draft"].run((policy, len(in_view), parts.key), run, (cache.offsets, parts.tensors))
+        return self.graphs["draft"].run((policy, len(in_view), parts.key), run, (cache.offsets, parts.values))
 
     def _plant_root(self, state: DecodeState, sampler: Sampler, vocab_size: int) -> Any:
         self._own(state)
-        parts = SamplerParts.of(sampler)
+        parts = _Sampling(sampler)
         return self.graphs["root"].run(
-            parts.key, lambda tensors: plant_root(state, parts.join(tensors, state.history), vocab_size), parts.tensors
+            parts.key, lambda own: plant_root(state, parts.join(own, state.history), vocab_size), parts.values
         )
 
-    def _verify(self, step: Step, cache: KVCache, tree: TokenTree) -> TargetOutput:
+    def _verify(self, step: Step, cache: KVCache, tree: TokenTree) -> Any:
         if step.target.is_encoder_decoder:  # each text's source has another size
             return verify(step, cache, tree)
 
@@ -333,62 +329,32 @@ class CapturedFunctions:
                 cache.slots, cache.offsets = before
 
         windows = tuple(len(sizes) for sizes in cache.window_sizes.values())
-        output: TargetOutput = self.graphs["verify"].run(
-            (cache.view, windows, tree.max_depth), run, (tree, cache.slots, cache.offsets)
-        )
-        return output
+        return self.graphs["verify"].run((cache.view, windows), run, (tree, cache.slots, cache.offsets))
 
     def _accept(
-        self,
-        state: DecodeState,
-        tree: TokenTree,
-        logits: Tensor,
-        noise: Tensor | None,
-        sampler: Sampler,
-        rule: AcceptanceRule,
-    ) -> Acceptance:
-        parts = SamplerParts.of(sampler)
+        self, state: DecodeState, tree: TokenTree, logits: Tensor, noise: Any, sampler: Sampler, rule: AcceptanceRule
+    ) -> Any:
+        parts = _Sampling(sampler)
 
-        def run(values: tuple[TokenTree, Tensor, Tensor | None, list[Tensor]]) -> Acceptance:
-            own_tree, own_logits, own_noise, tensors = values
-            return accept(state, own_tree, own_logits, own_noise, parts.join(tensors, state.history), rule)
+        def run(values: Any) -> Acceptance:
+            own_tree, own_logits, own_noise, sampling = values
+            return accept(state, own_tree, own_logits, own_noise, parts.join(sampling, state.history), rule)
 
-        accepted: Acceptance = self.graphs["accept"].run(
-            (rule.name, len(state.history.places), tree.max_depth, parts.key), run, (tree, logits, noise, parts.tensors)
-        )
-        return accepted
+        key = rule.name, len(state.history.places), parts.key
+        return self.graphs["accept"].run(key, run, (tree, logits, noise, parts.values))
 
-    def _commit(
-        self,
-        state: DecodeState,
-        tree: TokenTree,
-        accepted: Acceptance,
-        features: Tensor | None,
-        *,
-        is_chain: bool,
-        records_probabilities: bool,
-    ) -> Tensor:
-        flags = is_chain, records_probabilities
-        emitted: Tensor = self.graphs["commit"].run(
-            flags,
-            lambda own: commit(state, *own, is_chain=is_chain, records_probabilities=records_probabilities),
-            (tree, accepted, features),
-        )
-        return emitted
+    def _commit(self, state: DecodeState, *values: Any, **flags: Any) -> Any:
+        return self.graphs["commit"].run((*flags.items(),), lambda own: commit(state, *own, **flags), values)
 
-    def _count_accepted(self, policy: TreePolicy, *values: Any) -> Tensor:
-        counted: Tensor = self.graphs["count"].run((), lambda own: policy.count_accepted(*own), values)
-        return counted
+    def _count_accepted(self, policy: TreePolicy, *values: Any) -> Any:
+        return self.graphs["count"].run((), lambda own: policy.count_accepted(*own), values)
 
 
 def state_tensors(value: Any, besides: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a drafter's state with their places in it, but for those of an object that all states share."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, (tuple, list)):
-        for number, part in enumerate(value):
-            yield from state_tensors(part, besides, f"{name}.{number}")
     elif value is not besides and not isinstance(value, nn.Module):
-        parts = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-        for key, part in parts.items():
+        named = (value if isinstance(value, dict) else getattr(value, "__dict__", {})).items()
+        for key, part in enumerate(value) if isinstance(value, (tuple, list)) else named:
             yield from state_tensors(part, besides, f"{name}.{key}")

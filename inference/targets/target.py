@@ -391,7 +391,7 @@ class Target:
             token_ids: [B, W] long.
             depths: [B, W] long; a token stands at position lengths + depth.
             ancestors: [B, W, T] bool, which of the T slots of the tree (`TreeRowsCache.tree_slots`) each token sees,
-                itself included. Every token also sees the certain tokens.
+                itself included. Every token also sees the committed tokens.
             tree_depths: [1 or B, T] long, the depths of the tree's slots; None = `depths`.
             read: [B, R] long, the tokens whose logits are wanted; None = all.
 
