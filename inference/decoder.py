@@ -88,6 +88,7 @@ class Decoder:
 
     Attributes:
         planner: chooses the trees; None with a fixed one.
+        step: the parts of a step, for loops of their own.
 
     Raises:
         TypeError: `drafter` is no `Drafter`.
@@ -124,7 +125,7 @@ class Decoder:
         rule = resolve_rule(acceptance)
         rule.check(self.policy)
         runner = self._choose_runner(compile=compile, graphs=graphs)
-        self._step = Step(self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule, runner=runner)
+        self.step = Step(self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule, runner=runner)
         self.planner = self._new_planner()
         self._state: DecodeState | None = None  # kept between calls; with the texts of the last one, if it is whole
         self._is_free = threading.Lock()
@@ -137,7 +138,7 @@ class Decoder:
                 "tree='auto' and 'gamma' choose by each process's own clock, and processes that split a target by "
                 "tensor parallelism must verify the same tree: give a fixed one, such as tree='chain:3'"
             )
-        step, candidates = self._step, self.policy.candidates
+        step, candidates = self.step, self.policy.candidates
         file = memory_file(self.target, self.drafter, candidates, step.runner.name, is_coupled=step.is_coupled)
         return Planner(candidates, file, node_cost=NODE_COSTS.get(self.target.device.type, NODE_COSTS["cuda"]))
 
@@ -234,7 +235,7 @@ class Decoder:
         scores = EmittedScores(request)
         if request.streamer is not None:
             request.streamer.put(request.given_ids.cpu())
-        with self.target.without_autograd(), self._step.active():
+        with self.target.without_autograd(), self.step.active():
             records = on_step is not None
             for kept in self._begin(
                 request, seeds, clock, scores, reuse_cache=reuse_cache, records_probabilities=records
@@ -257,9 +258,9 @@ class Decoder:
         """Reads the prompts; the steps of the call, as in `Engine.run`."""
         clock.start()
         state, hit = self._get_state(request, reuse_cache=reuse_cache)
-        engine = Engine(self._step, state, clock, planner=self.planner, records_probabilities=records_probabilities)
+        engine = Engine(self.step, state, clock, planner=self.planner, records_probabilities=records_probabilities)
         reading = prefill(
-            state, self._step, request.rows, clock.stats, source=request.source, media=request.media, hit=hit
+            state, self.step, request.rows, clock.stats, source=request.source, media=request.media, hit=hit
         )
         del hit  # with an earlier call's cache
         read = finish(reading)
@@ -317,7 +318,7 @@ class Decoder:
             while True:
                 clock.start()
                 # Inference mode belongs to a thread, so it is entered anew for every step.
-                with self.target.without_autograd(), self._step.active():
+                with self.target.without_autograd(), self.step.active():
                     steps = begin() if steps is None else steps
                     kept = next(steps, None)
                 clock.pause()
@@ -352,7 +353,7 @@ class Decoder:
     def _get_state(self, request: Request, *, reuse_cache: bool) -> tuple[DecodeState, PrefixHit | None]:
         """A state with room for the call, the present one where it is large enough; and the part of the prompts that
         the last call has left. From here on this decoder holds no text of an earlier call."""
-        state, step = self._state, self._step
+        state, step = self._state, self.step
         num_slots = request.max_length + step.num_slots_after
         hit = None
         if state is not None and reuse_cache:
@@ -392,11 +393,6 @@ class Decoder:
                 "reuse_cache has nothing to reuse: this decoder holds no text yet (or a step of its last call was "
                 "interrupted). Keep one Decoder for a conversation, and see Decoder.holds_text"
             )
-
-    @property
-    def step(self) -> Step:
-        """The parts of a step, for loops of their own."""
-        return self._step
 
     @property
     def holds_text(self) -> bool:

@@ -23,13 +23,11 @@ class EmittedScores:
         self._logits: list[list[Tensor]] = [[] for _ in range(request.batch_size)]  # per row, pieces [n, V]
         self._scores: list[list[Tensor]] = [[] for _ in range(request.batch_size)]
 
-    def add(
-        self, output: StepOutput, places: Sequence[int], rows: Sequence[Row], kept: Sequence[Sequence[int]]
-    ) -> None:
+    def add(self, output: StepOutput, given: Sequence[tuple[int, Row, Sequence[int], Sequence[int]]]) -> None:
         """Adds those of a step's tokens.
 
         Args:
-            places: of the rows in the step's tensors; kept: the tokens that each row keeps.
+            given: as in `Emission`.
         """
         request = self.request
         logits = None
@@ -38,8 +36,8 @@ class EmittedScores:
             logits = output.target.logits.gather(1, path).float()
         for held, values in ((self._logits, logits), (self._scores, output.accepted.scores)):
             if values is not None:
-                for place, row, new in zip(places, rows, kept, strict=True):
-                    held[row.index].append(values[place, : len(new)].clone())  # a view would keep all of `values`
+                for place, row, _, kept in given:
+                    held[row.index].append(values[place, : len(kept)].clone())  # a view would keep all of `values`
 
     def logits(self) -> tuple[Tensor, ...] | None:
         """[B, V] for every emitted token, zero where a row has ended; None if not asked for."""

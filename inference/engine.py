@@ -82,20 +82,15 @@ class StepTokens(list[int]):
 
 @dataclass(frozen=True)
 class Emission:
-    """What a step, or the prompts, gave the rows that took part.
+    """What a step, or the prompts, gave the rows that had not ended.
 
     Attributes:
         output: the step's.
-        rows: they; places: of each, its place in the step's tensors.
-        tokens: what the step gave each of them: nothing for rows that had ended.
-        kept: the part of it that belongs to the text.
+        given: of each row, its place in the step's tensors, what the step gave it, and what its text keeps of that.
     """
 
     output: StepOutput
-    rows: list[Row]
-    places: list[int]
-    tokens: list[StepTokens]
-    kept: list[StepTokens]
+    given: list[tuple[int, Row, StepTokens, StepTokens]]
 
 
 class Engine:
@@ -137,12 +132,13 @@ class Engine:
         emission = self.start(read, sampler)
         del read
         while True:
-            for row in emission.rows:
+            kept = []
+            for _, row, _, own in emission.given:
                 if row.error is not None:
                     raise ValueError(row.error)
+                kept.append(own)
             if scores is not None:
-                scores.add(emission.output, emission.places, emission.rows, emission.kept)
-            kept = emission.kept
+                scores.add(emission.output, emission.given)
             del emission  # or its tensors would be alive beside those of the next step
             yield kept
             if self.is_finished:
@@ -174,10 +170,10 @@ class Engine:
         emission, stats = self.emit(output), self.stats
         stats.num_target_forwards += 1
         stats.num_verify_passes += 1
-        stats.num_drafted += (output.tree.num_nodes - 1) * len(emission.rows)
+        stats.num_drafted += (output.tree.num_nodes - 1) * len(emission.given)
         # The read of the emission; with lazy processors also which rows walk on, at each depth.
         stats.num_host_syncs += 1 + width if is_lazy else 1
-        for new in emission.tokens:
+        for _, _, new, _ in emission.given:
             stats.count_step(len(new) - 1)
         return emission
 
@@ -185,7 +181,7 @@ class Engine:
         """Hands tokens to their texts, which decide whether they have ended."""
         state, width = self.state, output.accepted.path.shape[1]
         end = 1 + width * (2 if output.has_probabilities else 1)
-        emission = Emission(output, [], [], [], [])
+        emission = Emission(output, [])
         counted: list[list[int]] = []
         left: list[int] = []
         emitted = output.emitted.tolist()  # the step's one synchronisation
@@ -195,10 +191,7 @@ class Engine:
             new = _read_row(values[:end], width)
             left.append(row.budget)
             num_kept = row.emit(new)
-            emission.rows.append(row)
-            emission.places.append(place)
-            emission.tokens.append(new)
-            emission.kept.append(new if num_kept == len(new) else new.cut(num_kept))
+            emission.given.append((place, row, new, new if num_kept == len(new) else new.cut(num_kept)))
             counted.append(values[end:])
         if self.planner is not None and not output.is_first:
             self.planner.learn(output.policy, counted, left)

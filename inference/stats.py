@@ -6,6 +6,7 @@ the token drawn from it do not. Tokens that EOS or the length limit cut off coun
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass, field
 
@@ -54,10 +55,15 @@ class GenerationStats:
         return 1.0 + sum(a * n for a, n in enumerate(self.accepted_histogram)) / self.num_verify_steps
 
     @property
+    def accepted_per_depth(self) -> list[int]:
+        """Entry d - 1: in how many steps a draft of depth d was accepted."""
+        return [sum(self.accepted_histogram[depth:]) for depth in range(1, len(self.accepted_histogram))]
+
+    @property
     def acceptance_by_depth(self) -> list[float]:
         """Entry d - 1: the rate at which depth d was accepted when depth d - 1 was (d = 1: in all steps)."""
-        reached = [sum(self.accepted_histogram[depth:]) for depth in range(len(self.accepted_histogram))]
-        return [reached[d] / reached[d - 1] if reached[d - 1] else 0.0 for d in range(1, len(reached))]
+        reached = [sum(self.accepted_histogram), *self.accepted_per_depth]
+        return [count / above if above else 0.0 for above, count in itertools.pairwise(reached)]
 
     def __add__(self, other: GenerationStats) -> GenerationStats:
         """The sum over generations."""

@@ -110,7 +110,7 @@ class Lane:
         with self.step.active():
             emission = self._engine.advance()
         num_nodes = emission.output.tree.num_nodes
-        for row, place, new, kept in zip(emission.rows, emission.places, emission.tokens, emission.kept, strict=True):
+        for place, row, new, kept in emission.given:
             reply = replies[row]
             reply.stats.count_step(len(new) - 1)
             reply.stats.num_drafted += num_nodes - 1

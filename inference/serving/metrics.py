@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from draftsmith.inference.serving.reply import Reply
@@ -14,44 +17,28 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.running = self._gauge("num_requests_running", "Replies that are being decoded.")
-        self.waiting = self._gauge("num_requests_waiting", "Replies that wait for a free row.")
-        self.cache_rows = self._gauge("cache_rows_used", "Rows of caches that hold a running reply.")
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.new_tokens = self._counter("generation_tokens", "Tokens of replies.")
-        self.drafts = self._counter("spec_decode_num_drafts", "Verify steps with a draft; each row counts.")
-        self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens that were verified.")
-        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
-        self.accepted_per_pos = Counter(
-            "draftsmith:spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that were accepted, by their depth in the tree (0 = first).",
-            ["position"],
-            registry=self.registry,
-        )
-        self.ended = Counter(
-            "draftsmith:request_success",
-            "Replies by the reason of their end.",
-            ["finished_reason"],
-            registry=self.registry,
-        )
-        self.refused = Counter(
-            "draftsmith:request_refused",
-            "Requests that were refused, by HTTP status.",
-            ["status"],
-            registry=self.registry,
-        )
-        self.first_token_seconds = self._histogram("time_to_first_token_seconds", "From arrival to the first token.")
-        self.seconds = self._histogram("e2e_request_latency_seconds", "From arrival to the reply's end.")
-        self.queue_seconds = self._histogram("request_queue_time_seconds", "From arrival to the reading of the prompt.")
 
-    def _gauge(self, name: str, help_text: str) -> Gauge:
-        return Gauge(f"draftsmith:{name}", help_text, registry=self.registry)
+        def add(kind: Any, name: str, text: str, labels: Sequence[str] = (), **options: Any) -> Any:
+            return kind(f"draftsmith:{name}", text, labels, registry=self.registry, **options)
 
-    def _counter(self, name: str, help_text: str) -> Counter:
-        return Counter(f"draftsmith:{name}", help_text, registry=self.registry)
-
-    def _histogram(self, name: str, help_text: str) -> Histogram:
-        return Histogram(f"draftsmith:{name}", help_text, buckets=SECONDS, registry=self.registry)
+        self.running = add(Gauge, "num_requests_running", "Replies that are being decoded.")
+        self.waiting = add(Gauge, "num_requests_waiting", "Replies that wait for a free row.")
+        self.cache_rows = add(Gauge, "cache_rows_used", "Rows of caches that hold a running reply.")
+        self.prompt_tokens = add(Counter, "prompt_tokens", "Tokens of prompts.")
+        self.new_tokens = add(Counter, "generation_tokens", "Tokens of replies.")
+        self.drafts = add(Counter, "spec_decode_num_drafts", "Verify steps with a draft; each row counts.")
+        self.draft_tokens = add(Counter, "spec_decode_num_draft_tokens", "Drafted tokens that were verified.")
+        self.accepted = add(Counter, "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        text = "Drafted tokens that were accepted, by their depth in the tree (0 = first)."
+        self.accepted_per_pos = add(Counter, "spec_decode_num_accepted_tokens_per_pos", text, ["position"])
+        self.ended = add(Counter, "request_success", "Replies by the reason of their end.", ["finished_reason"])
+        self.refused = add(Counter, "request_refused", "Requests that were refused, by HTTP status.", ["status"])
+        names = "time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"
+        ends = "first token", "reply's end", "reading of the prompt"
+        self.first_token_seconds, self.seconds, self.queue_seconds = (
+            add(Histogram, name, f"From arrival to the {end}.", buckets=SECONDS)
+            for name, end in zip(names, ends, strict=True)
+        )
 
     def count_reply(self, reply: Reply) -> None:
         """Counts a reply that has ended."""
@@ -60,7 +47,7 @@ class Metrics:
         self.new_tokens.inc(len(reply.row.new))
         self.drafts.inc(reply.num_drafts)
         self.draft_tokens.inc(reply.stats.num_drafted)
-        for position, count in enumerate(reply.accepted_per_depth):
+        for position, count in enumerate(reply.stats.accepted_per_depth):
             self.accepted.inc(count)
             self.accepted_per_pos.labels(position).inc(count)
         for histogram, moment in (

@@ -132,10 +132,9 @@ def summarise(*replies: Reply) -> dict[str, Any]:
     stats = sum((reply.stats for reply in replies[1:]), replies[0].stats)
     starts = [reply.started for reply in replies if reply.started is not None]
     ends = [reply.ended for reply in replies if reply.ended is not None]
-    histogram = stats.accepted_histogram
     return {
         "acceptance_length": stats.acceptance_length,
         "num_steps": stats.num_verify_steps,
-        "accepted_per_depth": [sum(histogram[depth:]) for depth in range(1, len(histogram))],
+        "accepted_per_depth": stats.accepted_per_depth,
         "seconds": max(ends) - min(starts) if starts and ends else 0.0,
     }

@@ -144,12 +144,6 @@ class Reply:
     def is_over(self) -> bool:
         return self.ended is not None
 
-    @property
-    def accepted_per_depth(self) -> list[int]:
-        """Entry d - 1: in how many steps the draft of depth d was accepted."""
-        histogram = self.stats.accepted_histogram
-        return [sum(histogram[depth:]) for depth in range(1, len(histogram))]
-
     def cancel(self) -> None:
         """Nobody waits for the reply: it ends before the engine's next step. For any thread."""
         self.is_cancelled = True

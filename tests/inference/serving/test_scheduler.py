@@ -84,7 +84,7 @@ def test_a_text_depends_on_nobody_else_in_the_batch(name: str) -> None:
         assert arrival.text == "".join(f" {token}" for token in arrival.tokens if not is_end(arrival, token))
     if "oracle" in name or name in ("staged", "merged"):
         rows = [one.row for one in arrivals if one.row is not None and one.lane[0] == "draft"]
-        assert max(len(row.accepted_per_depth) for row in rows) >= 3, "deep drafts were accepted"
+        assert max(len(row.stats.accepted_per_depth) for row in rows) >= 3, "deep drafts were accepted"
 
 
 def test_texts_of_a_batch_invariant_target_in_bfloat16() -> None:

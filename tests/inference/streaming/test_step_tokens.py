@@ -102,7 +102,7 @@ def test_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def note(engine: Engine, output: StepOutput) -> Emission:
         emission = emit(engine, output)
-        for row, step in zip(emission.rows, emission.kept, strict=True):
+        for _, row, _, step in emission.given:
             kept[row.index].append(step)
         return emission
 
