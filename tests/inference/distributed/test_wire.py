@@ -29,22 +29,28 @@ PROMPT = Prompt([7, 8], [0, 7, 8], 5, -3, '["é"]', (2, 4))
 # By hand: a change of these bytes is a new version of the protocol.
 FRAMES: dict[str, tuple[Message, bytes]] = {
     "goodbye": (None, frame_of(0, b"")),
-    "greeting": (Greeting("Llåma", 2, 50, "float32"), frame_of(1, integers(2, 50, 6, 7) + b"Ll\xc3\xa5mafloat32")),
-    "prompt": (PROMPT, frame_of(2, integers(2, 3, 5, 1, -3, 2, 6, 7, 8, 0, 7, 8, 2, 4) + b'["\xc3\xa9"]')),
-    "greedy prompt": (Prompt([7], [7], 5, None), frame_of(2, integers(1, 1, 5, 0, 0, 0, 2, 7, 7) + b"[]")),
+    "greeting": (
+        Greeting("Llåma", 2, 50, "float32"),
+        frame_of(1, integers(6) + b"Ll\xc3\xa5ma" + integers(2, 50, 7) + b"float32"),
+    ),
+    "prompt": (
+        PROMPT,
+        frame_of(2, integers(2, 7, 8, 3, 0, 7, 8, 5, 1, -3, 6) + b'["\xc3\xa9"]' + integers(2, 2, 4)),
+    ),
+    "greedy prompt": (Prompt([7], [7], 5, None), frame_of(2, integers(1, 7, 1, 7, 5, 0, 2) + b"[]" + integers(0))),
     "task": (Task(1, 4, 5, [7, 8]), frame_of(3, integers(1, 4, 5, 2, 7, 8))),
     "answer": (
         Answer(1, 5, [8, -1], None, 0.25),
-        frame_of(4, integers(1, 5, 2, 0, 0) + struct.pack("<d", 0.25) + integers(8, -1)),
+        frame_of(4, integers(1, 5, 2, 8, -1, 0) + struct.pack("<d", 0.25) + integers(0)),
     ),
     "answer with features": (
         Answer(1, 5, [8, 9], torch.tensor([[1.0, -2.0, 0.5], [0.0, 3.0, 4.0]], dtype=torch.float16), 0.25),
         frame_of(
             4,
-            integers(1, 5, 2, 3, 3)
+            integers(1, 5, 2, 8, 9, 1, 2, 2, 3)
+            + struct.pack("<6e", 1, -2, 0.5, 0, 3, 4)
             + struct.pack("<d", 0.25)
-            + integers(8, 9)
-            + struct.pack("<6e", 1, -2, 0.5, 0, 3, 4),
+            + integers(0),
         ),
     ),
 }
