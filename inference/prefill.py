@@ -22,8 +22,8 @@ from draftsmith.inference.request.row import Row
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats
 from draftsmith.inference.step import VERIFIED_CHUNK, Step
+from draftsmith.inference.targets.backbone import TargetOutput
 from draftsmith.inference.targets.multimodal import Media, read_media
-from draftsmith.inference.targets.passes import TargetOutput
 from draftsmith.inference.trees.token_tree import TokenTree
 
 MIN_SHARED = 32  # a shared beginning shorter than this is not worth a pass of its own

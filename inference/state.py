@@ -72,15 +72,10 @@ class DecodeState:
         self.pending_bound = 0
         self.is_whole = False
         self.has_media = False
-        self._path_width = path_width
         self._retired: set[int] = set()
         self._every_place = torch.arange(num_tokens + path_width, device=cache.lengths.device)
-        self._buffers: dict[str, Tensor] = {}
-        self._allocate(cache.max_batch_size)
-
-    def _allocate(self, num_rows: int) -> None:
-        width = CATCH_UP + 2 * self._path_width
-        sizes = {"tokens": (num_rows, self.capacity), "pending_ids": (num_rows, width)}
+        num_rows = cache.max_batch_size
+        sizes = {"tokens": (num_rows, self.capacity), "pending_ids": (num_rows, CATCH_UP + 2 * path_width)}
         with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
             self._buffers = {name: self._every_place.new_zeros(sizes.get(name, (num_rows,))) for name in self._FIELDS}
         self._show(num_rows)

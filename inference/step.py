@@ -23,7 +23,7 @@ from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.noise import derive_seeds
 from draftsmith.inference.state import CATCH_UP, DecodeState
 from draftsmith.inference.stats import PhaseClock
-from draftsmith.inference.targets.passes import TargetOutput
+from draftsmith.inference.targets.backbone import TargetOutput
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree

@@ -116,8 +116,8 @@ ORDERS = {
         *("custom_generate", "generation", "pipeline", "pipelined", "serving", "distributed"),
     ),
     "inference/targets": (
-        *("forward_names", "copied_modules", "model_config", "files", "passes", "refusals", "parts", "recurrent"),
-        *("masks", "encoder_decoder", "backbone", "probing", "target", "layer_groups", "multimodal", "media_proof"),
+        *("forward_names", "copied_modules", "model_config", "files", "masks", "refusals", "parts", "recurrent"),
+        *("encoder_decoder", "backbone", "probing", "target", "layer_groups", "multimodal", "media_proof"),
     ),
 }
 FOLDERS = sorted({path.parent for path in MODULES})

@@ -39,8 +39,8 @@ from draftsmith.inference.step import (
     plant_root,
     verify,
 )
+from draftsmith.inference.targets.backbone import TargetOutput
 from draftsmith.inference.targets.model_config import has_attention_interface
-from draftsmith.inference.targets.passes import TargetOutput
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
 

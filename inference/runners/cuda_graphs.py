@@ -19,7 +19,6 @@ import copy
 import dataclasses
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -35,7 +34,7 @@ from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.request.token_history import TokenHistory
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.step import Runner, Step, accept, commit, draft, plant_root, verify
-from draftsmith.inference.targets.passes import TargetOutput
+from draftsmith.inference.targets.backbone import TargetOutput
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
 
@@ -47,28 +46,9 @@ GRAPH_VIEW = 256
 logger = logging.getLogger(__name__)
 
 
-class Graph(ABC):
-    """One recorded function without arguments."""
-
-    @abstractmethod
-    def warm_up(self, function: Callable[[], Any]) -> Any:
-        """Runs the function once, where libraries will see the stream of the capture; returns its result."""
-
-    @abstractmethod
-    def capture(self, function: Callable[[], None]) -> None:
-        """Records the function. Its operators have no effect yet.
-
-        Raises:
-            RuntimeError: it needs the host.
-        """
-
-    @abstractmethod
-    def replay(self) -> None:
-        """Runs what was recorded."""
-
-
-class CudaGraph(Graph):
-    """A `torch.cuda.CUDAGraph`. docs/gpu.md says what ran on a GPU; the logic around it is tested on a CPU.
+class CudaGraph:
+    """One recorded function without arguments: a `torch.cuda.CUDAGraph`. docs/gpu.md says what ran on a GPU; the logic
+    around it is tested on a CPU.
 
     Args:
         pool: memory that all graphs share; stream: of warm-ups and captures.
@@ -79,6 +59,7 @@ class CudaGraph(Graph):
         self.graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, function: Callable[[], Any]) -> Any:
+        """Runs the function once, where libraries will see the stream of the capture; returns its result."""
         current = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -87,11 +68,17 @@ class CudaGraph(Graph):
         return result
 
     def capture(self, function: Callable[[], None]) -> None:
+        """Records the function. Its operators have no effect yet.
+
+        Raises:
+            RuntimeError: it needs the host.
+        """
         # Decoders of other threads may allocate memory meanwhile.
         with torch.cuda.graph(self.graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
             function()
 
     def replay(self) -> None:
+        """Runs what was recorded."""
         self.graph.replay()
 
 
@@ -104,7 +91,7 @@ class Captured:
         given: the tensors of the values of the first, eager call; result: what that returned.
     """
 
-    def __init__(self, graph: Graph, function: Callable[[Any], Any], given: Sequence[Tensor], result: Any) -> None:
+    def __init__(self, graph: CudaGraph, function: Callable[[Any], Any], given: Sequence[Tensor], result: Any) -> None:
         self.graph, self.function = graph, function
         self.inputs = [torch.empty_like(tensor) for tensor in given]
         self.outputs = [torch.empty_like(tensor) for tensor in find_tensors(result)]
@@ -131,7 +118,7 @@ class Graphs:
         is_eager: whether it has turned out that the function cannot be captured.
     """
 
-    def __init__(self, name: str, new_graph: Callable[[], Graph]) -> None:
+    def __init__(self, name: str, new_graph: Callable[[], CudaGraph]) -> None:
         self.name, self._new_graph = name, new_graph
         self.seconds, self.is_eager = 0.0, False
         self.entries: dict[Any, Captured] = {}
@@ -247,7 +234,7 @@ class CapturedFunctions:
         runner: runs them.
     """
 
-    def __init__(self, new_graph: Callable[[], Graph]) -> None:
+    def __init__(self, new_graph: Callable[[], CudaGraph]) -> None:
         self.graphs = {
             name: Graphs(name, new_graph) for name in ("draft", "root", "verify", "accept", "commit", "count")
         }

@@ -35,6 +35,14 @@ class PassOutput:
     logits: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class TargetOutput:
+    """logits: [B, N, V] in the model's dtype. features: [B, N, F], or None when no layers were asked for."""
+
+    logits: Tensor
+    features: Tensor | None
+
+
 class Backbone:
     """Runs a model.
 

@@ -1,14 +1,15 @@
-"""Attention masks for a tree's tokens over the cache, with each layer type's sliding window.
+"""The nodes of a pass, who is whose ancestor, and their attention masks over the cache, with each layer type's sliding
+window.
 
-They are additive, or packed (`kernels/packed_masks.py`) where the model takes those.
+Masks are additive, or packed (`kernels/packed_masks.py`) where the model takes those.
 
 Legend: B batch, N tokens of one pass, M slots of the tree, S cache slots, W of them that a layer sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +20,56 @@ from draftsmith.inference.cache.shared_rows import SharedRows
 from draftsmith.inference.kernels.packed_masks import pack_chain, pack_tree
 
 FEW_SLOTS = 1024  # up to here an additive mask, made once for all layers, is faster on a CPU
+
+
+@dataclass
+class Nodes:
+    """Tokens that a pass reads as trees. `TokenTree`, which has what was drafted, shows an example.
+
+    Attributes:
+        token_ids: [B, N] long.
+        parents: [B, N] long, node indices; a parent stands before its children, -1 = none.
+        depths: [B, N] long, edges between the root and the node.
+        max_depth: a bound of `depths` that the host knows (it sizes paths without a synchronisation); None = N - 1.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    depths: Tensor
+    max_depth: int | None = field(default=None, kw_only=True)
+
+    @property
+    def ancestors(self) -> Tensor:
+        """[B, N, N] bool: row i is True at j if j is i or an ancestor of i."""
+        # The bound itself, even where fewer nodes cannot reach it: so it is the same for all numbers of nodes.
+        return compute_ancestors(self.parents, max_depth=self.max_depth)
+
+
+def plant(token_ids: Tensor, parents: Sequence[int]) -> Nodes:
+    """The tree in which node i follows node parents[i] < i, or the text (-1). Each row has tokens [N] of its own."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    shape = torch.tensor([[parents], [depths]], device=token_ids.device)
+    return Nodes(token_ids, *shape.expand(-1, len(token_ids), -1))
+
+
+def compute_ancestors(parents: Tensor, *, max_depth: int | None = None) -> Tensor:
+    """The ancestors of every node: bool [..., N, N] from `parents` [..., N], -1 = none (worked example: TokenTree).
+
+    Every node points at an ancestor, at first its parent. In each round a node adds the ancestors of this ancestor to
+    its own, and then points at the node at which this ancestor points. The number of rounds is the number of binary
+    digits of `max_depth` (default N - 1).
+    """
+    num_nodes = parents.shape[-1]
+    nodes = torch.arange(num_nodes, device=parents.device)
+    reach = (nodes[:, None] == nodes).expand(*parents.shape, num_nodes)
+    target = torch.where(parents < 0, nodes, parents)
+    longest = num_nodes - 1 if max_depth is None else max_depth
+    for _ in range(longest.bit_length()):
+        reach = reach | reach.gather(-2, target[..., None].expand(reach.shape))
+        target = target.gather(-1, target)
+    return reach
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import Cache
 
 from draftsmith.inference.cache.kv_cache import EMPTY, KVCache
+from draftsmith.inference.targets.backbone import TargetOutput
 from draftsmith.inference.targets.forward_names import CACHE_NAMES, find_cache_name
 from draftsmith.inference.targets.model_config import refuse_training, request_states
-from draftsmith.inference.targets.passes import TargetOutput
 from draftsmith.inference.targets.target import Target
 
 # Arguments of forward that every language model has. Any other argument belongs to media.

@@ -25,9 +25,9 @@ from draftsmith.inference.cache.source import Source, SourceMemory
 from draftsmith.inference.cache.tree_rows import TreeRowsCache
 from draftsmith.inference.kernels.attention import can_use_kernel, fits_kernel
 from draftsmith.inference.kernels.packed_weights import is_packed, pack
-from draftsmith.inference.targets.backbone import Backbone, PassOutput
+from draftsmith.inference.targets.backbone import Backbone, PassOutput, TargetOutput
 from draftsmith.inference.targets.encoder_decoder import PlacedDecoder
-from draftsmith.inference.targets.masks import TreeMasks
+from draftsmith.inference.targets.masks import Nodes, TreeMasks
 from draftsmith.inference.targets.model_config import (
     check_adapters,
     find_device,
@@ -47,7 +47,6 @@ from draftsmith.inference.targets.parts import (
     run_frozen,
     take_first_layers,
 )
-from draftsmith.inference.targets.passes import Nodes, TargetOutput
 from draftsmith.inference.targets.probing.invariance import check_invariance, check_supported, count_min_pass_tokens
 from draftsmith.inference.targets.probing.known_models import describe_model, find_known
 from draftsmith.inference.targets.probing.probe import Capabilities, probe_encoder_decoder, probe_model
@@ -167,8 +166,8 @@ class Target:
     def _probe(self) -> Capabilities:
         if self._placed is not None:
             return probe_encoder_decoder(self._causal_lm, self._placed, self.masks.from_allowed, self.device)
-        make_masks, layers = self.masks.from_allowed, self._recurrent_layers
-        return probe_model(self._runnable, self.text_config, make_masks, self.device, layers)
+        layers = self._recurrent_layers
+        return probe_model(self._runnable, self.text_config, self.masks.from_allowed, self.device, layers)
 
     def _choose_masks(self) -> TreeMasks:
         """Packed masks where the model takes them and something reads them: the kernels, or prompts on a CPU."""
@@ -296,8 +295,7 @@ class Target:
             real = (counts - start).clamp(0, size)  # [B] real tokens of this chunk
             steps = torch.arange(size, device=counts.device)
             depths = torch.minimum(steps, (real[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
-            # Rows that still have tokens had `start` of them before.
-            cache.open_slots(size, Span(span.shortest + start, span.longest + start))
+            cache.open_slots(size, Span(span.shortest + start, span.longest + start))  # of rows that still have tokens
             positions = self._cut_positions(cache.lengths[:, None] + depths)
             masks = self.masks.of_prompts(cache, positions)
             self.plan_reading(cache, real, size)

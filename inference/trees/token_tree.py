@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from draftsmith.inference.targets.masks import Nodes
+
 
 @dataclass(frozen=True)
 class DrawnFrom:
@@ -27,7 +29,7 @@ class DrawnFrom:
 
 
 @dataclass
-class TokenTree:
+class TokenTree(Nodes):
     """A tree of drafted tokens per row, in an order where a parent stands before its children.
 
     Node 0 is the root: the last accepted token, not yet in the KV cache, depth 0, parent -1. Rows with fewer nodes
@@ -48,18 +50,11 @@ class TokenTree:
                     4: 1 1 0 0 1
 
     Attributes:
-        token_ids: [B, N] long.
-        parents: [B, N] long, node indices.
-        depths: [B, N] long, edges between the root and the node.
         log_probs: [B, N] float32, the drafter's log-probability of the path from the root to the node (root 0).
-        max_depth: a bound of `depths` that the host knows (it sizes paths without a synchronisation); None = N - 1.
+        drawn: where the drafts were drawn from; None if they were not drawn at random.
     """
 
-    token_ids: Tensor
-    parents: Tensor
-    depths: Tensor
     log_probs: Tensor
-    max_depth: int | None = None
     drawn: DrawnFrom | None = None
 
     @classmethod
@@ -87,33 +82,9 @@ class TokenTree:
         deepest = self.num_nodes - 1
         return 1 + (deepest if self.max_depth is None else min(deepest, self.max_depth))
 
-    @property
-    def ancestors(self) -> Tensor:
-        """[B, N, N] bool: row i is True at j if j is i or an ancestor of i."""
-        # The bound itself, even where fewer nodes cannot reach it: so it is the same for all numbers of nodes.
-        return compute_ancestors(self.parents, max_depth=self.max_depth)
-
 
 def mask_absent(tree: TokenTree) -> TokenTree:
     """Turns nodes of score -inf (the drafter had no such candidate) into padding, which has no parent."""
     absent = tree.log_probs.isneginf()
     parents, depths = tree.parents.masked_fill(absent, -1), tree.depths.masked_fill(absent, 0)
     return replace(tree, parents=parents, depths=depths)
-
-
-def compute_ancestors(parents: Tensor, *, max_depth: int | None = None) -> Tensor:
-    """The ancestors of every node: bool [..., N, N] from `parents` [..., N], -1 = none (worked example: TokenTree).
-
-    Every node points at an ancestor, at first its parent. In each round a node adds the ancestors of this ancestor to
-    its own, and then points at the node at which this ancestor points. The number of rounds is the number of binary
-    digits of `max_depth` (default N - 1).
-    """
-    num_nodes = parents.shape[-1]
-    nodes = torch.arange(num_nodes, device=parents.device)
-    reach = (nodes[:, None] == nodes).expand(*parents.shape, num_nodes)
-    target = torch.where(parents < 0, nodes, parents)
-    longest = num_nodes - 1 if max_depth is None else max_depth
-    for _ in range(longest.bit_length()):
-        reach = reach | reach.gather(-2, target[..., None].expand(reach.shape))
-        target = target.gather(-1, target)
-    return reach

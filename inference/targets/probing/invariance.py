@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.cache.kv_cache import Span
+from draftsmith.inference.targets.masks import plant
 from draftsmith.inference.targets.model_config import find_attention
-from draftsmith.inference.targets.passes import TreeNodes
 from draftsmith.inference.targets.refusals import draw_ids
 
 LEAST_ROWS = 4  # in float32, products of up to 3 rows have another kernel
@@ -84,5 +84,5 @@ def _score(target: Any, prompts: Tensor, token_ids: Tensor, path: list[int]) -> 
     parents = [-1] + [0] * (num_nodes - 1)
     for parent, node in itertools.pairwise(path):
         parents[node] = parent
-    scores: Tensor = target.verify(cache, TreeNodes.of(token_ids, parents)).logits[-1, path]
+    scores: Tensor = target.verify(cache, plant(token_ids, parents)).logits[-1, path]
     return scores

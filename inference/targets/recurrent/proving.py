@@ -10,8 +10,8 @@ from torch import Tensor
 
 from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.targets.forward_names import ForwardNames, read_cache
+from draftsmith.inference.targets.masks import plant
 from draftsmith.inference.targets.model_config import chooses_experts
-from draftsmith.inference.targets.passes import TreeNodes
 from draftsmith.inference.targets.refusals import WrongNumbersError, is_single
 
 logger = logging.getLogger(__name__)
@@ -50,11 +50,11 @@ def _check_with(target: Any, first: int) -> None:
     cache = target.new_cache(2, 16)
     target.prefill(cache, prompts, torch.tensor(_LENGTHS, device=device))
     cache.open_slots(max(len(_PARENTS), target.min_pass_tokens), Span(min(_LENGTHS), max(_LENGTHS)))
-    target.verify(cache, TreeNodes.of(tree_ids, _PARENTS))
+    target.verify(cache, plant(tree_ids, _PARENTS))
     cache.commit(torch.tensor(_KEPT, device=device), torch.tensor(_COUNTS, device=device))
     lengths = [length + count for length, count in zip(_LENGTHS, _COUNTS, strict=True)]
     cache.open_slots(max(chain_ids.shape[1], target.min_pass_tokens), Span(min(lengths), max(lengths)))
-    found = target.verify(cache, TreeNodes.of(chain_ids, (-1, 0, 1))).logits
+    found = target.verify(cache, plant(chain_ids, (-1, 0, 1))).logits
     for row, (length, kept, count) in enumerate(zip(_LENGTHS, _KEPT, _COUNTS, strict=True)):
         later = torch.cat([tree_ids[row, list(kept[:count])], chain_ids[row]])
         wanted = _read_in_steps(target, prompts[row, :length], later)[-chain_ids.shape[1] :]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.kernels.packed_masks import WORDS, pack_chain, pack_tree, unpack_mask
-from draftsmith.inference.trees.token_tree import compute_ancestors
+from draftsmith.inference.targets.masks import compute_ancestors
 
 ZERO = torch.zeros(1, dtype=torch.long)
 

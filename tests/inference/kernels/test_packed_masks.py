@@ -11,8 +11,7 @@ from draftsmith.inference import Target
 from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.kernels.attention import attend_grouped
 from draftsmith.inference.kernels.packed_masks import pack_chain, pack_tree, unpack_even_chain, unpack_mask
-from draftsmith.inference.targets.masks import TreeMasks
-from draftsmith.inference.trees.token_tree import compute_ancestors
+from draftsmith.inference.targets.masks import TreeMasks, compute_ancestors
 from tests.memory_tracker import MemoryTracker
 from tests.tiny_targets import SLIDING_WINDOW, random_prompt, tiny_target
 

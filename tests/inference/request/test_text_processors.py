@@ -16,7 +16,8 @@ from transformers.generation import logits_process as stock
 from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
 from draftsmith.inference.request.text_processors import TextProcessor, read_processors
 from draftsmith.inference.request.token_history import TokenHistory
-from draftsmith.inference.trees.token_tree import TokenTree, compute_ancestors
+from draftsmith.inference.targets.masks import compute_ancestors
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import compute_depths
 from tests.inference.ragged_texts import texts_of
 from tests.params import slow_but

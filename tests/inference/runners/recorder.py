@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from draftsmith.inference import Decoder
-from draftsmith.inference.runners.cuda_graphs import CapturedFunctions, Graph
+from draftsmith.inference.runners.cuda_graphs import CapturedFunctions, CudaGraph
 
 
 class Tape(TorchDispatchMode):
@@ -87,7 +87,7 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class Recorder(Graph):
+class Recorder(CudaGraph):
     """Attributes: num_replays."""
 
     def __init__(self) -> None:

@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
+from draftsmith.inference.targets.masks import compute_ancestors
 from draftsmith.inference.trees.static import StaticTree, _StaticPlan, order_paths
-from draftsmith.inference.trees.token_tree import TokenTree, compute_ancestors
+from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import compute_depths
 
 
