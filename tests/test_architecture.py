@@ -291,6 +291,17 @@ def test_texts_end_in_one_place() -> None:
     assert found == {"inference/request/row.py": {"end"}}
 
 
+def test_nothing_is_put_into_a_step() -> None:
+    """It is given its `Runner`, a record that does not change."""
+
+    def puts(node: ast.AST) -> bool:
+        targets = [part for each in node.targets for part in ast.walk(each)] if isinstance(node, ast.Assign) else []
+        owners = [ast.unparse(each.value) for each in targets if isinstance(each, ast.Attribute)]
+        return any(owner.rpartition(".")[2] in ("step", "_step") for owner in owners)
+
+    assert not {name(path): functions for path in PROGRAMS if (functions := functions_that(path, puts))}
+
+
 MACHINERY = re.compile(r"compil|captur|cuda|\bgraph|executor", re.I)
 
 
