@@ -95,7 +95,7 @@ class BenchmarkArguments:
         "first prompts.",
     )
     dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
-    tree: list[str] = option(default_factory=lambda: ["dynamic"], help=f"Token trees: {TREE_HELP}.")
+    tree: list[str] = option(default_factory=lambda: ["auto"], help=f"Token trees: {TREE_HELP}.")
     acceptance: list[str] = option(
         default_factory=lambda: ["exact"],
         help=f"Acceptance rules: {', '.join(RULES)}; at temperatures above 0 each is measured with every tree, "

@@ -53,11 +53,11 @@ class ServeArguments:
     drafter_model: str | None = option(
         default=None, help="A small causal LM with the target's tokenizer that also drafts."
     )
-    staged: bool = option(default=False, help="N-grams draft for the --drafter_model; only with --tree chain or gamma.")
+    staged: bool = option(default=False, help="N-grams draft for the --drafter_model, in chains.")
     ngrams: bool = option(default=False, help="Also draft with n-grams of the text.")
     tree: str | None = option(
         default=None,
-        help=f"Token tree; none = auto, which drafts less the more replies run. All: {TREE_HELP}.",
+        help=f"Token tree; none = auto, which drafts less the more replies run: {TREE_HELP}.",
     )
     dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
     device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
@@ -111,9 +111,7 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     target = target.with_packed_weights() if args.pack_weights else target
     target = target.batch_invariant() if args.batch_invariant else target
     limits = Limits(args.max_batch_size, args.max_length, args.max_queue, args.max_lanes)
-    chains_only = any(drafter.drafts_chains_only for drafter in drafters.values())
-    tree = args.tree or ("gamma" if chains_only else "auto")
-    return Scheduler(target, name_drafters(drafters), tree=tree, limits=limits), tokenizer
+    return Scheduler(target, name_drafters(drafters), tree=args.tree, limits=limits), tokenizer
 
 
 def run(args: ServeArguments) -> None:

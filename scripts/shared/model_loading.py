@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_HELP = "Dtype of the weights; auto = as saved, or float32 on a CPU without bfloat16."
 TREE_HELP = (
-    "dynamic, chain, auto, gamma or a file; dynamic:DEPTH,TOP_K,NODES and chain:LENGTH set the size, auto and gamma "
-    "choose the fastest size, files are in configs/trees"
+    "auto (the default) chooses the fastest size of a tree, gamma that of a chain; dynamic, dynamic:DEPTH,TOP_K,NODES, "
+    "chain and chain:LENGTH are fixed, and so are files (configs/trees)"
 )
 
 # By model: the adapter that is merged into its weights; None = some heads need the model without an adapter.
