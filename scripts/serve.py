@@ -37,7 +37,7 @@ API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"
 GROUPS = {
     "target and drafters": "target heads draft_vocab_size drafter_model ngrams dtype device tree pack_weights "
     "batch_invariant",
-    "server": "host port api_key model_name drain_seconds",
+    "server": "host port api_key model_name per_request_spec_decode_metrics drain_seconds",
     "limits": "max_batch_size max_length max_queue max_lanes threads",
 }
 
@@ -73,6 +73,11 @@ class ServeArguments:
         default=None, help=f"Key that requests must carry; none = ${API_KEY_VARIABLE}, and without it no key."
     )
     model_name: str | None = option(default=None, help="The target's name for clients; none = the name of its folder.")
+    per_request_spec_decode_metrics: str = option(
+        default="summary",
+        help="What each reply tells of its drafts in metrics.speculative_decoding, as vLLM's option of this name.",
+        metadata={"choices": ["none", "summary", "detailed"]},
+    )
     drain_seconds: float = option(default=10.0, help="How long running replies may go on when the server ends.")
     max_batch_size: int = option(default=8, help="Most replies of one drafter that are decoded at once.")
     max_length: int = option(default=2048, help="Most tokens of a conversation, the reply included.")
@@ -119,7 +124,13 @@ def run(args: ServeArguments) -> None:
     torch.set_num_threads(args.threads or max(1, torch.get_num_threads() - 1))
     scheduler, tokenizer = build_scheduler(args)
     model = args.model_name or Path(args.target).name
-    app = create_app(scheduler, tokenizer, model=model, api_key=args.api_key or os.environ.get(API_KEY_VARIABLE))
+    app = create_app(
+        scheduler,
+        tokenizer,
+        model=model,
+        api_key=args.api_key or os.environ.get(API_KEY_VARIABLE),
+        metrics=args.per_request_spec_decode_metrics,
+    )
     server = new_server(app, host=args.host, port=args.port, drain_seconds=args.drain_seconds)
     size = scheduler.num_bytes / 1e6
     print(
