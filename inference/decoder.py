@@ -132,7 +132,7 @@ class Decoder:
     def _new_planner(self) -> Planner | None:
         if self.policy is None or not self.policy.is_chosen:
             return None
-        if self.target.is_split:
+        if _is_split(self.target):
             raise ValueError(
                 "tree='auto' and 'gamma' choose by each process's own clock, and processes that split a target by "
                 "tensor parallelism must verify the same tree: give a fixed one, such as tree='chain:3'"
@@ -458,7 +458,12 @@ def _resolve_policy(
 
 def _default_tree(target: Target, drafter: Drafter, rule: AcceptanceRule) -> str:
     """The size that decodes fastest here; a fixed one where texts, or other processes, would depend on the choice."""
-    is_fixed = target.is_split or not rule.may_couple
+    is_fixed = _is_split(target) or not rule.may_couple
     if drafter.drafts_chains_only or rule.draws_drafts:
         return "chain" if is_fixed else "gamma"
     return "dynamic" if is_fixed else "auto"
+
+
+def _is_split(target: Target) -> bool:
+    """Whether several processes hold parts of every layer (tensor parallelism)."""
+    return (getattr(target.model, "_tp_size", None) or 1) > 1

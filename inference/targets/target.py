@@ -184,11 +184,6 @@ class Target:
         return self._placed is not None
 
     @property
-    def is_split(self) -> bool:
-        """Whether several processes hold parts of every layer (tensor parallelism)."""
-        return (getattr(self.model, "_tp_size", None) or 1) > 1
-
-    @property
     def is_recurrent(self) -> bool:
         """Whether layers have recurrent states, which cannot be cut back to any length (`KVCache.held_length`)."""
         return self._recurrent_layers is not None

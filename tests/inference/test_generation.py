@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from draftsmith.inference import Decoder, GenerationStats, Target, chain, generate
+from draftsmith.inference import Decoder, GenerationStats, chain, generate
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.targets.forward_names import CACHE_NAMES
 from tests.scripted_drafter import ScriptedDrafter
@@ -74,7 +74,7 @@ def test_the_default_tree_is_fixed_where_texts_depend_on_it(
     assert decoder.policy is not None
     assert (decoder.policy.max_depth, decoder.policy.num_nodes) == size
     assert (decoder.planner is not None) == (acceptance == "exact")
-    monkeypatch.setattr(Target, "is_split", True)
+    monkeypatch.setattr(MODEL, "_tp_size", 2, raising=False)
     assert Decoder(MODEL, drafter, acceptance=acceptance).planner is None
 
 
