@@ -3,7 +3,7 @@
     make demo
     python examples/demo.py --max_steps 20 --num_prompts 2    # a quick look
 
-training/train_heads.py trains the heads on conversations that the target wrote. Then transformers, plain decoding, the
+`draftsmith train` trains the heads on conversations that the target wrote. Then transformers, plain decoding, the
 new heads, and the heads of examples/heads (trained longer) decode prompts that no heads have seen. The results are in
 examples/output: report.json, plot.png and the new heads.
 """
@@ -43,7 +43,7 @@ from draftsmith.scripts.shared.model_loading import DTYPES, encode_messages, loa
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
 from draftsmith.training.data.options import option
-from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.program_parser import ProgramParser
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_ENDING = "-chat-13m-quick"
@@ -97,7 +97,7 @@ def train_command(recipe: Path, output: Path, args: DemoArguments) -> list[str]:
         options["max_steps"] = str(args.max_steps)
     options |= dict(option.split("=", 1) for option in args.train_options)
     words = [word for key, value in options.items() for word in (f"--{key}", value)]
-    return ["--config_file", "configs/accelerate/cpu.yaml", "training/train_heads.py", "--config", str(recipe), *words]
+    return ["--config_file", "configs/accelerate/cpu.yaml", "-m", "draftsmith", "train", "--config", str(recipe), *words]
 
 
 def train(recipe: Path, output: Path, args: DemoArguments, console: Console) -> float:

@@ -44,7 +44,7 @@ def main() -> int:
     for name in ("httpx", "httpx2"):  # one line for each request
         logging.getLogger(name).setLevel(logging.WARNING)
     rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    with one_line_errors("extract_features.py"):
+    with one_line_errors("draftsmith features"):
         options = parse_arguments(sys.argv[1:], OPTION_CLASSES, not_from_file=NOT_FROM_FILE, doc=__doc__, groups=GROUPS)
         extract_features(*options, rank=rank, num_processes=num_processes, say=print)
     return 0

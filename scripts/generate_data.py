@@ -5,7 +5,7 @@
     # the target writes both sides
     draftsmith data --target examples/chat-13m --mode self --num_conversations 5000 --output self.jsonl
     # all GPUs of a machine
-    accelerate launch scripts/generate_data.py --target examples/chat-13m --prompts chat.jsonl.gz --output replies.jsonl
+    accelerate launch -m draftsmith data --target examples/chat-13m --prompts chat.jsonl.gz --output replies.jsonl
 
 Finished conversations reach the disk within seconds. Run the same command again to continue after a kill. docs/data.md
 explains which turns are dropped, and how several processes and machines share the work.
@@ -38,7 +38,7 @@ from draftsmith.scripts.shared.model_loading import (
     resolve_dtype,
 )
 from draftsmith.scripts.shared.one_line_errors import one_line_errors
-from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.program_parser import ProgramParser
 from draftsmith.training.synthesis.arguments import SynthesisArguments
 from draftsmith.training.synthesis.endpoint_replies import EndpointReplies
 from draftsmith.training.synthesis.output import SynthesisOutput
@@ -60,7 +60,7 @@ GROUPS = {
 
 
 def main() -> int:
-    with one_line_errors("generate_data.py"):
+    with one_line_errors("draftsmith data"):
         (args,) = ProgramParser([SynthesisArguments], doc=__doc__, groups=GROUPS).read()
         generate_data(args)
     return 0

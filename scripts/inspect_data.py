@@ -51,7 +51,7 @@ class InspectArguments:
 
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    with one_line_errors("inspect_data.py"):
+    with one_line_errors("draftsmith inspect"):
         args, data_args = parse_arguments(argv, (InspectArguments, DataArguments), doc=__doc__, groups=GROUPS)
         tokenizer = read_tokenizer(args.target, trust_remote_code=args.trust_remote_code)
         config = read_config(args.target, trust_remote_code=args.trust_remote_code)

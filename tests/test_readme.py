@@ -117,17 +117,12 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
         case ["draftsmith", program, *rest]:
             check_options(PROGRAMS[program][0].removeprefix("draftsmith.").replace(".", "/") + ".py", rest)
             check_paths(rest)
-        case ["accelerate", "launch", *rest] if "scripts/generate_data.py" in rest:
-            start = rest.index("scripts/generate_data.py")
-            check_paths(rest)
-            check_options("scripts/generate_data.py", rest[start:])
         case ["accelerate", "launch", *rest]:
-            start = rest.index("training/train_heads.py")
+            start = rest.index("draftsmith")
             check_paths(rest[:start])
-            launch_command_parser().parse_args(rest[: start + 1])
-            check_paths([word for word in rest[start:] if word.startswith("configs/")])
-            parse_arguments([*rest[start + 1 :], "--use_cpu", "true", "--bf16", "false"])
-        case ["torchrun", "--nproc_per_node", _, "-m", "draftsmith.scripts.cli", program, *rest]:
+            assert launch_command_parser().parse_args(rest).module
+            test_command(document, rest[start:], monkeypatch)
+        case ["torchrun", "--nproc_per_node", _, "-m", "draftsmith", program, *rest]:
             check_options(PROGRAMS[program][0].removeprefix("draftsmith.").replace(".", "/") + ".py", rest)
             check_paths(rest)
         case ["torchrun", "--nproc_per_node", _, "examples/distributed.py"]:  # tests/inference/distributed runs it

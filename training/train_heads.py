@@ -1,8 +1,8 @@
 """Trains draft heads for a frozen target, from a YAML file (--config) and options, which win over the file.
 
     draftsmith train --target TARGET --dataset FILE.jsonl.gz    # chooses the other options, and prints why
-    python training/train_heads.py --config configs/train/eagle3-chat-13m-quick.yaml
-    accelerate launch training/train_heads.py --config FILE.yaml --learning_rate 5e-5
+    draftsmith train --config configs/train/eagle3-chat-13m-quick.yaml
+    accelerate launch -m draftsmith train --config FILE.yaml --learning_rate 5e-5
 
 Every option may also stand in the file. `none` (in YAML: null) unsets an option that may have no value.
 """
@@ -37,7 +37,6 @@ def main() -> int:
     from draftsmith.training.run.smoke_run import smoke_run
     from draftsmith.training.run.stopping import TrainingStoppedError
 
-    program = sys.argv[0] if sys.argv[0].startswith("draftsmith ") else "train_heads.py"
     is_main_process = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if is_main_process else logging.ERROR  # only the main process speaks
     logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
@@ -47,7 +46,7 @@ def main() -> int:
     except (ValueError, OSError, TrainingStoppedError) as error:
         if not is_main_process:
             time.sleep(5)  # the main process prints the same message first; then the launcher ends this one
-        sys.exit(f"{program}: {error}")
+        sys.exit(f"draftsmith train: {error}")
     try:
         if options.run.dry_run:
             words = smoke_run(run).describe()
@@ -55,7 +54,7 @@ def main() -> int:
             has_target = options.features.features_endpoint is None
             words = describe_outcome(run.output_dir, options.model.target, run.finish(), has_target=has_target)
     except (TrainingStoppedError, BadLineError, NoConversationError) as error:  # bad lines of a stream show late
-        sys.exit(f"{program}: {message_of(error)}")
+        sys.exit(f"draftsmith train: {message_of(error)}")
     if is_main_process:
         sys.stdout.write(words + "\n")
     return 0

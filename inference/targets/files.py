@@ -19,17 +19,28 @@ def is_gguf(name: str) -> bool:
     return name.endswith(".gguf")
 
 
+def is_missing(name: str) -> bool:
+    """Whether a name looks like a path of this machine, and nothing is there. Libraries would ask the hub for it.
+
+    >>> is_missing("organisation/of-the-hub"), is_missing("gpt2"), is_missing("./nowhere"), is_missing("a/b/c")
+    (False, False, True, True)
+    """
+    path = Path(name).expanduser()
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.is_dir())
+    return is_path and not path.exists()
+
+
 def _find(name: str) -> tuple[str, dict[str, Any]]:
     """What transformers' `from_pretrained` takes for a target: a folder or hub id, and keywords.
 
     Raises:
-        ValueError: a GGUF file that does not exist, or the package gguf is missing.
+        ValueError: a folder or GGUF file that does not exist, or the package gguf is missing.
     """
+    file = Path(name).expanduser()
+    if is_missing(name) or (is_gguf(name) and not file.is_file()):
+        raise ValueError(f"got {name}: nothing is there; give a folder, a hub id or a GGUF file")
     if not is_gguf(name):
         return name, {}
-    file = Path(name).expanduser()
-    if not file.is_file():
-        raise ValueError(f"got {name}: there is no such file; give a folder, a hub id or a GGUF file")
     if not is_gguf_available():
         raise ValueError(f"got {name}, and GGUF files need the package gguf: pip install 'draftsmith[gguf]'")
     return str(file.parent), {"gguf_file": file.name}
@@ -73,7 +84,7 @@ def load_causal_lm(name: str, *, auto_class: Any = None, **options: Any) -> Any:
         **options: of `from_pretrained`.
 
     Raises:
-        ValueError: a GGUF file that does not exist, or the package gguf is missing.
+        ValueError: a folder or GGUF file that does not exist, or the package gguf is missing.
     """
     folder, more = _find(name)
     if more:

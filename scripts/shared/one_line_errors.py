@@ -1,21 +1,28 @@
-"""How programs end when the user's input is wrong: one line on the error output and exit status 1, no traceback."""
+"""How programs end when the user's input is wrong, or the user interrupts them: without a traceback."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
-def one_line_errors(program: str) -> Iterator[None]:
-    """Ends the program with one line for wrong input and for files that cannot be read or written.
+def one_line_errors(program: str, *, kept: str = "what it has written stays") -> Iterator[None]:
+    """Ends the program with a line (status 1) for wrong input and for files that cannot be read or written, and with one
+    (status 130) for Ctrl-C.
 
     Args:
-        program: the file's name, for example "generate.py". Under `draftsmith NAME` the line begins with that name.
+        program: as users type it, for example "draftsmith chat".
+        kept: what an interrupted program leaves behind, and how to go on if that is not the same command.
     """
     try:
         yield
     except (ValueError, OSError) as error:
-        name = sys.argv[0] if sys.argv and sys.argv[0].startswith("draftsmith ") else program
-        sys.exit(f"{name}: {' '.join(str(error).split())}")
+        sys.exit(f"{program}: {error}")
+    except KeyboardInterrupt:
+        words = program.split() if " " in program else ["python", sys.argv[0]]
+        again = shlex.join([*words, *sys.argv[1:]])
+        print(f"\n{program}: interrupted; {kept}. Again: {again}", file=sys.stderr)
+        sys.exit(130)

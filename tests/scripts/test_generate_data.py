@@ -346,7 +346,7 @@ def test_wrong_files_end_it_in_one_line(
         monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded the target"))
     with pytest.raises(SystemExit) as exit_:
         run(tmp_path / "out.jsonl", *words)
-    assert str(exit_.value.code).startswith("generate_data.py: ")
+    assert str(exit_.value.code).startswith("draftsmith data: ")
     assert message in str(exit_.value.code)
 
 

@@ -201,7 +201,7 @@ def read_settings(folder: Path) -> StoreSettings:
         values = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{folder} holds no features ({error}): write them with scripts/extract_features.py --output_dir {folder}"
+            f"{folder} holds no features ({error}): write them with draftsmith features --output_dir {folder}"
         ) from error
     if values.get("format") != FORMAT:
         raise ValueError(

@@ -117,9 +117,9 @@ def written_command(arguments: Sequence[str]) -> str:
     """The command of a run as its record has it, with tokens of hubs and trackers cut off.
 
     >>> written_command(["--target", "T", "--hub_token", "hf_secret"])
-    'train_heads.py --target T --hub_token ...'
+    'draftsmith train --target T --hub_token ...'
     """
-    return _SECRET.sub(r"\1...", shlex.join(["train_heads.py", *arguments]))
+    return _SECRET.sub(r"\1...", shlex.join(["draftsmith", "train", *arguments]))
 
 
 def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
@@ -253,6 +253,6 @@ def describe_outcome(output_dir: Path, target: str, metrics: Mapping[str, float]
     return (
         f"wrote {output_dir}: {written}\n"
         f"acceptance length: {measured}\n"
-        f'next: python scripts/generate.py {heads} --compare true --prompt "Hello"\n'
-        f"  or: python scripts/benchmark.py {heads} --prompts examples/prompts.jsonl"
+        f'next: draftsmith chat {heads} --compare true --prompt "Hello"\n'
+        f"  or: draftsmith bench {heads} --prompts examples/prompts.jsonl"
     )

@@ -250,7 +250,7 @@ def _find_prompts(options: RunOptions, models: _Models, rows: _Rows, limit: Leng
     if rows.eval_set is not None and options.training.process_index == 0:
         logger.warning(
             "evaluations measure the loss and the accuracies only: the acceptance length needs the whole target, which "
-            "is on the server. Measure it later where the target is (scripts/benchmark.py --heads %s)",
+            "is on the server. Measure it later where the target is (draftsmith bench --heads %s)",
             options.training.output_dir,
         )
     return []

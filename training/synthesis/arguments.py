@@ -1,4 +1,4 @@
-"""The options of `scripts/generate_data.py`."""
+"""The options of `draftsmith data`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SynthesisArguments:
     )
     prompts: str | None = option(
         default=None,
-        help="regenerate: conversations, as --dataset of train_heads.py takes them, or JSON lines of {'turns': "
+        help="regenerate: conversations, as draftsmith train takes them, or JSON lines of {'turns': "
         "['...']}.",
     )
     prompts_split: str = option(default="train", help="Split of a hub id in --prompts. Files have no splits.")
@@ -54,7 +54,7 @@ class SynthesisArguments:
     )
     tree: str | None = option(
         default=None,
-        help="The tree that --heads draft, as in scripts/generate.py; none = chain:3: wide trees cost too much in a "
+        help="The tree that --heads draft, as in draftsmith chat; none = chain:3: wide trees cost too much in a "
         "batch.",
     )
     batch_size: int = option(default=64, help="Conversations to decode together.")

@@ -36,9 +36,9 @@ class TestLastWords:
         )
         measured = json.loads((train.output_dir / "training_record.json").read_text())["metrics"]
         assert length == f"acceptance length: {measured['eval_acceptance_length']:.2f} tokens per verify step"
-        assert "python scripts/benchmark.py" in other
+        assert "draftsmith bench" in other
         words = shlex.split(command.removeprefix("next: "))
-        assert words[:2] == ["python", "scripts/generate.py"]
+        assert words[:2] == ["draftsmith", "chat"]
         run_python(*words[1:-1], "word1", "--max_new_tokens", "3")
 
     def test_without_prompts_nothing_was_measured(self, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ class TestBadInput:
         monkeypatch.chdir(tmp_path)
         with pytest.raises(SystemExit) as exit_:
             run_program(train, monkeypatch, **options)
-        assert str(exit_.value.code).startswith("train_heads.py: ")
+        assert str(exit_.value.code).startswith("draftsmith train: ")
         assert message in str(exit_.value.code)
 
     def test_an_error_of_the_training_itself_keeps_its_traceback(
