@@ -37,7 +37,7 @@ from draftsmith.scripts.shared.model_loading import (
     load_target,
     resolve_dtype,
 )
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
+from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 from draftsmith.training.synthesis.arguments import SynthesisArguments
 from draftsmith.training.synthesis.endpoint_replies import EndpointReplies
@@ -60,7 +60,7 @@ GROUPS = {
 
 
 def main() -> int:
-    with one_line_errors("draftsmith data"):
+    with one_line_errors("draftsmith data", kept="finished conversations are kept"):
         (args,) = ProgramParser([SynthesisArguments], doc=__doc__, groups=GROUPS).read()
         generate_data(args)
     return 0
@@ -156,6 +156,10 @@ def report(stats: dict[str, Any], title: str) -> None:
     for name in ("dropped", "shortened"):
         for reason, entry in stats[name].items():
             print(f"  {name:9} {entry['count']:8} ({entry['share']:6.1%})  {reason}")
+    if any("truncated" in reason for reason in (*stats["dropped"], *stats["shortened"])):
+        keeps, most = stats["settings"]["keep_truncated"], stats["settings"]["max_new_tokens"]
+        remedy = "" if keeps else " --keep_truncated keeps them, and training does not learn their ends."
+        print(f"  Truncated replies have more than {most} tokens.{remedy} A larger --max_new_tokens completes them.")
 
 
 if __name__ == "__main__":
