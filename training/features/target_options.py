@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from draftsmith.heads import HEAD_TYPES
+from draftsmith.heads.formats.registry import PLACES
 from draftsmith.heads.registration import find_kind
 from draftsmith.training.data.options import option, refuse_without
 from draftsmith.training.features.sharded_target import Sharding
@@ -37,6 +38,13 @@ class ModelArguments:
     head_overrides: list[str] = option(
         default_factory=list,
         help="Fields of the heads' configuration: key=value with JSON values, such as num_heads=4. In YAML a mapping.",
+    )
+    served_by: str | None = option(
+        default=None,
+        aliases="--for",
+        metadata={"choices": [*PLACES]},
+        help=f"Where the heads will decode: {', '.join(PLACES)}. Chooses settings that can be exported there, and "
+        "refuses others.",
     )
     init_heads: str | None = option(
         default=None,

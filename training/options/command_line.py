@@ -22,8 +22,9 @@ from transformers import TrainingArguments
 from draftsmith.training.features.target_options import parse_overrides
 from draftsmith.training.options.choices import choose_options, wants_choices
 from draftsmith.training.options.program_parser import ProgramParser, optional_keys, spell
-from draftsmith.training.options.run_options import ARGUMENT_CLASSES, RunOptions
+from draftsmith.training.options.run_options import ARGUMENT_CLASSES, RunOptions, check_options
 from draftsmith.training.options.training_options import HeadsTrainingArguments
+
 
 def parse_arguments(
     argv: Sequence[str] | None = None,
@@ -67,19 +68,20 @@ def parse_arguments(
     overrides = [*_key_values(settings.pop("head_overrides", None)), *known.head_overrides]
     words = [*_command_line(settings, optional_keys(classes)), *rest]
     given = _given_options(words, keys)
+    choices = None
     if classes is ARGUMENT_CLASSES and wants_choices(given, has_file=known.config is not None):
-        words.append("--choose=true")
-        for one in choose_options(given, parse_overrides(overrides)):
-            if one.name == "head_overrides":
-                overrides = [one.value, *overrides]
-            else:
-                words.append(f"--{one.name}={one.value}")
+        choices = choose_options(given, parse_overrides(overrides))
+        overrides = [*choices.overrides, *overrides]
+        words += ["--choose=true", *choices.words]
     if overrides:
         words += ["--head_overrides", *overrides]
     *found, unexpected = parser.parse_args_into_dataclasses(
         words, return_remaining_strings=True, look_for_args_file=False
     )
     parser.refuse(unexpected)
+    if choices is not None:
+        check_options(RunOptions.collect(found))
+        choices.tell()
     return tuple(found[: len(classes)])  # the last one is the namespace with --config
 
 

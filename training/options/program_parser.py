@@ -7,7 +7,7 @@ import functools
 import sys
 import textwrap
 from argparse import SUPPRESS, Action, Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
@@ -15,14 +15,18 @@ from transformers.hf_argparser import HfArgumentParser, string_to_bool
 WIDTH, _INDENT = 100, 30  # of a line of the help, and the column in which its texts start
 
 
+_FIELDS = {"--for": "--served_by"}  # a word of Python is no name of a field
+
+
 def spell(word: str) -> str:
     """An option as it is named: `--max-length=7` is `--max_length=7`. Other words stay.
 
-    >>> spell("--max-length=a-b"), spell("a-b"), spell("-h")
-    ('--max_length=a-b', 'a-b', '-h')
+    >>> spell("--max-length=a-b"), spell("a-b"), spell("-h"), spell("--for=vllm")
+    ('--max_length=a-b', 'a-b', '-h', '--served_by=vllm')
     """
     flag, equals, value = word.partition("=")
-    return "--" + flag[2:].replace("-", "_") + equals + value if word.startswith("--") else word
+    name = _FIELDS.get(flag) or "--" + flag[2:].replace("-", "_")
+    return name + equals + value if word.startswith("--") else word
 
 
 class _ShowAll(Action):
@@ -61,7 +65,8 @@ class ProgramParser(HfArgumentParser):  # type: ignore[misc, unused-ignore]
             # `--report_to none` is a value of transformers' own.
             if action.type is not None and action.dest in optional - {"report_to"}:
                 action.type = _reading_none(action.type)
-            action.option_strings = [option for option in action.option_strings if "-" not in option[2:]]  # shown
+            # Shown, an alias first.
+            action.option_strings = [option for option in action.option_strings[::-1] if "-" not in option[2:]]
         help_all = "Show every option with its whole text."
         self.add_argument("--help_all", action=_ShowAll, nargs=0, dest=SUPPRESS, default=SUPPRESS, help=help_all)
         known = self._by_name()
