@@ -45,7 +45,10 @@ class HeadsTrainingArguments(TrainingArguments):
     max_grad_norm: float = option(default=0.5, help="Clip gradients to this norm; 0 = do not clip.")
     # Halves the memory of activations; weights, optimizer state and losses stay in float32.
     bf16: bool = option(default=True, help="Compute in bfloat16 through autocast.")
-    logging_steps: float = option(default=20, help="Steps between two log lines (below 1: share of all).")
+    # Steps take from milliseconds to minutes.
+    logging_steps: float | None = option(  # type: ignore[assignment, unused-ignore]
+        default=None, help="Steps between two log lines (below 1: share of all); none = about every half minute."
+    )
     # Otherwise the accelerator waits while batches are read and padded; a CPU trains at the same time as workers.
     dataloader_num_workers: int | None = option(  # type: ignore[assignment, unused-ignore]
         default=None, help="Processes that read batches ahead; none = 2 with an accelerator, 0 on a CPU."
@@ -103,7 +106,10 @@ class HeadsTrainingArguments(TrainingArguments):
         settle_devices(self)
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.accelerator.is_available() and not self.use_cpu else 0
+        by_time = self.logging_steps is None
+        self.logging_steps = 1 if by_time else self.logging_steps  # transformers compares numbers
         super().__post_init__()
+        self.logging_steps = None if by_time else self.logging_steps
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns
 
@@ -126,6 +132,8 @@ class HeadsTrainingArguments(TrainingArguments):
             )
         if self.muon_learning_rate is not None and self.muon_learning_rate <= 0:
             raise ValueError(f"got muon_learning_rate {self.muon_learning_rate}: it must be above 0")
+        if self.eval_strategy in (IntervalStrategy.STEPS, "steps") and not self.eval_steps:
+            raise ValueError("got eval_strategy steps without eval_steps: give the steps between two evaluations")
         if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
             raise ValueError(f"got early_stopping_patience {self.early_stopping_patience}: it must be at least 1")
         if self.early_stopping_patience is not None and self.eval_strategy in (IntervalStrategy.NO, "no"):
