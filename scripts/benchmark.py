@@ -45,10 +45,10 @@ from draftsmith.scripts.measuring.report import headline, make_report, write_jso
 from draftsmith.scripts.measuring.table import Grid, make_grids
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.ranks import choose_device, connect_servers, read_rank, serve_rank
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
+from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 
 GROUPS = {

@@ -18,13 +18,13 @@ if not __package__:  # launched as a file
 
 from draftsmith.inference import StaticTree, Target
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, load_heads, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
 from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.data.conversations import load_conversations
 from draftsmith.training.data.options import option
 from draftsmith.training.losses.rank_accuracy import measure_rank_accuracy
+from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 
 
@@ -68,7 +68,7 @@ def build(args: TreeArguments) -> None:
     paths = best_static_tree(depths, args.num_nodes)
     lines = [
         f"# {len(paths)} nodes, {StaticTree(paths).max_depth} deep, from the accuracy of {args.heads} on {args.target}",
-        f"# ({len(rows)} conversations of {', '.join(args.dataset)}, cut at {max_length} tokens); made by draftsmith tree.",
+        f"# ({len(rows)} conversations of {', '.join(args.dataset)}, cut at {max_length} tokens); by draftsmith tree.",
         "# Accuracy at each depth, rank 0 first:",
         *(f"#   {depth}: {' '.join(f'{value:.3f}' for value in row)}" for depth, row in enumerate(accuracy, start=1)),
         "paths:",

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-HELP = Path(__file__).parent / "help"  # NAME.txt: what --help prints, so that it imports nothing; a test compares
-
 if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import draftsmith
+from draftsmith.training.options.one_line_errors import one_line_interrupt
 
+HELP = Path(__file__).parent / "help"  # NAME.txt: what --help prints, so that it imports nothing; a test compares
 # Name -> module and purpose.
 PROGRAMS = {
     "chat": ("draftsmith.scripts.generate", "chat with a target, or answer one prompt, and show accepted drafts"),
@@ -77,15 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print((HELP / f"{name}.txt").read_text(encoding="utf-8"), end="")
         return 0
     sys.argv = [f"draftsmith {name}", *rest]
-    try:
-        return importlib.import_module(PROGRAMS[name][0]).main() or 0
-    except ModuleNotFoundError as error:
-        if (extra := EXTRAS.get(error.name or "")) is None:
-            raise
-        print(f"draftsmith {name}: needs {error.name}: pip install 'draftsmith[{extra}]'", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # while modules are imported
-        return 130
+    with one_line_interrupt(f"draftsmith {name}"):
+        try:
+            return importlib.import_module(PROGRAMS[name][0]).main() or 0
+        except ModuleNotFoundError as error:
+            if (extra := EXTRAS.get(error.name or "")) is None:
+                raise
+            print(f"draftsmith {name}: needs {error.name}: pip install 'draftsmith[{extra}]'", file=sys.stderr)
+            return 2
 
 
 if __name__ == "__main__":

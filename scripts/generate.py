@@ -30,8 +30,8 @@ from rich.console import Console
 from draftsmith.scripts.chat.arguments import GenerateArguments
 from draftsmith.scripts.chat.commands import chat
 from draftsmith.scripts.chat.session import ChatSession
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.ranks import read_rank, serve_rank
+from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 
 GROUPS = {

@@ -32,9 +32,9 @@ from draftsmith.inference.targets.model_config import request_states
 from draftsmith.scripts.measuring.measure import load_prompts
 from draftsmith.scripts.measuring.texts import share_of_repeated_ngrams
 from draftsmith.scripts.shared.model_loading import load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.training.data.conversations import load_conversations
 from draftsmith.training.data.options import option
+from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 from draftsmith.training.run.optimizer import MuonWithAdamW
 

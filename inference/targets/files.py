@@ -5,10 +5,15 @@ A GGUF file is a whole model in one file, most often quantized. It is loaded wit
 
 from __future__ import annotations
 
+import functools
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import transformers
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.import_utils import is_gguf_available
 
@@ -19,15 +24,30 @@ def is_gguf(name: str) -> bool:
     return name.endswith(".gguf")
 
 
+@functools.cache
+def settle_connection() -> None:
+    """Without the hub's address its cache is read, as with HF_HUB_OFFLINE=1. Its client would try for a minute."""
+    if not (constants.HF_HUB_OFFLINE or getproxies()):
+        try:
+            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+        except OSError:
+            constants.HF_HUB_OFFLINE = True
+
+
 def is_missing(name: str) -> bool:
-    """Whether a name looks like a path of this machine, and nothing is there. Libraries would ask the hub for it.
+    """Whether a name looks like a path of this machine, and nothing is there.
+
+    Libraries would ask the hub for it, as for any other name that is not here: then `settle_connection` is called.
 
     >>> is_missing("organisation/of-the-hub"), is_missing("gpt2"), is_missing("./nowhere"), is_missing("a/b/c")
     (False, False, True, True)
     """
     path = Path(name).expanduser()
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.is_dir())
-    return is_path and not path.exists()
+    if is_path or path.exists():
+        return not path.exists()
+    settle_connection()
+    return False
 
 
 def _find(name: str) -> tuple[str, dict[str, Any]]:

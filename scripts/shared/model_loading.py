@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 

@@ -6,6 +6,8 @@ import importlib
 import io
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from importlib.metadata import version
@@ -13,7 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 
+from draftsmith.inference.targets import files
 from draftsmith.scripts import cli
 from draftsmith.scripts.shared.model_loading import check_device, check_folder
 from tests.conftest import CHAT_TARGET, REPOSITORY
@@ -41,7 +45,9 @@ def test_a_near_program_is_suggested(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_release() -> None:
-    printed = subprocess.run([sys.executable, "-m", "draftsmith", "--version"], capture_output=True, text=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-m", "draftsmith", "--version"], capture_output=True, text=True, check=True
+    )
     assert printed.stdout.split() == ["draftsmith", version("draftsmith")]
 
 
@@ -67,7 +73,7 @@ def test_the_help_of_each_program_is_one_screen(name: str, capsys: pytest.Captur
     assert "\nexamples:\n  " in text
     assert len(text.splitlines()) <= 46
     module = importlib.import_module(cli.PROGRAMS[name][0])
-    for option in " ".join(getattr(module, "GROUPS", {}).values()).split():
+    for option in " ".join(getattr(module, "GROUPS", {}).values()).replace("served_by", "for").split():
         assert f"--{option} " in text or f"--[no_]{option} " in text, "GROUPS names an option that is not there"
     options = [word for line in text.splitlines() for word in line.split()[:1] if word.startswith("--")]
     assert options
@@ -101,7 +107,10 @@ PROMPTS = ["--prompts", str(REPOSITORY / "examples" / "prompts.jsonl")]
         (["chat"], "--target"),
         (["bench", *TARGET, "--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl"),
         (["chat", *TARGET, "--heads", "examples/heads/eagle4", "--prompt", "Hi"], "examples/heads/eagle4"),
-        (["export", *TARGET, "--heads", "HEADS", "--format", "sglan", "--output", "OUT"], "--format 'sglan': .*mean sglang"),
+        (
+            ["export", *TARGET, "--heads", "HEADS", "--format", "sglan", "--output", "OUT"],
+            "--format 'sglan': .*mean sglang",
+        ),
         (["train", *TARGET, "--dataset", "d.jsonl", "--head_type", "eagl3"], "'eagl3'; did you mean eagle3"),
         (["train", *TARGET, "--dataset", "examples/nowhere", "--head_type", "mtp"], "examples/nowhere does not exist"),
         (["train", "--target", "examples/nowhere", "--dataset", "d.jsonl"], "examples/nowhere"),
@@ -132,6 +141,34 @@ def test_the_forms_of_a_tree_are_listed_one_a_line(
     first, *forms = str(ended.value.code).splitlines()
     assert "'banana'" in first
     assert "auto" in [form.split()[0] for form in forms]
+
+
+@pytest.mark.parametrize("proxies", [{}, {"https": "http://proxy"}])
+def test_without_the_hubs_address_its_cache_is_read(proxies: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_no_address(*words: object) -> None:
+        raise socket.gaierror
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", find_no_address)
+    monkeypatch.setattr(files, "getproxies", lambda: proxies)
+    files.settle_connection.cache_clear()
+    check_folder("organisation/model")
+    assert (not proxies) == constants.HF_HUB_OFFLINE
+    files.settle_connection.cache_clear()
+
+
+def test_ctrl_c_while_modules_are_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(importlib, "import_module", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", *TARGET])
+    assert signal.signal(signal.SIGINT, before) is signal.SIG_DFL, "a second one ends at once"
+    assert ended.value.code == 130
+    (line,) = capsys.readouterr().err.split("\n", 1)[1].splitlines()
+    assert line.endswith(f". Again: draftsmith bench --target {CHAT_TARGET}")
 
 
 def test_names_of_the_hub_are_left_to_transformers() -> None:

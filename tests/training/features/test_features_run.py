@@ -137,7 +137,7 @@ def test_a_kill_leaves_whole_shards(
     folder = tmp_path / "features"
     assert len(list(folder.glob("shard-*.safetensors"))) == 2
     before = FeatureStore(folder)
-    with pytest.raises(ValueError, match=r"is not finished: it has 2 of \d+ shards\. Run the same draftsmith features.py"):
+    with pytest.raises(ValueError, match=r"is not finished: it has 2 of \d+ shards\. Run the same draftsmith features"):
         train(features=folder)
     assert 0 < extract(**options) < total
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name in whole} == whole
