@@ -219,7 +219,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"head_type": "medusas"}, "unknown head_type 'medusas'; known kinds: .*medusa"),
+            ({"head_type": "medusas"}, "unknown head_type 'medusas'; did you mean medusa; known kinds: .*medusa"),
             ({"shard_target": "fsdp2"}, "got shard_target fsdp2: each process extracts its own texts"),
             ({"shard_mb": 0}, "got shard_mb 0.0: it must be above 0"),
         ],
