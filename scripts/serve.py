@@ -29,9 +29,9 @@ from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.serving.server import new_server
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP, load_drafter, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.training.data.options import option
-from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 
 API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"
 GROUPS = {
@@ -146,7 +146,7 @@ def run(args: ServeArguments) -> None:
 
 
 def main() -> None:
-    with one_line_errors("serve.py"):
+    with one_line_errors("draftsmith serve"):
         (args,) = ProgramParser([ServeArguments], doc=__doc__, groups=GROUPS).read()
         run(args)
 

@@ -1,4 +1,4 @@
-"""The options of `scripts/generate.py`."""
+"""The options of `draftsmith chat`."""
 
 from __future__ import annotations
 

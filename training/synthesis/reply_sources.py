@@ -73,6 +73,8 @@ def make_reply(template: TurnTemplate, request: TurnRequest, written: Reply, tok
     A reply whose marked thoughts or calls the template would write differently is useless.
     """
     problem = written.problem
+    if problem == "truncated":  # perhaps within a character
+        written = replace(written, text=written.text.rstrip("\ufffd"))
     if request.role == "assistant" and problem in ("", "truncated") and template.has_marks(token_ids):
         parts = None if written.thoughts else template.split_reply(request.messages, written.text, request.tools)
         if parts is None:

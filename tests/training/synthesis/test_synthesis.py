@@ -231,6 +231,8 @@ def test_a_turn_of_no_use_ends_its_conversation(
         assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * (num_messages // 2)
         assert conversation.problem == problem
         assert conversation.is_of_use == (num_messages > 0)
+        cut = [place for place, message in enumerate(conversation.messages) if message.get("truncated")]
+        assert cut == [place for place in problems if keep_truncated and place % 2]
     assert source.most_open == 4
     assert {request.seed for request in source.asked} == {
         turn_seed(5, f"c{i}", place) for i in range(9) for place in range(len(source.asked) // 9)
