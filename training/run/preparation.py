@@ -111,7 +111,7 @@ def prepare_run(*parts: Any) -> PreparedRun:
         args.learning_rate = models.heads.default_learning_rate / multiplier
     limit = find_length_limit(models.target.text_config)
     options = replace(options, data=cut_to_limit(options.data, limit, has_warning=is_main_process))
-    rows = _load_rows(options, models)
+    rows = _load_rows(options, models, checkpoint)
     settings = resolve_arguments(*options.parts())
     prompts = _find_prompts(options, models, rows, limit)
     description = describe_run(settings, rows.train_set, args.world_size)
@@ -220,8 +220,9 @@ def _name_target(heads: DraftHeads, target: Target) -> None:
     config.target_name_or_path, config.target_model_type = name, family
 
 
-def _load_rows(options: RunOptions, models: _Models) -> _Rows:
-    """Tokenized conversations. The heads note how often these have each token, for a reduced draft vocabulary."""
+def _load_rows(options: RunOptions, models: _Models, checkpoint: Path | None) -> _Rows:
+    """Tokenized conversations. New heads note how often these have each token, for a reduced draft vocabulary; those of
+    a checkpoint have noted it."""
     args, counts = options.training, Counter[str]()
     with one_process_first():
         train_set, eval_set = load_datasets(
@@ -232,9 +233,10 @@ def _load_rows(options: RunOptions, models: _Models) -> _Rows:
             num_processes=args.world_size,
             counts=counts,
         )
-    is_stream = isinstance(train_set, ConversationStream)
-    counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
-    models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
+    if checkpoint is None or args.resume_with_changes or models.heads.token_counts is None:
+        is_stream = isinstance(train_set, ConversationStream)
+        counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
+        models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
     for stored in (train_set, eval_set):
         refuse_placeholders(stored, models.target.model.config)
     if not any("media" in getattr(rows, "column_names", ()) for rows in (train_set, eval_set)):
