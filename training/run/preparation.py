@@ -46,7 +46,7 @@ from draftsmith.training.images.processor import ImageCollator, load_processor, 
 from draftsmith.training.options.command_line import resolve_arguments
 from draftsmith.training.options.run_options import RunOptions, check_options, parse_seconds, refuse_with_images
 from draftsmith.training.reporting.examples import Prompt
-from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts
+from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts, settle_evaluations
 from draftsmith.training.run.joint_model import JointModel, adapt_target
 from draftsmith.training.run.joint_trainer import JointTrainer
 from draftsmith.training.run.outcome import PreparedRun, write_text
@@ -112,8 +112,9 @@ def prepare_run(*parts: Any) -> PreparedRun:
     limit = find_length_limit(models.target.text_config)
     options = replace(options, data=cut_to_limit(options.data, limit, has_warning=is_main_process))
     rows = _load_rows(options, models, checkpoint)
-    settings = resolve_arguments(*options.parts())
     prompts = _find_prompts(options, models, rows, limit)
+    settle_evaluations(args, has_rows=rows.eval_set is not None, has_prompts=bool(prompts))
+    settings = resolve_arguments(*options.parts())
     description = describe_run(settings, rows.train_set, args.world_size)
     if checkpoint is not None:
         check_same_run(checkpoint, description, may_differ=args.resume_with_changes)
