@@ -118,13 +118,9 @@ def prepare_run(*parts: Any) -> PreparedRun:
     description = describe_run(settings, rows.train_set, args.world_size)
     if checkpoint is not None:
         check_same_run(checkpoint, description, may_differ=args.resume_with_changes)
-    num_depths = models.heads.num_unrolled_steps
+    num_depths, length = models.heads.num_unrolled_steps, options.data.eval_max_new_tokens
     check_best_metric(args, num_depths=num_depths, has_prompts=bool(prompts), is_joint=options.joint.is_on)
-    meter = None
-    if prompts:
-        meter = AcceptanceMeter(
-            models.target, models.heads, prompts, models.tokenizer, options.data.eval_max_new_tokens
-        )
+    meter = AcceptanceMeter(models.target, models.heads, prompts, models.tokenizer, length) if prompts else None
     features = _prepare_features(options, models, rows)
     _arrange_rows(options, rows)  # after everything that reads single conversations
     trainer = _make_trainer(options, models, rows, features, meter, description)
