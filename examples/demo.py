@@ -61,7 +61,7 @@ class DemoArguments:
     dtype: str = option(
         default="float32", help="Dtype of targets and heads while decoding.", metadata={"choices": list(DTYPES)}
     )
-    compile: bool = option(default=True, help="Compile the decoding: a minute for each decoder.")
+    compile: bool = option(default=False, help="Compile the decoding: faster, after minutes for each decoder.")
     max_new_tokens: int = option(default=96, help="Longest reply in tokens.")
     repeats: int = option(default=2, help="How often each decoder writes a reply; the median counts.")
     threads: int | None = option(default=None, help="CPU threads; none = one per core.")
