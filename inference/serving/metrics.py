@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from draftsmith.inference.serving.reply import Reply
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class VllmCounters(Collector):
+    """The same counters under vLLM's names, which `vllm bench serve` and AIPerf read. Those programs add up all lines
+    that begin with a name, so there are no lines with the time of a counter's creation."""
+
+    def __init__(self, counters: Sequence[Counter]) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        for counter in self._counters:
+            for family in counter.collect():
+                totals = [sample for sample in family.samples if sample.name.endswith("_total")]
+                renamed = CounterMetricFamily(family.name.replace("draftsmith:", "vllm:"), family.documentation)
+                for sample in totals:
+                    renamed.add_sample(sample.name.replace("draftsmith:", "vllm:"), sample.labels, sample.value)
+                yield renamed
 
 
 class Metrics:
@@ -31,6 +50,7 @@ class Metrics:
         self.accepted = add(Counter, "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         text = "Drafted tokens that were accepted, by their depth in the tree (0 = first)."
         self.accepted_per_pos = add(Counter, "spec_decode_num_accepted_tokens_per_pos", text, ["position"])
+        self.registry.register(VllmCounters([self.drafts, self.draft_tokens, self.accepted, self.accepted_per_pos]))
         self.ended = add(Counter, "request_success", "Replies by the reason of their end.", ["finished_reason"])
         self.refused = add(Counter, "request_refused", "Requests that were refused, by HTTP status.", ["status"])
         names = "time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"
@@ -45,7 +65,7 @@ class Metrics:
         self.ended.labels(reply.end_reason).inc()
         self.prompt_tokens.inc(len(reply.prompt))
         self.new_tokens.inc(len(reply.row.new))
-        self.drafts.inc(reply.num_drafts)
+        self.drafts.inc(len(reply.drafts))
         self.draft_tokens.inc(reply.stats.num_drafted)
         for position, count in enumerate(reply.stats.accepted_per_depth):
             self.accepted.inc(count)
