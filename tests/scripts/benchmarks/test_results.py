@@ -48,7 +48,7 @@ def options(small_chat: str, target: Target, heads: Path, tmp_path: Path) -> dic
         (files / f"{name}.jsonl").write_text("\n".join(lines))
     write_llama(tmp_path / "small.Q4_1.gguf", target)
     found: dict[str, Any] = {"target": small_chat, "prompts": [str(files)], "heads": [str(heads / "eagle3")]}
-    found |= {"curve": [f"people:{heads}"], "tree": ["chain:2"], "gguf": str(tmp_path / "small.Q4_1.gguf")}
+    found |= {"curve": [str(heads)], "tree": ["chain:2"], "gguf": str(tmp_path / "small.Q4_1.gguf")}
     numbers = {"limit": 1, "long_limit": 1, "max_new_tokens": 6, "long_tokens": 12, "threads": [1]}
     places = {"cells": str(tmp_path / "cells.jsonl"), "output": str(tmp_path / "out")}
     return {**found, **numbers, **places, "temperature": [0.0, 1.0], "dtype": "float32", "compile": False}
@@ -153,11 +153,11 @@ def test_wrong_options(options: dict[str, Any], tmp_path: Path) -> None:
     for wrong, told in (
         ({"parts": ["fast"]}, "got --parts fast"),
         ({"minutes": 0}, "got --minutes 0"),
-        ({"curve": ["mtp"]}, "got --curve mtp: give NAME:FOLDER"),
+        ({"curve": ["mtp"]}, "got --curve mtp: give the --output_dir"),
         ({"prompts": [str(tmp_path / "none")]}, "none does not exist"),
     ):
         with pytest.raises(ValueError, match=told):
             ResultsArguments(**options | wrong)
     with pytest.raises(ValueError, match=r"has no config.json or no \*.safetensors"):
         results.fingerprint(str(tmp_path))
-    assert find_checkpoints(options["curve"][0])[0].millions == 1.5
+    assert find_checkpoints("run", options["curve"][0])[0].millions == 1.5
