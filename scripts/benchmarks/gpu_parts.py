@@ -35,7 +35,14 @@ from draftsmith.scripts.benchmarks.scripted.counting import (
     reduce_vocabulary,
 )
 from draftsmith.scripts.measuring.operations import count_operations
-from draftsmith.scripts.measuring.roofline import Hardware, best_seconds, count_round, measure_bandwidth, measure_matmul
+from draftsmith.scripts.measuring.roofline import (
+    Hardware,
+    Work,
+    best_seconds,
+    count_round,
+    measure_bandwidth,
+    measure_matmul,
+)
 from draftsmith.scripts.shared.clock import TimeLimit, read_clock
 from draftsmith.scripts.shared.model_loading import encode_messages, fit_tree, load_heads, load_target
 from draftsmith.training.features.encoding import encode
@@ -114,12 +121,11 @@ class Shape:
             policy = resolve_policy(fit_tree(tree, drafter.max_depth), drafter.max_depth)
             script = ScriptedTree(policy, target.vocab_size, device)
         decoder = Decoder(target, drafter, tree=script, **options)
-        context = 40 if self.setup.is_tiny else context
+        context, steps = (40, 2) if self.setup.is_tiny else (context, 16)
         prompt = torch.arange(context, device=device) + 997 * torch.arange(batch, device=device)[:, None]
         prompt %= target.vocab_size
-        steps = 3 if self.setup.is_tiny else 16
         line: Line = {}
-        for length in (1,) if script is None else (one for one in LENGTHS if one <= 1 + script.most_right):
+        for length in [1] if script is None else [one for one in LENGTHS if one <= 1 + script.most_right]:
             if script is not None:
                 script.num_right.fill_(length - 1)
             decode = partial(self._decode, decoder, prompt, steps, length)
@@ -129,10 +135,9 @@ class Shape:
                 decoder.is_synchronised = True
                 parts = {f"{name} ms": value for name, value in decode().items() if name in ("draft", "verify")}
                 decoder.is_synchronised = False
-                work = count_round(target, drafter, script, [prompt[:1]], max_new_tokens=1 + 3 * length)
                 line = {"step ms": milliseconds, **(parts if drafter is not None else {})}
-                if work is not None:
-                    work = type(work)(work.weight_bytes, work.flops * batch)
+                if one := count_round(target, drafter, script, [prompt[:1]], max_new_tokens=1 + 3 * length):
+                    work = Work(one.weight_bytes, one.flops * batch)  # the weights are read once for all rows
                     line["of the roofline"] = work.limit_milliseconds(self.hardware) / milliseconds
             line[f"tokens/s at {length}"] = 1000 * batch * length / milliseconds
             if kind is None:

@@ -7,7 +7,7 @@
 Parts: `speed` decodes every prompt with every contender; `position` writes long texts, and counts how many tokens a
 step gives at each place of the text; `curve` compares the checkpoints of training runs by their acceptance length.
 Every decoded prompt is on disk in --cells at once, and the same command goes on with what is missing, also with a
-larger --limit. OUTPUT.json, OUTPUT.md and OUTPUT.svg are written from all cells.
+larger --limit. OUTPUT.json, OUTPUT.md and the charts are written from all cells.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from draftsmith.inference import Decoder, Drafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.scripts.benchmarks.llama_cpp import LlamaCppDecoding, write_heads, write_llama
-from draftsmith.scripts.benchmarks.results_summary import ALL, BIN, make_content, render_json, render_page
+from draftsmith.scripts.benchmarks.results_summary import ALL, BIN, draw_curves, make_content, render_json, render_page
 from draftsmith.scripts.benchmarks.speed_chart import LLAMA, draw, mean_of
 from draftsmith.scripts.measuring.contenders import NGRAMS, OurDecoding, TransformersDecoding
 from draftsmith.scripts.measuring.environment import describe_machine, describe_program
@@ -92,7 +92,7 @@ class ResultsArguments:
         "one. llama.cpp also decodes the target in its own dtype.",
     )
     cells: str = option(default="outputs/results.jsonl", help="The file that every decoded prompt is added to.")
-    output: str = option(default="outputs/results", help="Write OUTPUT.json, OUTPUT.md and OUTPUT.svg.")
+    output: str = option(default="outputs/results", help="Write OUTPUT.json, .md, .svg and OUTPUT-curves.png.")
 
     def __post_init__(self) -> None:
         self.prompts = [
@@ -370,7 +370,7 @@ def run(args: ResultsArguments) -> dict[str, Any]:
     content = make_content(cells.conditions | describe_program(), list(cells.found.values()))
     write_text(Path(f"{args.output}.json"), render_json(content))
     write_text(Path(f"{args.output}.md"), render_page(content))
-    written = ["json", "md"]
+    written = [".json", ".md"]
     about = {"temperature": min(args.temperature), "threads": args.threads[0]}
     shown = [one for one in content["reports"] if about.items() <= one.items() and one["prompts"] != ALL]
     if shown:
@@ -379,8 +379,11 @@ def run(args: ResultsArguments) -> dict[str, Any]:
             {"environment": environment | {"num_prompts": one["num_prompts"]}, "rows": one["rows"]} for one in shown
         ]
         write_text(Path(f"{args.output}.svg"), draw(mean_of(reports)))
-        written.append("svg")
-    print(f"wrote {', '.join(f'{args.output}.{ending}' for ending in written)}")
+        written.append(".svg")
+    if content["curve"] or content["positions"]:
+        draw_curves(Path(f"{args.output}-curves.png"), content)
+        written.append("-curves.png")
+    print(f"wrote {', '.join(args.output + ending for ending in written)}")
     return content
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
+from draftsmith.scripts.measuring.plot import load_pyplot, save_figure
 from draftsmith.scripts.measuring.table import Grid, format_number
 
 Cell = dict[str, Any]
@@ -188,3 +189,24 @@ def _make_curve_grids(content: Mapping[str, Any]) -> Iterable[Grid]:
         cells = [[", ".join(key), *(format_number(found.get((*key, number))) for number in millions)] for key in names]
         columns = ["heads", *(f"{number:g} M tokens" for number in millions)]
         yield Grid("Acceptance length by training tokens, T = 0, mean of the files of prompts", columns, cells)
+
+
+def draw_curves(path: Path, content: Mapping[str, Any]) -> None:
+    """A PNG: acceptance length over training tokens, and over the position in the text."""
+    plt = load_pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for key in dict.fromkeys((one["name"], one["tree"]) for one in content["curve"]):
+        points = [one for one in content["curve"] if (one["name"], one["tree"]) == key]
+        millions, lengths = ([one[name] for one in points] for name in ("millions", "length"))
+        left.plot(millions, lengths, marker="o", label=", ".join(key))
+    for one in content["positions"]:
+        ends = [BIN * (place + 1) for place in range(len(one["lengths"]))]
+        right.plot(ends, one["lengths"], marker="o", label=f"{one['name']}, T = {one['temperature']:g}")
+    left.set_xlabel("millions of training tokens (T = 0)")
+    right.set_xlabel(f"up to this token of the text (bins of {BIN})")
+    left.set_ylabel("acceptance length")
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+        if axis.lines:
+            axis.legend(fontsize=8, frameon=False)
+    save_figure(figure, path)

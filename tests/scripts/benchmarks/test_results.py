@@ -92,6 +92,7 @@ def test_a_run_that_is_killed_goes_on(options: dict[str, Any], tmp_path: Path, m
     assert {(one["name"], one["texts"]) for one in content["positions"]} == {("eagle3", 2)}
     assert "1.5 M tokens" in (tmp_path / "out.md").read_text()
     assert "plain decoding, packed" in (tmp_path / "out.svg").read_text()
+    assert (tmp_path / "out-curves.png").stat().st_size > 1000
 
     assert results.run(ResultsArguments(**options | {"limit": 2, "minutes": 1e-9})) == content, "no time for more"
     monkeypatch.setattr(results, "measure_positions", None)
