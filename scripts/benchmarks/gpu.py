@@ -34,8 +34,8 @@ from draftsmith.scripts.benchmarks.gpu_parts import PARTS, Measure, Setup
 from draftsmith.scripts.measuring.environment import ROOT, describe_machine, describe_program
 from draftsmith.scripts.shared.clock import TimeLimit
 from draftsmith.scripts.shared.model_loading import check_device
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 GRACE = 5.0  # seconds after its limit in which a part may end by itself
 
@@ -82,23 +82,25 @@ def run_part(part: Measure, args: argparse.Namespace, limit: TimeLimit, save: Ca
     process.start()
     sender.close()
     deadline = TimeLimit(limit.left + GRACE)
-    while result.state == "running":
-        try:
-            found = receiver.recv() if receiver.poll(deadline.left) else "cut off"
-        except EOFError:
-            found = "failed"  # its error is on the terminal
-        result.seconds = round(time.monotonic() - start, 1)
-        if isinstance(found, str):
-            result.state = found
-        else:
-            label, line = found
-            result.lines[label] = {key: shorten(value) for key, value in line.items()}
-            print(f"  [{result.seconds:5.0f} s] {label}: {describe(result.lines[label])}", flush=True)
-        save(result)
-    process.kill()
-    with suppress(ProcessLookupError):  # processes of its own
-        os.killpg(process.pid or 0, signal.SIGKILL)
-    process.join()
+    try:
+        while result.state == "running":
+            try:
+                found = receiver.recv() if receiver.poll(deadline.left) else "cut off"
+            except EOFError:
+                found = "failed"  # its error is on the terminal
+            result.seconds = round(time.monotonic() - start, 1)
+            if isinstance(found, str):
+                result.state = found
+            else:
+                label, line = found
+                result.lines[label] = {key: shorten(value) for key, value in line.items()}
+                print(f"  [{result.seconds:5.0f} s] {label}: {describe(result.lines[label])}", flush=True)
+            save(result)
+    finally:
+        process.kill()
+        with suppress(ProcessLookupError):  # processes of its own
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
     return result
 
 

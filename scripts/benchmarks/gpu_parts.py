@@ -206,7 +206,8 @@ class Texts:
 
     def decode(self, heads: str | None, mode: str, temperature: float) -> Line:
         drafter = None if heads is None else load_heads(heads, self.target)
-        decoder = Decoder(self.target, drafter, **self.setup.modes[mode])
+        tree = None if drafter is None else TREES[1]
+        decoder = Decoder(self.target, drafter, tree=tree, **self.setup.modes[mode])
         options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": 8 if self.setup.is_tiny else 64}
         if temperature:
             options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": 0}

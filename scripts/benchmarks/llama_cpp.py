@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.formats.gguf_file import read_metadata, write_gguf
+from draftsmith.heads.formats.gguf_file import write_gguf
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import to_pairs, write_rope
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
@@ -30,16 +30,18 @@ LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+NORMAL, CONTROL = 1, 3  # types of tokens
 ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def write_llama(file: Path, target: Target, tokenizer_gguf: Path | None = None) -> None:
-    """Writes a Llama in its own dtype, with the tokenizer of another GGUF file, or without one."""
+def write_llama(file: Path, target: Target, tokenizer: Any = None) -> None:
+    """Writes a Llama in its own dtype; tokenizer: a fast one of transformers that splits texts as SmolLM's does; None =
+    without."""
     config, state = target.text_config, target.model.state_dict()
     rope, factors = write_rope(config)
-    tokenizer = {"tokenizer.ggml.model": "none"} if tokenizer_gguf is None else read_metadata(tokenizer_gguf)
     metadata: dict[str, Any] = {
         "general.architecture": "llama",
+        **({"tokenizer.ggml.model": "none"} if tokenizer is None else describe_tokenizer(tokenizer)),
         "llama.vocab_size": config.vocab_size,
         "llama.block_count": config.num_hidden_layers,
         "llama.context_length": config.max_position_embeddings,
@@ -50,7 +52,6 @@ def write_llama(file: Path, target: Target, tokenizer_gguf: Path | None = None) 
         "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "llama.rope.dimension_count": config.head_dim,
         **{f"llama.{key}": value for key, value in rope.items()},
-        **{key: value for key, value in tokenizer.items() if key.startswith("tokenizer.")},
     }
     ends = {ours: theirs for ours, theirs in ENDS.items() if not (theirs == "output" and config.tie_word_embeddings)}
     tensors = {f"{theirs}.weight": state[f"{ours}.weight"] for ours, theirs in ends.items()}
@@ -62,6 +63,25 @@ def write_llama(file: Path, target: Target, tokenizer_gguf: Path | None = None) 
     if factors is not None:
         tensors["rope_freqs.weight"] = factors
     write_gguf(file, metadata, tensors)
+
+
+def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """A byte-level BPE tokenizer and its chat template, as metadata."""
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    special = set(tokenizer.all_special_ids) | {
+        place for place, one in tokenizer.added_tokens_decoder.items() if one.special
+    }
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": sorted(vocabulary, key=vocabulary.__getitem__),
+        "tokenizer.ggml.token_type": [CONTROL if place in special else NORMAL for place in range(len(vocabulary))],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": tokenizer.chat_template,
+    }
 
 
 def write_heads(folder: Path, heads: DraftHeads, target: Target, tokenizer_gguf: Path) -> Path:

@@ -54,11 +54,11 @@ from draftsmith.scripts.measuring.measure import (
 from draftsmith.scripts.shared.clock import TimeLimit
 from draftsmith.scripts.shared.draft_vocabulary import SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPES, TREE_HELP, load_heads
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.side_by_side import record
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 PARTS = ("speed", "position", "curve")
 DEFAULT = "default"
@@ -236,7 +236,7 @@ def make_rivals(subject: Subject, quantised: Path, folder: Path) -> Iterator[Con
     """llama.cpp with the target in its own dtype and quantised, plain and with every EAGLE-3 heads."""
     own, target = folder / "target.gguf", subject.target
     if not own.exists():
-        write_llama(own, target, quantised)
+        write_llama(own, target, subject.tokenizer)
     files = {str(target.dtype).removeprefix("torch."): own, quantised.stem.rpartition(".")[2]: quantised}
     heads = {n: one for n, one in subject.drafters.items() if isinstance(one, DraftHeads)}
     heads = {n: one for n, one in heads.items() if one.config.head_type in GgufEagle3().kinds}
