@@ -77,7 +77,7 @@ bench: $(STAMP) ## benchmark the committed heads on the embedded target
 		--heads examples/heads/medusa examples/heads/eagle3 --tree dynamic chain \
 		--prompts examples/prompts.jsonl --json outputs/benchmark.json --plot outputs/benchmark.png $(ARGS)
 
-gpu: $(STAMP) ## tests, decoding and training steps on a CUDA device; writes docs/benchmarks/gpu.md and .json (ARGS="--device cpu --tiny" rehearses)
+gpu: $(STAMP) ## time decoding and training on a CUDA device, the most valuable first; adds to docs/benchmarks/gpu.json and .md (ARGS="--minutes 4")
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/gpu.py $(ARGS)
 
 recording: $(STAMP) ## draw docs/images/demo.svg from measured times: run it on an idle machine

@@ -81,7 +81,7 @@ class Decoder:
             made: make a new decoder after a change.
         pack_weights: keep a second copy of linear layers' weights, in the order in which oneDNN's kernels read them
             (float32 and bfloat16 on a CPU). It takes their memory once more. Targets beyond the processor's caches
-            gain most (docs/benchmarks, Sizes). Weights are read when the decoder is made.
+            gain most (docs/decoding.md). Weights are read when the decoder is made.
         graphs: capture drafting, verification, acceptance and commits as CUDA graphs. They run the eager kernels, and
             the second step of each size is captured. docs/gpu.md says what ran on a GPU. A part that
             cannot be captured runs eagerly, with a warning. It excludes `compile`.

@@ -18,7 +18,7 @@ from draftsmith.inference import Decoder, GenerationStats, Target
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.noise import gumbel_noise
 from draftsmith.inference.request.chat_template import encode_prompt
-from draftsmith.scripts.benchmarks.scripted.llama_cpp import write_llama
+from draftsmith.scripts.benchmarks.llama_cpp import write_llama
 from draftsmith.scripts.shared.model_loading import load_target
 from tests.conftest import REPOSITORY
 from tests.llama_cpp_server import start_server

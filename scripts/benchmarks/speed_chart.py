@@ -25,6 +25,7 @@ from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.options.one_line_errors import one_line_errors
 
 PLAIN = ("transformers generate", "plain decoding")
+LLAMA = "llama.cpp"
 COLOURS = {"plain": "#94a3b8", "untrained": "#60a5fa", "heads": "#1d4ed8"}
 LEFT, BAR, ROW, TOP, WIDTH = 280, 390, 26, 66, 880  # pixels
 
@@ -45,7 +46,8 @@ def choose_rows(rows: list[Row], heads: list[str]) -> list[tuple[str, Row]]:
         if row["problem"]:
             continue
         drafter = row["name"].removesuffix(", compiled")
-        kind = "plain" if drafter.startswith(PLAIN) else "heads" if drafter in heads else "untrained"
+        is_plain = drafter.startswith((*PLAIN, LLAMA))
+        kind = "heads" if drafter.partition(", ")[0] in heads else "plain" if is_plain else "untrained"
         key = (kind, row["name"] if kind == "plain" else drafter)
         if key not in chosen or row["over_transformers"] > chosen[key]["over_transformers"]:
             chosen[key] = row
@@ -57,8 +59,9 @@ def choose_rows(rows: list[Row], heads: list[str]) -> list[tuple[str, Row]]:
 def mean_of(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """One report whose rows hold the means over all reports."""
     rows = []
-    for row in reports[0]["rows"]:
-        same = [other for report in reports for other in report["rows"] if _key(other) == _key(row)]
+    ran = [[row for row in report["rows"] if not row["problem"]] for report in reports]
+    for row in ran[0]:
+        same = [other for rows in ran for other in rows if _key(other) == _key(row)]
         quartiles = [
             sum(values) / len(same) for values in zip(*(r["over_transformers_quartiles"] for r in same), strict=True)
         ]
@@ -87,7 +90,7 @@ def draw(report: dict[str, Any]) -> str:
     rows = choose_rows(report["rows"], heads)
     longest = max(row["over_transformers_quartiles"][1] for _, row in rows)
     scale = BAR / longest
-    fastest = max(row["over_transformers"] for kind, row in rows if kind == "plain")
+    fastest = max(row["over_transformers"] for _, row in rows if row["name"].startswith(PLAIN))
     bottom = TOP + ROW * len(rows)
     parts = [
         f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{bottom + 35}" rx="10" fill="#ffffff" stroke="#e2e8f0"/>',

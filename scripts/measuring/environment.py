@@ -9,14 +9,16 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 
 from draftsmith.inference import Target
 from draftsmith.inference.targets.model_config import find_attention
-from draftsmith.scripts.measuring.measure import Settings
+
+if TYPE_CHECKING:  # which needs more libraries
+    from draftsmith.scripts.measuring.measure import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 # Instruction sets that decide what a wide forward pass costs on a CPU.

@@ -209,13 +209,13 @@ def measure(
         for batch in batches:
             first = (repeat * len(batches) + batch.index) % len(runnable)
             for contender in runnable[first:] + runnable[:first]:
-                contender.runs[repeat].append(_decode_warm(contender, batch, settings))
+                contender.runs[repeat].append(decode_warm(contender, batch, settings))
                 on_run()
     for contender in runnable:
         _profile(contender, batches, settings)
 
 
-def _decode_warm(contender: Contender, batch: Batch, settings: Settings) -> Run:
+def decode_warm(contender: Contender, batch: Batch, settings: Settings) -> Run:
     """A run that compiles nothing. A run that compiles counts as warm-up and is repeated."""
     while True:
         graphs, start = count_graphs(), time.perf_counter()

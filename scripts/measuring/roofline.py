@@ -69,17 +69,17 @@ def measure_bandwidth(num_bytes: int, device: torch.device) -> float:
     buffer = torch.ones(
         max(1, min(num_bytes, MAX_BUFFER_BYTES) // 4), device=device
     )  # ones: untouched zero pages take no memory
-    return 4e-9 * buffer.numel() / _best_seconds(lambda: torch.dot(buffer, buffer), device)
+    return 4e-9 * buffer.numel() / best_seconds(lambda: torch.dot(buffer, buffer), device)
 
 
 def measure_matmul(dtype: torch.dtype, device: torch.device, *, size: int | None = None) -> float:
     """GFLOP/s of a square product in `dtype`, the best of several passes. size: width; None = `MATMUL_SIZE`."""
     size = size or MATMUL_SIZE.get(device.type, MATMUL_SIZE["cuda"])
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2e-9 * size**3 / _best_seconds(lambda: left @ right, device)
+    return 2e-9 * size**3 / best_seconds(lambda: left @ right, device)
 
 
-def _best_seconds(call: Callable[[], Any], device: torch.device) -> float:
+def best_seconds(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call; short calls are timed together, so that the clock's resolution does not matter."""
     start = read_clock(device)
     call()

@@ -14,7 +14,7 @@ import torch
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
-from draftsmith.scripts.benchmarks.scripted.llama_cpp import write_llama
+from draftsmith.scripts.benchmarks.llama_cpp import write_llama
 from tests.conftest import REPOSITORY
 from tests.engines.chains import decode_chains
 from tests.llama_cpp_server import start_server

@@ -25,7 +25,7 @@ SHORT = 512
 # Of a time budget, for steps; the rest is for evaluations and checkpoints.
 USED_SHARE = 0.9
 FEWEST_STEPS = 20  # fewer than these learn nothing
-LONG = 2 * 3600.0  # then `describe` says what to do; its factors: docs/benchmarks/README.md
+LONG = 2 * 3600.0  # then `describe` says what to do
 # Least and most acceptance length of a chain of CHAIN at T = 0, of EAGLE-3 and MTP heads on small targets that learned
 # from fewer tokens than the first number: docs/choosing-heads.md.
 CHAIN = 4

@@ -9,7 +9,6 @@ Legend: B batch, N tree nodes, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
-from draftsmith.inference import Drafter, DraftLogits, Target
+from draftsmith.inference import Target
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
 
@@ -35,16 +34,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "a toy for tests",
         {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2},
-    ),
-    "0.1B": (
-        "SmolLM2-135M",
-        {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-         "num_attention_heads": 9, "num_key_value_heads": 3},
-    ),
-    "0.4B": (
-        "SmolLM2-360M",
-        {"vocab_size": 49152, "hidden_size": 960, "intermediate_size": 2560, "num_hidden_layers": 32,
-         "num_attention_heads": 15, "num_key_value_heads": 5},
     ),
     "1B": (
         "Llama-3.2-1B",
@@ -147,43 +136,3 @@ class ScriptedTree(TreePolicy):
         scripted = self.script_tree(tree, self.num_right, self.vocab_size)
         scripted.max_depth = tree.max_depth
         return scripted
-
-
-class ScriptedChances(Drafter):
-    """Another drafter's work, for a counting target: all of it is done, and then the draft is right by chance.
-
-    Args:
-        drafter: any drafter.
-        vocab_size: V.
-
-    Attributes:
-        acceptance: the chance that a draft is right, whatever was drafted before.
-    """
-
-    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
-        self.drafter, self.vocab_size, self.acceptance = drafter, vocab_size, 1.0
-        self.feature_layers, self.max_depth = drafter.feature_layers, drafter.max_depth
-        self.seed(0)
-
-    def seed(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def start(self, batch_size: int, max_length: int, num_scratch: int) -> Any:
-        return self.drafter.start(batch_size, max_length, num_scratch)
-
-    def extend(
-        self, state: Any, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
-    ) -> DraftLogits:
-        self.drafter.extend(state, features, next_token_ids, counts, max_slots=max_slots)
-        return self._follow(next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None]))
-
-    def expand(self, state: Any, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        self.drafter.expand(state, token_ids, parents, depth)
-        return self._follow(token_ids)
-
-    def _follow(self, token_ids: Tensor) -> DraftLogits:
-        """Two candidates after each token [B, W]: the right one, and the token itself, which never follows."""
-        is_right = self._random.random() < self.acceptance
-        logits = torch.tensor([0.0, -1.0] if is_right else [-1.0, 0.0], device=token_ids.device)
-        candidates = torch.stack([(token_ids + 1) % self.vocab_size, token_ids], dim=-1)
-        return DraftLogits(logits.expand(candidates.shape), candidates)

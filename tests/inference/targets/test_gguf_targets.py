@@ -12,7 +12,7 @@ from draftsmith.heads import create_heads
 from draftsmith.heads.formats.gguf_file import read_gguf, write_gguf
 from draftsmith.inference import Target
 from draftsmith.inference.targets import files
-from draftsmith.scripts.benchmarks.scripted.llama_cpp import write_llama
+from draftsmith.scripts.benchmarks.llama_cpp import write_llama
 from draftsmith.scripts.shared.model_loading import load_target
 from draftsmith.training.features.target_loading import load_first_layers
 from draftsmith.training.features.target_options import ModelArguments

@@ -1,73 +1,135 @@
-"""`make gpu`, rehearsed on the CPU."""
+"""gpu.py, rehearsed on the CPU: its parts, their time, and the record that they share."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 import time
+from argparse import Namespace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from draftsmith.scripts.benchmarks import gpu
-from draftsmith.scripts.benchmarks.gpu import GpuArguments, Part, find_utilisation, make_parts
+from draftsmith.scripts.benchmarks.gpu import Result, run_part
+from draftsmith.scripts.benchmarks.gpu_parts import PARTS, Cases, Setup
+from draftsmith.scripts.shared.clock import TimeLimit
+from tests.conftest import REPOSITORY
+
+REHEARSAL = Namespace(device="cpu", tiny=True)
+
+
+def link_libraries(folder: Path, *names: str, without: frozenset[str]) -> None:
+    """Puts these libraries, and those that they require, into a folder."""
+    left, seen = list(names), set(without)
+    while left:
+        name = re.sub(r"[-_.]+", "-", left.pop()).lower()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        needed = map(Requirement, found.requires or ())
+        left += [one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+        for top in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(Path(str(found.locate_file(top))).resolve())
 
 
 @pytest.mark.slow
-def test_a_rehearsal(tmp_path: Path) -> None:
-    """All parts run, in processes of their own, and one page has their results."""
-    args = GpuArguments("cpu", tiny=True, peak_tflops=1.0, output=str(tmp_path / "page"))
-    assert gpu.run(args, tmp_path) == 0, (tmp_path / "page.md").read_text()
-    page, content = (tmp_path / "page.md").read_text(), json.loads((tmp_path / "page.json").read_text())
-    for title in ("tests", "chat-13m", "sizes", "training-tiny"):
-        assert f"| {title} | passed |" in page
-        assert f"## {title}\n" in page
-    assert "a rehearsal" in page
-    assert "MFU" in page
-    assert content["sizes"]["environment"]["simulated"]
-    assert content["training-tiny"]["cells"][0]["ours"]["total"] > 0
-    assert content["mfu"]["training-tiny"].keys() == {"eagle3", "mtp", "block"}
+def test_a_rehearsal_with_four_libraries(tmp_path: Path) -> None:
+    """In an environment that has nothing but torch, transformers, safetensors, tokenizers and what they need."""
+    libraries, record = tmp_path / "libraries", tmp_path / "gpu.json"
+    libraries.mkdir()
+    without = frozenset(("rich", "typer"))
+    link_libraries(libraries, "torch", "transformers", "safetensors", "tokenizers", without=without)
+    words = ["scripts/benchmarks/gpu.py", "--device", "cpu", "--tiny", "--minutes", "6", "--output", str(record)]
+    parts = [part for part in PARTS if part not in ("1B", "tests", "compiled")]
+    environment = {**os.environ, "PYTHONPATH": str(libraries), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-S", *words, "--parts", *parts],
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(record.read_text())
+    assert list(found) == parts
+    assert all(part["state"] in ("done", "cut off") for part in found.values()), "cut off: on a slow machine"
+    assert not [line for part in found.values() for line in part["lines"].values() if "failed" in line]
+    rounds = found["8B"]["lines"]["eagle3, chain:3, eager, 1 x 512"]
+    assert {"step ms", "verify ms", "of the roofline", "tokens/s at 4", "x plain at 4"} <= set(rounds)
+    texts = {label: line for label, line in found["models"]["lines"].items() if "float32" in label}
+    assert all(line["same texts"] == line["texts"] for line in texts.values())
+    assert {"training", "8B"} < {line.removeprefix("## ") for line in record.with_suffix(".md").read_text().split("\n")}
 
 
-def test_a_part_that_fails_is_reported(tmp_path: Path) -> None:
-    part = Part("sum", ["-c", "print('so far'); raise SystemExit(3)"], tmp_path)
-    (tmp_path / "sum.md").write_text("of an earlier run")
-    part.run()
-    assert (part.returncode, part.tail) == (3, "so far")
-    assert part.read("md") == ""
+def test_a_run_replaces_its_own_parts(tmp_path: Path) -> None:
+    args = Namespace(**vars(REHEARSAL), parts=["attention"], minutes=5.0, output=str(tmp_path / "gpu.json"))
+    about = {
+        "card": "another",
+        "torch": "2",
+        "commit": "0",
+        "date": "then",
+        "seconds": 1.0,
+        "state": "done",
+        "lines": {},
+    }
+    Path(args.output).write_text(json.dumps({"training": about, "attention": about}))
+    assert gpu.run(args) == 0
+    found = json.loads(Path(args.output).read_text())
+    assert list(found) == ["attention", "training"], "in their order"
+    assert found["training"] == about
+    assert found["attention"]["card"].startswith("a rehearsal")
+    assert found["attention"]["lines"]["4 nodes after 64"]["sdpa us"] > 0
 
 
-@pytest.mark.slow
+def wait_for_a_worker(setup: Setup) -> Cases:
+    yield "refused", lambda: {"never": int("x")}
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield "worker", lambda: {"pid": worker.pid}
+    yield "waited", lambda: {"code": worker.wait()}
+
+
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the worker in /proc")
-def test_a_part_that_takes_too_long_ends_with_its_own_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "TIMEOUT", 5)
-    program = f"""import subprocess, sys, time
-worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-open({str(tmp_path / "number")!r}, "w").write(str(worker.pid))
-time.sleep(60)"""
-    part = Part("sleep", ["-c", program], tmp_path)
-    part.run()
-    assert part.tail == "not done after 5 seconds"
-    status = Path(f"/proc/{(tmp_path / 'number').read_text()}/status")
+def test_a_part_ends_with_its_time_and_its_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "GRACE", 0.0)
+    saved: list[int] = []
+    limit = TimeLimit(90)
+
+    def stop(result: Result) -> None:
+        saved.append(len(result.lines))
+        if "worker" in result.lines:  # instead of waiting
+            monkeypatch.setattr(TimeLimit, "left", 0.0)
+
+    result = run_part(wait_for_a_worker, REHEARSAL, limit, stop)
+    assert (result.state, list(result.lines)) == ("cut off", ["refused", "worker"])
+    assert result.lines["refused"]["failed"].startswith("ValueError: invalid literal")
+    assert saved == [1, 2, 2]
+    status = Path(f"/proc/{result.lines['worker']['pid']}/status")
     deadline = time.monotonic() + 20
     while status.exists() and "State:\tZ" not in status.read_text():
         assert time.monotonic() < deadline, "the worker lives on"
         time.sleep(0.1)
 
 
-def test_the_parts_of_a_real_run(tmp_path: Path) -> None:
-    tests, chat, sizes, *training = make_parts(GpuArguments("cuda"), tmp_path)
-    assert tests.words[1:5] == ["pytest", "tests", "-m", "gpu"]
-    assert {"1B", "8B", "compiled"} <= set(sizes.words)
-    assert all("cuda" in part.words for part in (chat, sizes, *training))
-    sizes_of = {part.title: json.loads((Path(part.words[2]) / "config.json").read_text()) for part in training}
-    assert {title: config["hidden_size"] for title, config in sizes_of.items()} == {
-        "training-1B": 2048,
-        "training-8B": 4096,
-    }
+def end_without_a_word(setup: Setup) -> Cases:
+    yield "first", lambda: {"value": 1.23456789}
+    os._exit(3)
 
 
-def test_the_utilisation_is_operations_over_time_and_peak() -> None:
-    cells = [{"kind": kind, "ours": {"total": 0.5, "operations": 989 * 10**9}} for kind in ("eagle3", "mtp")]
-    found = find_utilisation({"cells": cells}, GpuArguments(tiny=True), "NVIDIA H100 80GB HBM3")
-    assert found == {"eagle3": pytest.approx(0.002), "mtp": pytest.approx(0.002)}
-    assert find_utilisation({"cells": cells}, GpuArguments(tiny=True), "a card of tomorrow") == {}
+def test_a_part_that_crashes_keeps_its_lines() -> None:
+    result = run_part(end_without_a_word, REHEARSAL, TimeLimit(90), lambda result: None)
+    assert (result.state, result.lines) == ("failed", {"first": {"value": 1.235}})
+
+
+def test_time_is_divided() -> None:
+    limit = TimeLimit(100)
+    assert limit.part(10).left == pytest.approx(10, abs=1)
+    assert limit.part(1000).left == pytest.approx(100, abs=1)
+    assert TimeLimit(-1).is_over

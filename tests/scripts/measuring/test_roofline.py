@@ -95,7 +95,7 @@ def test_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = measure_hardware(Target(tiny_target("llama")), matmul_size=16)
     assert hardware.bandwidth_gb_s > 0
     assert hardware.matmul_gflop_s > 0
-    monkeypatch.setattr(roofline, "_best_seconds", lambda call, device: 0.5)
+    monkeypatch.setattr(roofline, "best_seconds", lambda call, device: 0.5)
     assert measure_bandwidth(4000, CPU) == pytest.approx(8e-6)
     monkeypatch.setattr(roofline, "MAX_BUFFER_BYTES", 400)
     assert measure_bandwidth(4000, CPU) == pytest.approx(8e-7)

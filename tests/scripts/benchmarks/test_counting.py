@@ -1,0 +1,76 @@
+"""Targets that count, and trees whose drafts are right to a given depth."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.heads.formats.gguf_file import read_gguf
+from draftsmith.inference import Decoder, DynamicTree
+from draftsmith.inference.trees.token_tree import TokenTree
+from draftsmith.scripts.benchmarks.llama_cpp import write_llama
+from draftsmith.scripts.benchmarks.scripted.counting import (
+    SHAPES,
+    ScriptedTree,
+    make_config,
+    make_counting_target,
+    make_random_heads,
+    script_tree,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_the_worked_example_of_a_scripted_tree() -> None:
+    drafted = TokenTree(
+        torch.tensor([[7, 3, 8, 4, 9]]),
+        torch.tensor([[-1, 0, 0, 1, 2]]),
+        torch.tensor([[0, 1, 1, 2, 2]]),
+        torch.zeros(1, 5),
+    )
+    tree = script_tree(drafted, torch.tensor(2), 100)
+    assert tree.token_ids.tolist() == [[7, 8, 9, 4, 9]]
+    assert tree.parents.tolist() == [[-1, 0, 1, 0, 0]]
+    assert tree.depths.tolist() == [[0, 1, 2, 1, 1]]
+    nothing = script_tree(drafted, torch.tensor(0), 100)
+    assert nothing.token_ids.tolist() == [[7, 3, 7, 4, 9]], "8 would have been right"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*zip(sorted(HEAD_TYPES), itertools.cycle([torch.float32, torch.bfloat16]), strict=False)]
+)
+def test_every_kind_accepts_as_many_tokens_as_one_asks(kind: str, dtype: torch.dtype) -> None:
+    """Beyond the last token the target counts on from 0."""
+    target = make_counting_target("tiny", dtype, CPU)
+    heads = make_random_heads(kind, target)
+    tree = DynamicTree(min(4, heads.max_depth or 4), 3, 8)
+    script = ScriptedTree(tree, target.vocab_size, CPU)
+    decoder = Decoder(target, heads, tree=script)
+    for length in (one for one in (1, 2, 4) if one <= 1 + script.most_right):
+        script.num_right.fill_(length - 1)
+        output = decoder.generate(torch.arange(505)[None], max_new_tokens=1 + 3 * length)
+        assert output.sequences[0].tolist() == [place % 512 for place in range(506 + 3 * length)]
+        assert output.stats.acceptance_length == length
+
+
+def test_heads_draft_from_a_reduced_vocabulary() -> None:
+    """As published EAGLE-3 heads do; the target here has more tokens, but is as small otherwise."""
+    target = make_counting_target("tiny", torch.float32, CPU)
+    assert make_random_heads("eagle3", target).draft_token_ids is None
+    for size in sorted(set(SHAPES) - {"tiny"}):
+        assert make_config(size).vocab_size > 32_000
+
+
+def test_the_written_llama_has_every_tensor(tmp_path: Path) -> None:
+    target = make_counting_target("tiny", torch.bfloat16, CPU)
+    write_llama(tmp_path / "target.gguf", target)
+    metadata, tensors = read_gguf(tmp_path / "target.gguf")
+    state = target.model.state_dict()
+    assert len(tensors) == len(state)
+    assert sum(one.numel() for one in tensors.values()) == sum(one.numel() for one in state.values())
+    assert torch.equal(tensors["blk.3.ffn_up.weight"], state["model.layers.3.mlp.up_proj.weight"])
+    assert metadata["llama.block_count"] == 4
