@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 WORKERS ?= auto
 PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
-.PHONY: help install demo smollm2 llama-cpp docs test test-all test-slow test-engines lossless check format bench gpu recording table ablation clean
+.PHONY: help install demo smollm2 llama-cpp docs test test-all test-slow test-engines lossless check format bench gpu recording clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -82,14 +82,6 @@ gpu: $(STAMP) ## time decoding and training on a CUDA device, the most valuable 
 
 recording: $(STAMP) ## draw docs/images/demo.svg from measured times: run it on an idle machine
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/record.py $(ARGS)
-
-TABLE ?= outputs/drafters
-table: $(STAMP) ## one table and chart of all drafters with heads in examples/heads; continues after an interruption
-	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/drafters.py --output $(TABLE) $(ARGS)
-	$(BIN)/python scripts/benchmarks/speed_chart.py --json $(TABLE).json --svg $(TABLE).svg
-
-ablation: $(STAMP) ## train heads with every file of configs/ablation and compare them: DATASET=FILE, ARGS; hours, continues after an interruption
-	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/training/ablation.py $(if $(DATASET),--dataset $(DATASET)) $(ARGS)
 
 clean: ## remove the virtual environments and caches
 	rm -rf $(VENV) $(VENV)-* .mypy_cache .pytest_cache .ruff_cache *.egg-info

@@ -19,7 +19,7 @@ from draftsmith.training.options.command_line import parse_arguments
 from tests.conftest import REPOSITORY
 
 CONFIGS = REPOSITORY / "configs"
-TRAIN = sorted([*(CONFIGS / "train").rglob("*.yaml"), *(CONFIGS / "ablation").glob("*.yaml")])
+TRAIN = sorted((CONFIGS / "train").rglob("*.yaml"))
 BASES = {path for path in TRAIN if path.name.startswith("shared-")}  # without a target
 ACCELERATE = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 DEEPSPEED = sorted((CONFIGS / "deepspeed").glob("*.json"))

@@ -1,9 +1,8 @@
 """Draws an SVG chart of speeds relative to transformers' `generate`, with every plain baseline.
 
     python scripts/benchmarks/speed_chart.py --json docs/benchmarks/speed.json --svg docs/images/speed.svg
-    python scripts/benchmarks/speed_chart.py --json docs/benchmarks/heads.json --temperature 1 --svg FILE.svg
 
-`draftsmith bench --json` and `drafters.py` write the JSON. The chart shows each drafter's fastest row, and the mean of
+`draftsmith bench --json` writes the JSON. The chart shows each drafter's fastest row, and the mean of
 all reports with the given temperature (one report for each file of prompts).
 """
 
@@ -34,7 +33,7 @@ Row = dict[str, Any]
 
 @dataclass
 class ChartArguments:
-    json: str = option(help="Results of draftsmith bench --json, or of drafters.py.")
+    json: str = option(help="Results of draftsmith bench --json.")
     svg: str = option(help="The SVG file to write.")
     temperature: float = option(default=0.0, help="Draw the reports with this temperature.")
 

@@ -1,1 +1,0 @@
-"""Programs that measure how heads learn, and the speed of training steps."""
