@@ -69,7 +69,7 @@ check: $(STAMP) ## ruff and mypy
 	$(BIN)/mypy
 
 docs: $(STAMP) ## build the pages of docs/ and the API reference into outputs/site; warnings are errors
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 format: $(STAMP) ## let ruff format and fix what it can
 	$(BIN)/ruff check --fix .

@@ -3,7 +3,7 @@
     make demo
     python examples/demo.py --max_steps 20 --num_prompts 2    # a quick look
 
-training/train_heads.py trains the heads on conversations that the target wrote. Then transformers, plain decoding, the
+`draftsmith train` trains the heads on conversations that the target wrote. Then transformers, plain decoding, the
 new heads, and the heads of examples/heads (trained longer) decode prompts that no heads have seen. The results are in
 examples/output: report.json, plot.png and the new heads.
 """
@@ -40,10 +40,10 @@ from draftsmith.scripts.measuring.plot import draw_plot
 from draftsmith.scripts.measuring.report import headline, make_report, make_rows, write_json
 from draftsmith.scripts.measuring.table import Row, make_grids
 from draftsmith.scripts.shared.model_loading import DTYPES, encode_messages, load_heads, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
 from draftsmith.training.data.options import option
-from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG_ENDING = "-chat-13m-quick"
@@ -91,19 +91,18 @@ def find_recipes() -> dict[str, Path]:
 
 
 def train_command(recipe: Path, output: Path, args: DemoArguments) -> list[str]:
-    """Arguments of `accelerate launch`, as a user would type them in the repository's root."""
-    options = {"target": args.target, "dataset": args.conversations, "output_dir": str(output)}
+    """Arguments of `draftsmith`, as a user would type them in the repository's root."""
+    options = {"target": args.target, "dataset": args.conversations, "output_dir": str(output), "use_cpu": "true"}
     if args.max_steps is not None:
         options["max_steps"] = str(args.max_steps)
     options |= dict(option.split("=", 1) for option in args.train_options)
-    words = [word for key, value in options.items() for word in (f"--{key}", value)]
-    return ["--config_file", "configs/accelerate/cpu.yaml", "training/train_heads.py", "--config", str(recipe), *words]
+    return ["train", "--config", str(recipe), *(word for key, value in options.items() for word in (f"--{key}", value))]
 
 
 def train(recipe: Path, output: Path, args: DemoArguments, console: Console) -> float:
     """Trains one kind with its output shown; returns the seconds it took."""
     command = train_command(recipe, output, args)
-    console.print(Text(f"$ accelerate launch {shlex.join(command)}", "bold cyan"), soft_wrap=True)
+    console.print(Text(f"$ draftsmith {shlex.join(command)}", "bold cyan"), soft_wrap=True)
     console.file.flush()
     if (output / "training_record.json").is_file():  # what an earlier demo left
         shutil.rmtree(output)
@@ -111,10 +110,13 @@ def train(recipe: Path, output: Path, args: DemoArguments, console: Console) -> 
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OMP_WAIT_POLICY": "PASSIVE"}
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **threads}
     start = time.perf_counter()
-    launched = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *command], cwd=ROOT, env=environment, check=False
-    )
-    if launched.returncode:
+    with subprocess.Popen([sys.executable, "-m", "draftsmith", *command], cwd=ROOT, env=environment) as trained:
+        try:
+            trained.wait()
+        except KeyboardInterrupt:  # training has it too, and saves a checkpoint
+            trained.wait()
+            raise
+    if trained.returncode:
         raise ValueError(f"training with {recipe} failed; its output is above")
     return time.perf_counter() - start
 

@@ -64,8 +64,7 @@ def test_the_training_command_is_one_that_the_trainer_takes(
     monkeypatch.chdir(REPOSITORY)
     for kind, recipe in demo.find_recipes().items():
         command = demo.train_command(recipe, Path("examples/output/trained") / kind, args)
-        start = command.index("training/train_heads.py") + 1
-        model, data, training, *_ = parse_arguments([*command[start:], "--use_cpu", "true"])
+        model, data, training, *_ = parse_arguments(command[1:])
         assert model.head_type == kind
         assert (data.dataset, data.max_eval_samples) == ([args.conversations], 2)
         assert (training.max_steps, training.output_dir) == (2, f"examples/output/trained/{kind}")
@@ -137,5 +136,5 @@ def test_demo_from_training_to_report(args: demo.DemoArguments, monkeypatch: pyt
     for kind in demo.find_recipes():
         assert (output / "trained" / kind / "model.safetensors").is_file()
     printed = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "$ accelerate launch --config_file configs/accelerate/cpu.yaml training/train_heads.py" in printed
+    assert "$ draftsmith train --config configs/train/" in printed
     assert "Fastest drafter: " in printed

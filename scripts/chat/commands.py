@@ -42,7 +42,7 @@ def _heads(session: ChatSession, value: str) -> str:
 def _tree(session: ChatSession, value: str) -> str:
     if value:
         session.change(tree=value)
-    return f"tree: {session.args.tree or 'dynamic'}" if session.drafter is not None else "tree: nothing is drafted"
+    return f"tree: {session.args.tree or 'auto'}" if session.drafter is not None else "tree: nothing is drafted"
 
 
 def _temperature(session: ChatSession, value: str) -> str:

@@ -65,7 +65,7 @@ def test_commands(chat: Chat) -> None:
     )
     said = [note for note in notes if re.match(r"heads|tree|temperature", note)]
     assert said == [
-        *(f"heads: {EAGLE3}", "tree: dynamic", "tree: chain:2", "temperature: 0.5", f"heads: {MTP}", "heads: none"),
+        *(f"heads: {EAGLE3}", "tree: auto", "tree: chain:2", "temperature: 0.5", f"heads: {MTP}", "heads: none"),
         "tree: nothing is drafted",
     ]
     for name in commands.BY_NAME:

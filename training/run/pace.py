@@ -15,6 +15,7 @@ from torch import nn
 from draftsmith.heads.modules.host_tensors import read_on_host
 from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.features.sources import FeatureSource
+from draftsmith.training.run.progress import describe_time
 from draftsmith.training.run.stopping import FiniteWatch
 from draftsmith.training.run.trainer import HeadsTrainer
 
@@ -25,10 +26,25 @@ SHORT = 512
 USED_SHARE = 0.9
 FEWEST_STEPS = 20  # fewer than these learn nothing
 LONG = 2 * 3600.0  # then `describe` says what to do; its factors: docs/benchmarks/README.md
-# Acceptance length of a chain of 4 at T = 0 after so many tokens, of EAGLE-3 and MTP heads on small targets:
-# docs/choosing-heads.md.
-EXPECTED = ((1.5e6, "below 1.5"), (3e6, "1.5 to 1.9"), (12e6, "1.9 to 2.3"))
-MORE = "above 2.3"
+# Least and most acceptance length of a chain of CHAIN at T = 0, of EAGLE-3 and MTP heads on small targets that learned
+# from fewer tokens than the first number: docs/choosing-heads.md.
+CHAIN = 4
+EXPECTED = ((1.5e6, 1.0, 1.5), (3e6, 1.5, 1.9), (12e6, 1.9, 2.3), (math.inf, 2.3, math.inf))
+
+
+def describe_expected(tokens: float, length: float | None = None) -> str:
+    """What to expect from heads after so many tokens, and whether an acceptance length is as good.
+
+    >>> describe_expected(2e6, 1.4).partition(";")[0]
+    'a chain of 4 gives 1.40, less than usual'
+    """
+    _, least, most = next(bounds for bounds in EXPECTED if tokens < bounds[0])
+    usual = f"below {most}" if least == 1 else f"above {least}" if most == math.inf else f"{least} to {most}"
+    usual = f"after as many tokens EAGLE-3 and MTP heads had {usual} on small targets (docs/choosing-heads.md)"
+    if length is None:
+        return f"acceptance length of chains of {CHAIN}: {usual}"
+    verdict = "less than usual" if length < least else "more than usual" if length > most else "as usual"
+    return f"a chain of {CHAIN} gives {length:.2f}, {verdict}; {usual}"
 
 
 @dataclass(frozen=True)
@@ -68,12 +84,10 @@ class Pace:
     def describe(self) -> str:
         """What the run costs and what to expect from it; for a long run also what to do."""
         tokens = self.num_steps * self.tokens_per_step
-        expected = next((words for most, words in EXPECTED if tokens < most), MORE)
         lines = [
             f"measured {self.tokens_per_second:,.0f} tokens/s: {tokens / 1e6:,.3g} M tokens ({self.num_steps:,} steps) "
             f"take about {describe_time(self.seconds)}, without evaluations",
-            f"after as many tokens, chains of 4 had acceptance lengths of {expected} on small targets "
-            "(docs/choosing-heads.md)",
+            describe_expected(tokens),
         ]
         if self.seconds > LONG:
             fitting = USED_SHARE * LONG * self.tokens_per_second
@@ -82,19 +96,6 @@ class Pace:
                 "faster (docs/choosing-heads.md), or a GPU"
             )
         return "\n".join(lines)
-
-
-def describe_time(seconds: float) -> str:
-    """
-    >>> describe_time(40), describe_time(1500), describe_time(9000), describe_time(540000)
-    ('40 seconds', '25 minutes', '2.5 hours', '150 hours (6.2 days)')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} seconds"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} minutes"
-    hours = f"{seconds / 3600:.3g} hours"
-    return hours if seconds < 2 * 86400 else f"{hours} ({seconds / 86400:.1f} days)"
 
 
 def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:

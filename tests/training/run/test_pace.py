@@ -12,7 +12,8 @@ import torch
 from draftsmith.training.options.run_options import parse_seconds
 from draftsmith.training.run import pace as pace_module
 from draftsmith.training.run import preparation
-from draftsmith.training.run.pace import FEWEST_STEPS, Pace, describe_time, measure_pace
+from draftsmith.training.run.pace import FEWEST_STEPS, Pace, measure_pace
+from draftsmith.training.run.progress import describe_time
 from draftsmith.training.run.trainer import HeadsTrainer
 from tests.training.runner import Runner, assert_same
 

@@ -69,7 +69,7 @@ class TestNotFinite:
         options = {**SAVED, "learning_rate": 1e30, "warmup_steps": 0}
         monkeypatch.setattr("sys.argv", ["train_heads.py", *train.arguments(**options)])
         monkeypatch.setattr("sys.path", ["."])
-        with pytest.raises(SystemExit, match=r"^train_heads.py: stopped at step 2: the loss"):
+        with pytest.raises(SystemExit, match=r"^draftsmith train: stopped at step 2: the loss"):
             train_heads.main()
 
     @pytest.mark.slow
