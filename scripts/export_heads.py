@@ -25,6 +25,7 @@ if not __package__:  # launched as a file
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.checkpoint import SCRATCH, replace_checkpoint
 from draftsmith.heads.config import is_hub_id, public_name
+from draftsmith.heads.draft_vocabulary import write_counts
 from draftsmith.heads.formats.format import Exported, Format
 from draftsmith.heads.formats.registry import FORMATS, find_format
 from draftsmith.inference import Target
@@ -161,6 +162,8 @@ def write_checked(
     with replace_checkpoint(output) as scratch:
         exported.save(scratch, place)
         (scratch / "README.md").write_text(card, encoding="utf-8")
+        if known.needs_this_library and heads.token_counts is not None:  # engines would take the file for weights
+            write_counts(scratch, heads.token_counts)
         again: DraftHeads = DraftHeads.from_pretrained(scratch, target=target)
         mine, theirs = heads.state_dict(), again.state_dict()
         changed = [name for name in mine if name not in theirs or not torch.equal(mine[name], theirs[name])]

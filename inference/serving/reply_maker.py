@@ -252,7 +252,9 @@ class ReplyMaker:
                 )
             )
         if body.min_tokens and (ends := self._find_ends(body)):
-            least = MinNewTokensLengthLogitsProcessor(prompt_length, body.min_tokens, ends, device=self.target.device)
+            least = MinNewTokensLengthLogitsProcessor(
+                prompt_length, body.min_tokens, ends, device=str(self.target.device)
+            )
             processors.append(least)
         return [*processors, *self.grammars.read(body.response_format)]
 

@@ -102,7 +102,8 @@ def draw(recordings: list[Recording], tokenizer: Any, names: list[str], args: Re
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-            f'font-family="ui-monospace, Menlo, Consolas, monospace" xml:space="preserve">',
+            'font-family="ui-monospace, Menlo, Consolas, monospace">',
+            "<style>text{white-space:pre}</style>",  # Chromium ignores xml:space
             f'<rect width="100%" height="100%" rx="8" fill="{COLOURS["page"]}"/>',
             *body,
             "</svg>\n",

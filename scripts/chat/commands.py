@@ -30,12 +30,8 @@ def _new(session: ChatSession, value: str) -> str:
 
 
 def _heads(session: ChatSession, value: str) -> str:
-    if value == NONE:
-        others = session.args.drafter_model or session.args.ngrams
-        own = {} if others else {"tree": None, "compare": False, "acceptance": "exact"}
-        session.change(heads=None, draft_vocab_size=None, draft_vocab_data=[], **own)
-    elif value:
-        session.change(heads=value)
+    if value:
+        session.change_heads(None if value == NONE else value)
     return f"heads: {session.args.heads or NONE}"
 
 

@@ -72,6 +72,19 @@ def test_commands(chat: Chat) -> None:
         assert any(note.startswith(f"/{name} ") for note in notes[-8:])
 
 
+def test_options_of_heads_wait_for_the_next_heads() -> None:
+    """No heads may have them."""
+    own = {"draft_vocab_size": 512, "draft_vocab_data": [str(REPOSITORY / "examples" / "conversations.jsonl.gz")]}
+    own |= {"tree": "chain:2", "compare": True}
+    args = GenerateArguments(target=str(CHAT_TARGET), heads=EAGLE3, dtype="float32", device="cpu", **own)
+    session = ChatSession(args, Console(), is_chat=True)
+    for heads in (None, None, MTP):
+        session.change_heads(heads)
+    assert {name: getattr(session.args, name) for name in own} == own
+    assert session.drafter is not None
+    assert session.drafter.for_target(session.target).draft_token_ids.numel() == 512
+
+
 def test_commands_change_how_replies_are_decoded(chat: Chat) -> None:
     replies, notes = chat("Hi", "/new", "/tree chain:1", "Hi", "/new", "/heads none", "Hi")
     first, *others = (line for line in replies if line)

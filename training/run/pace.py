@@ -22,7 +22,7 @@ from draftsmith.training.run.trainer import HeadsTrainer
 # Whole rows are measured while they fit into these seconds; before them a row of about so many tokens, twice.
 MEASURED_SECONDS = 15.0
 SHORT = 512
-# Of a time budget, for evaluations, checkpoints and the optimizer.
+# Of a time budget, for steps; the rest is for evaluations and checkpoints.
 USED_SHARE = 0.9
 FEWEST_STEPS = 20  # fewer than these learn nothing
 LONG = 2 * 3600.0  # then `describe` says what to do; its factors: docs/benchmarks/README.md
@@ -52,7 +52,7 @@ class Pace:
     """The speed of a run, and its size.
 
     Attributes:
-        tokens_per_second: of all processes together, without evaluations and optimizer.
+        tokens_per_second: of all processes together, without evaluations.
         tokens_per_step: the mean of an optimizer step of all processes.
         num_steps: that the options ask for.
     """
@@ -99,7 +99,7 @@ class Pace:
 
 
 def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
-    """Times forward and backward passes, and leaves the heads and the random numbers as they were. Collective.
+    """Times passes and an optimizer step, and leaves the heads and the random numbers as they were. Collective.
 
     Args:
         source: of the target's states; it writes nothing.
@@ -114,13 +114,20 @@ def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
     model: Any = trainer.model
     was_training = model.training
     model.train()
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the newer name first; Trainer does so later
+        if getattr(args, name, None):
+            getattr(model, f"{name}_enable")()
+            break
     with torch.random.fork_rng():
         speed = _measure_speed(trainer, source, rows)
+        optimizer_seconds = _time_optimizer(trainer)
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     trainer.watch = FiniteWatch()
-    slowest = min(gather_object([speed]))  # the same number in every process: a time budget sets steps by it
-    return Pace(slowest * args.world_size, per_step * sum(lengths) / len(lengths), num_steps)
+    tokens = per_step * sum(lengths) / len(lengths)
+    seconds = tokens / args.world_size / speed + optimizer_seconds
+    slowest = max(gather_object([seconds]))  # the same number in every process: a time budget sets steps by it
+    return Pace(tokens / slowest, tokens, num_steps)
 
 
 def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> float:
@@ -154,11 +161,34 @@ def _shorten(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _time_optimizer(trainer: HeadsTrainer) -> float:
+    """Seconds of an optimizer step that changes nothing: its gradients and learning rates are 0. FSDP and DeepSpeed
+    make their optimizers when they train, so theirs takes no time here."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return 0.0
+    optimizer = trainer.create_optimizer()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight)
+    trainer.optimizer = None  # the run makes its own
+    optimizer.step()  # makes the moments
+    _wait()
+    start = time.perf_counter()
+    optimizer.step()
+    _wait()
+    return time.perf_counter() - start
+
+
 def _time_batch(trainer: HeadsTrainer, source: FeatureSource, rows: list[dict[str, Any]]) -> float:
     """Tokens per second of a forward and a backward pass."""
     inputs = trainer._prepare_inputs(trainer.data_collator(rows))
     start = time.perf_counter()
     trainer.draft_from(source(inputs), inputs, trainer.heads, cast(nn.Module, trainer.model), None).loss.backward()
+    _wait()
+    return int(read_on_host(inputs["attention_mask"]).sum()) / (time.perf_counter() - start)
+
+
+def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return int(read_on_host(inputs["attention_mask"]).sum()) / (time.perf_counter() - start)

@@ -47,7 +47,7 @@ from draftsmith.training.features.target_options import FeatureArguments
 from draftsmith.training.images.processor import ImageCollator, load_processor, refuse_placeholders
 from draftsmith.training.options.command_line import resolve_arguments
 from draftsmith.training.options.run_options import RunOptions, check_options, parse_seconds, refuse_with_images
-from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts
+from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts, settle_evaluations
 from draftsmith.training.run.joint_model import JointModel, adapt_target
 from draftsmith.training.run.joint_trainer import JointTrainer
 from draftsmith.training.run.outcome import USUAL_TOKENS, PreparedRun, write_text
@@ -114,9 +114,10 @@ def prepare_run(*parts: Any) -> PreparedRun:
         args.learning_rate = models.heads.default_learning_rate / multiplier
     limit = find_length_limit(models.target.text_config)
     options = replace(options, data=cut_to_limit(options.data, limit, has_warning=is_main_process))
-    rows = _load_rows(options, models)
-    settings = resolve_arguments(*options.parts())
+    rows = _load_rows(options, models, checkpoint)
     meter = _make_meter(options, models, rows, limit)
+    settle_evaluations(args, has_rows=rows.eval_set is not None, has_prompts=meter is not None)
+    settings = resolve_arguments(*options.parts())
     description = describe_run(settings, rows.train_set, args.world_size)
     if checkpoint is not None:
         check_same_run(checkpoint, description, may_differ=args.resume_with_changes)
@@ -237,8 +238,9 @@ def _name_target(heads: DraftHeads, target: Target) -> None:
     config.target_name_or_path, config.target_model_type = name, family
 
 
-def _load_rows(options: RunOptions, models: _Models) -> _Rows:
-    """Tokenized conversations. The heads note how often these have each token, for a reduced draft vocabulary."""
+def _load_rows(options: RunOptions, models: _Models, checkpoint: Path | None) -> _Rows:
+    """Tokenized conversations. New heads note how often these have each token, for a reduced draft vocabulary; those of
+    a checkpoint have noted it."""
     args, counts = options.training, Counter[str]()
     with one_process_first():
         train_set, eval_set = load_datasets(
@@ -249,9 +251,10 @@ def _load_rows(options: RunOptions, models: _Models) -> _Rows:
             num_processes=args.world_size,
             counts=counts,
         )
-    is_stream = isinstance(train_set, ConversationStream)
-    counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
-    models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
+    if checkpoint is None or args.resume_with_changes or models.heads.token_counts is None:
+        is_stream = isinstance(train_set, ConversationStream)
+        counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
+        models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
     for stored in (train_set, eval_set):
         refuse_placeholders(stored, models.target.model.config)
     if not any("media" in getattr(rows, "column_names", ()) for rows in (train_set, eval_set)):

@@ -84,7 +84,6 @@ def test_bfloat16_on_cpus_needs_no_further_option() -> None:
         ([*REQUIRED, "--loss_type", "hinge"], "loss_type is 'hinge'.*cross_entropy"),
         ([*REQUIRED, "--depth_weights", "d_pac"], "depth_weights.*d_pac"),
         ([*REQUIRED, "--depth_weights", "d_pace", "--step_decay", "0.8"], "depth_weights 'd_pace'.*step_decay 0.8"),
-        ([*REQUIRED, "--early_stopping_patience", "2"], "early_stopping_patience.*eval_strategy"),
         ([*REQUIRED, "--eval_strategy", "steps"], "eval_strategy steps without eval_steps"),
         ([*REQUIRED, "--remove_unused_columns"], "remove_unused_columns true"),
         ([*REQUIRED, "--init_heads", "h"], "head_type.*init_heads"),
