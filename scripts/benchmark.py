@@ -53,7 +53,7 @@ from draftsmith.training.options.program_parser import ProgramParser
 
 GROUPS = {
     "target and drafters": "target heads draft_vocab_size drafter_model ngrams assistant tree acceptance",
-    "prompts and sampling": "prompts num_prompts max_new_tokens temperature repetition_penalty batch_size seed",
+    "prompts and sampling": "prompts num_prompts minutes max_new_tokens temperature repetition_penalty batch_size seed",
     "execution": "dtype compile pack_weights distributed device threads repeats",
     "output": "json markdown plot",
 }
@@ -81,7 +81,13 @@ class BenchmarkArguments:
     ngrams: bool = option(
         default=False, help="Measure every drafter once more, with its candidates and n-grams of the text in one tree."
     )
-    num_prompts: int | None = option(default=None, help="Use only the first N prompts of each file; none = all.")
+    num_prompts: int | None = option(
+        default=None, help="Use only the first N prompts of each file; none = as many as --minutes allow."
+    )
+    minutes: float = option(
+        default=3.0,
+        help="Minutes for each report, of as many prompts as fit; 0 = all. --num_prompts sets their number instead.",
+    )
     max_new_tokens: int = option(default=128, help="Tokens decoded for each prompt (fewer after an EOS).")
     temperature: list[float] = option(default_factory=lambda: [0.0], help="Sampling temperatures; 0 = greedy.")
     repetition_penalty: float | None = option(
@@ -128,6 +134,8 @@ class BenchmarkArguments:
     def __post_init__(self) -> None:
         counts = ("max_new_tokens", "repeats", "num_prompts", "threads")
         check_matrix(self, counts=counts, lists=("target", "prompts", "temperature", "acceptance", "batch_size"))
+        if self.minutes < 0:
+            raise ValueError(f"got --minutes {self.minutes:g}: give a positive number, or 0 for all prompts")
         if min(self.batch_size) < 1:
             raise ValueError(f"got --batch_size {' '.join(map(str, self.batch_size))}: give sizes of at least 1")
         if self.repetition_penalty is not None and self.repetition_penalty <= 0:
@@ -227,6 +235,7 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
                     trees=args.tree,
                     acceptance=args.acceptance,
                     is_compiled=is_compiled,
+                    minutes=args.minutes if args.num_prompts is None else 0.0,
                     single_texts=group[0].single_texts if group else None,
                     link=link,
                 )

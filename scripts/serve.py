@@ -26,7 +26,7 @@ from draftsmith.inference.request.model_settings import describe_model_settings,
 from draftsmith.inference.serving.app import create_app
 from draftsmith.inference.serving.reply_maker import name_drafters
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
-from draftsmith.inference.serving.server import new_server
+from draftsmith.inference.serving.server import bind, new_server
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP, load_drafter, load_target
 from draftsmith.training.data.options import option
@@ -80,7 +80,9 @@ class ServeArguments:
     )
     drain_seconds: float = option(default=10.0, help="How long running replies may go on when the server ends.")
     max_batch_size: int = option(default=8, help="Most replies of one drafter that are decoded at once.")
-    max_length: int = option(default=2048, help="Most tokens of a conversation, the reply included.")
+    max_length: int = option(
+        default=2048, help="Most tokens of a conversation, the reply included; cut to what the target reads."
+    )
     max_queue: int = option(default=64, help="Most replies that wait; more are refused (429).")
     max_lanes: int = option(default=2, help="Most pairs of drafter and tree at once; each has a cache of its own.")
     threads: int | None = option(
@@ -102,24 +104,36 @@ class ServeArguments:
 
 def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     """The scheduler, not started, and the tokenizer."""
+    _note(f"loading {args.target}")
     target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
     others: dict[str, Any] = {"drafter_model": args.drafter_model, "staged": args.staged, "ngrams": args.ngrams}
     others["vocabulary"] = args.vocabulary
     drafters: dict[str, Drafter] = {}
     for heads in args.heads or ([None] if args.drafter_model or args.ngrams else []):
+        _note(f"loading {', '.join(filter(None, (heads, args.drafter_model, 'n-grams' if args.ngrams else None)))}")
         drafter = load_drafter(target, tokenizer, heads=heads, **others)
         name = "drafter" if heads is None else Path(heads).name
         if name in drafters:
             raise ValueError(f"got two --heads called {name}: rename the folder of one of them")
         assert drafter is not None
         drafters[name] = drafter
-    target = target.with_packed_weights() if args.pack_weights else target
+    if args.pack_weights:
+        _note("packing the weights")
+        target = target.with_packed_weights()
     target = target.batch_invariant() if args.batch_invariant else target
-    limits = Limits(args.max_batch_size, args.max_length, args.max_queue, args.max_lanes)
+    length = min(args.max_length, target.max_length or args.max_length)
+    limits = Limits(args.max_batch_size, length, args.max_queue, args.max_lanes)
+    _note("allocating the caches")
     return Scheduler(target, name_drafters(drafters), tree=args.tree, limits=limits), tokenizer
 
 
+def _note(what: str) -> None:
+    """The standard output is for what the server says when it is ready."""
+    print(f"{what} ...", file=sys.stderr, flush=True)
+
+
 def run(args: ServeArguments) -> None:
+    port = bind(args.host, args.port)  # first: loading takes long
     # Threads that wait for one another stand still while the connections have one of their cores.
     torch.set_num_threads(args.threads or max(1, torch.get_num_threads() - 1))
     scheduler, tokenizer = build_scheduler(args)
@@ -131,18 +145,19 @@ def run(args: ServeArguments) -> None:
         api_key=args.api_key or os.environ.get(API_KEY_VARIABLE),
         metrics=args.per_request_spec_decode_metrics,
     )
-    server = new_server(app, host=args.host, port=args.port, drain_seconds=args.drain_seconds)
+    server = new_server(app, drain_seconds=args.drain_seconds)
     size = scheduler.num_bytes / 1e6
     print(
-        f"{model} with {', '.join(scheduler.drafters)}: at most {args.max_batch_size} replies of {args.max_length} "
-        f"tokens at once for each of {args.max_lanes} drafters or trees, {size:.0f} MB of keys and values",
+        f"{model} with {', '.join(scheduler.drafters)}: at most {args.max_batch_size} replies of "
+        f"{scheduler.limits.max_length} tokens at once for each of {args.max_lanes} drafters or trees, {size:.0f} MB "
+        "of keys and values",
         flush=True,
     )
     if own := find_model_settings(scheduler.target.model.generation_config, {"do_sample": True}):
         print(f"what requests leave out comes {describe_model_settings(own)}", flush=True)
     server.announce = lambda address: print(f"serving at {address}/v1 (Ctrl-C ends)", flush=True)
     with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when all is over
-        server.run()
+        server.run(sockets=[port])
 
 
 def main() -> None:

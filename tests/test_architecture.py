@@ -112,7 +112,7 @@ ORDERS = {
     "inference": (
         *("noise", "stats", "shared_swaps", "cache_folder", "cache", "kernels", "targets", "drafters", "request"),
         *("state", "trees", "acceptance", "step", "planning", "prefix_cache", "prefill", "emitted_scores", "engine"),
-        *("runners", "streaming", "decoder"),
+        *("runners", "streaming", "decoder", "text_difference"),
         *("custom_generate", "generation", "pipeline", "pipelined", "serving", "distributed"),
     ),
     "inference/targets": (

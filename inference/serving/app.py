@@ -25,8 +25,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from draftsmith.inference.serving.comparison import DifferenceRequest, describe_difference
 from draftsmith.inference.serving.errors import RequestError, error_body
-from draftsmith.inference.serving.protocol import ChatRequest, CompletionOptions, CompletionRequest
+from draftsmith.inference.serving.protocol import ChatRequest, CompletionOptions, CompletionRequest, Strict
 from draftsmith.inference.serving.replies import ReplyWriter
 from draftsmith.inference.serving.reply import Piece, Reply
 from draftsmith.inference.serving.reply_maker import ReplyMaker
@@ -41,7 +42,7 @@ SHOWN_ERRORS = 3
 LAST_STEP_SECONDS = 10.0  # for the engine to end; it may be measuring what a new tree costs
 GONE = 499  # nobody reads it: the client went away
 
-Body = TypeVar("Body", bound=CompletionOptions)
+Body = TypeVar("Body", bound=Strict)
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,11 @@ def _add_routes(app: FastAPI, server: Server) -> None:
     async def complete(request: Request) -> Response:
         body = await _read_body(request, CompletionRequest)
         return await _reply(server, request, body, lambda: server.maker.encode_prompts(body))
+
+    @app.post("/v1/difference")
+    async def explain(request: Request) -> Response:
+        body = await _read_body(request, DifferenceRequest)
+        return JSONResponse(await run_in_threadpool(describe_difference, server.maker, body))
 
     if PAGE.is_file():
 

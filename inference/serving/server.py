@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 
@@ -39,12 +40,34 @@ class DrainingServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def new_server(app: FastAPI, *, host: str, port: int, drain_seconds: float = 10.0) -> DrainingServer:
-    """A server of an application that `create_app` made; call its `run()`."""
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that keeps the port for `run(sockets=[...])`. Until then connections are refused.
+
+    Raises:
+        ValueError: there is no such address, or another program has the port.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, _, _, address = found[0]
+        bound = socket.socket(family, kind)
+        try:
+            if os.name == "posix":  # on Windows the option would share the port
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise ValueError(
+            f"got --host {host} --port {port}: {error.strerror}; give another one (--port 0 = any free port)"
+        ) from error
+    return bound
+
+
+def new_server(app: FastAPI, *, drain_seconds: float = 10.0) -> DrainingServer:
+    """A server of an application that `create_app` made; call its `run(sockets=[bind(host, port)])`."""
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         log_level="warning",
         timeout_graceful_shutdown=int(drain_seconds) + LAST_EVENTS_SECONDS,
         server_header=False,

@@ -204,10 +204,11 @@ class ChatSession:
             self._plain = self._new_local_decoder(self.args, None)
         found = compare_with_plain(self._last, self._plain, self.tokenizer)
         self._plain_speed = speed_of(found.stats)
-        self.notes.print(Text(found.text), soft_wrap=True)
+        keeps_text = self.args.acceptance == "exact" or not self._last.options["do_sample"]
+        self.notes.print(Text(found.text, style="red" if found.is_fault and keeps_text else ""), soft_wrap=True)
         if found.plain is not None:
             self.notes.print(Text(without_escapes(found.plain), style="dim"), soft_wrap=True)
-            if self._last.options["do_sample"] and self.args.acceptance != "exact":
+            if not keeps_text:
                 self.notes.print(f"--acceptance {self.args.acceptance} does not keep the text of plain decoding")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +28,17 @@ from draftsmith.scripts.measuring.contenders import (
     make_distributed_contenders,
 )
 from draftsmith.scripts.measuring.environment import describe_environment
-from draftsmith.scripts.measuring.measure import Batch, Contender, Prompt, Settings, load_prompts, make_batches, measure
+from draftsmith.scripts.measuring.measure import (
+    Batch,
+    Contender,
+    Prompt,
+    Settings,
+    count_prompts,
+    load_prompts,
+    make_batches,
+    measure,
+    warm_up,
+)
 from draftsmith.scripts.measuring.report import make_rows, texts_of_one_row
 from draftsmith.scripts.measuring.roofline import Hardware, count_weight_bytes, measure_hardware
 from draftsmith.scripts.measuring.table import Row
@@ -195,6 +206,7 @@ def measure_combination(
     is_compiled: bool,
     acceptance: Sequence[str] = ("exact",),
     is_each_once: bool = False,
+    minutes: float = 0.0,
     earlier: Sequence[Contender] | None = None,
     single_texts: list[list[int]] | None = None,
     link: Link | None = None,
@@ -207,8 +219,10 @@ def measure_combination(
         earlier: the contenders of an earlier combination of the same subject, which keep their compiled graphs. Only
             with `is_each_once`, where all temperatures have the same contenders.
         link: servers of the target, for distributed decoding.
-        single_texts: the reference's text of each prompt decoded by itself; rows of batches are compared with these.
-            None = this combination's texts if its batch size is 1, otherwise they are decoded.
+        minutes: as in `measure_with_progress`.
+        single_texts: the reference's text of each prompt decoded by itself; rows of batches are compared with these,
+            and these prompts are decoded. None = this combination's texts if its batch size is 1, otherwise they are
+            decoded.
     """
     target, settings = subject.target, replace(settings, tokenizer=subject.tokenizer)
     if earlier is not None:
@@ -221,7 +235,9 @@ def measure_combination(
             drafters = {NGRAMS: NgramDrafter(), **subject.drafters}
             contenders += make_distributed_contenders(target, drafters, settings, link)
     prompts, num_too_long = subject.prompts[path]
-    measure_with_progress(contenders, prompts, settings)
+    if single_texts is not None:
+        prompts, minutes = prompts[: len(single_texts)], 0.0
+    prompts = measure_with_progress(contenders, prompts, settings, minutes=minutes)
     count_work(contenders, prompts)
     single_texts = (
         single_texts or texts_of_one_row(contenders, settings) or _decode_one_by_one(target, prompts, settings)
@@ -265,16 +281,55 @@ def _decode_one_by_one(target: Target, prompts: Sequence[Prompt], settings: Sett
     return [decode(Batch.of(prompt), settings).texts[0] for prompt in prompts]
 
 
-def measure_with_progress(contenders: Sequence[Contender], prompts: Sequence[Prompt], settings: Settings) -> None:
-    """`measure`, with a line that shows what warms up and how many texts are done, on a terminal's standard error."""
-    num_batches = len(make_batches(prompts, settings.batch_size))
-    num_runs = settings.repeats * num_batches * sum(not contender.problem for contender in contenders)
+def measure_with_progress(
+    contenders: Sequence[Contender], prompts: Sequence[Prompt], settings: Settings, *, minutes: float = 0.0
+) -> list[Prompt]:
+    """Warms up, then measures. The standard error gets a line for each contender as it is ready, the time that decoding
+    will take, and a line for each repeat; a terminal also a bar.
+
+    Args:
+        minutes: all together; prompts are left out if they would take longer. 0 = no limit.
+
+    Returns:
+        The prompts that were decoded.
+    """
+    runnable = [contender for contender in contenders if not contender.problem]
+    batches = make_batches(prompts, settings.batch_size)
+    start, seconds = time.perf_counter(), 0.0
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("warming up", total=num_runs)  # compiling takes minutes
+
+        def note(text: str) -> None:
+            progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        def tell_time(seconds: float, prompts: Sequence[Prompt]) -> str:
+            num_batches = len(make_batches(prompts, settings.batch_size))
+            return f"{seconds * settings.repeats * num_batches / 60:.1f} minutes"
+
+        slow = "; compiling takes up to a minute each" if any(one.is_compiled for one in runnable) else ""
+        note(f"warming up {len(runnable)} ways to decode{slow}")
+        task = progress.add_task("")
+        for number, contender in enumerate(runnable, 1):
+            progress.update(task, description=f"warming up: {escape(contender.label)}")
+            speed = warm_up(contender, batches, settings)
+            seconds += settings.batch_size * settings.max_new_tokens / speed
+            note(
+                f"{number}/{len(runnable)} {contender.label}: about {speed:.1f} tokens/s, ready after "
+                f"{contender.warm_up_seconds:.0f} s"
+            )
+        limit = max(60 * minutes - (time.perf_counter() - start), 60 * minutes / 3) if minutes else None
+        chosen = [*prompts[: count_prompts(seconds, len(prompts), settings, limit)]]
+        num_runs = settings.repeats * len(make_batches(chosen, settings.batch_size)) * len(runnable)
+        all_of_them = f"; --minutes 0 decodes all, in about {tell_time(seconds, prompts)}"
+        note(
+            f"decoding {len(chosen)} of {len(prompts)} prompts × {settings.repeats} repeats: about "
+            f"{tell_time(seconds, chosen)}{all_of_them if len(chosen) < len(prompts) else ''}"
+        )
+        progress.reset(task, total=num_runs, description="decoding")
         measure(
             contenders,
-            prompts,
+            chosen,
             settings,
-            on_warm_up=lambda name: progress.update(task, description=f"warming up: {escape(name)}"),
-            on_run=lambda: progress.update(task, advance=1, description="decoding"),
+            on_run=lambda: progress.advance(task),
+            on_repeat=lambda number: note(f"repeat {number} of {settings.repeats} is decoded"),
         )
+    return chosen

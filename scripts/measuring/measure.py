@@ -154,6 +154,10 @@ class Contender:
     runs: list[list[Run]] = field(default_factory=list)  # [repeat][batch]
     profiled: list[Run] = field(default_factory=list)  # the runs that give the times of the phases
 
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.tree}" if self.tree else self.name
+
 
 def load_prompts(
     path: Path, tokenizer: Any, target: Target, *, num_prompts: int | None, max_new_tokens: int
@@ -182,28 +186,50 @@ def load_prompts(
     return prompts, num_too_long
 
 
+def warm_up(contender: Contender, batches: Sequence[Batch], settings: Settings) -> float:
+    """Makes a contender ready to be measured, compiling included. Returns how many tokens/s it decodes of a short text
+    after a long prompt."""
+    shortest, *_, longest = sorted([*batches, *batches], key=lambda batch: batch.input_ids.shape[1])
+    few = min(WARM_UP_TOKENS, settings.max_new_tokens)
+    start = time.perf_counter()
+    if contender.is_compiled:  # graphs depend on the length of the cache: compile all of them
+        for batch in (shortest, longest):
+            contender.decode(batch, settings)  # type: ignore[misc]
+    else:
+        contender.decode(longest, settings, max_new_tokens=few)  # type: ignore[misc]
+    contender.warm_up_seconds = time.perf_counter() - start
+    run = contender.decode(longest, settings, max_new_tokens=few)  # type: ignore[misc]
+    return run.num_tokens / run.seconds
+
+
+def count_prompts(seconds: float, num_prompts: int, settings: Settings, limit: float | None) -> int:
+    """How many of the prompts are decoded within a limit of seconds: whole batches, one at least.
+
+    Args:
+        seconds: that all contenders together take for a batch.
+        limit: None = no limit.
+
+    >>> count_prompts(10.0, 48, Settings(repeats=3), 120.0)
+    4
+    """
+    if limit is None:
+        return num_prompts
+    return min(num_prompts, max(1, int(limit / (seconds * settings.repeats))) * settings.batch_size)
+
+
 def measure(
     contenders: Sequence[Contender],
     prompts: Sequence[Prompt],
     settings: Settings,
     *,
-    on_warm_up: Callable[[str], None] = lambda name: None,
     on_run: Callable[[], None] = lambda: None,
+    on_repeat: Callable[[int], None] = lambda number: None,
 ) -> None:
-    """Fills in the contenders' runs. The order of the contenders rotates from batch to batch, so that other load, warm
-    caches and changing clock rates affect all contenders equally. Warming up does not count."""
+    """Fills in the runs of contenders that have warmed up. The order of the contenders rotates from batch to batch, so
+    that other load, warm caches and changing clock rates affect all contenders equally."""
     runnable = [contender for contender in contenders if not contender.problem]
     batches = make_batches(prompts, settings.batch_size)
-    by_length = sorted(batches, key=lambda batch: batch.input_ids.shape[1])
     for contender in runnable:
-        on_warm_up(contender.name)
-        start = time.perf_counter()
-        if contender.is_compiled:  # graphs depend on the length of the cache: compile all of them
-            for batch in (by_length[0], by_length[-1]):
-                contender.decode(batch, settings)  # type: ignore[misc]
-        else:
-            contender.decode(by_length[-1], settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))  # type: ignore[misc]
-        contender.warm_up_seconds = time.perf_counter() - start
         contender.runs = [[] for _ in range(settings.repeats)]
     for repeat in range(settings.repeats):
         for batch in batches:
@@ -211,6 +237,7 @@ def measure(
             for contender in runnable[first:] + runnable[:first]:
                 contender.runs[repeat].append(decode_warm(contender, batch, settings))
                 on_run()
+        on_repeat(repeat + 1)
     for contender in runnable:
         _profile(contender, batches, settings)
 

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.inference import GenerationStats, Target
+from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.text_difference import find_difference
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
 from draftsmith.scripts.measuring.roofline import Hardware, Work
-from draftsmith.scripts.measuring.table import Row
-from draftsmith.scripts.measuring.texts import find_difference, share_of_repeated_ngrams
+from draftsmith.scripts.measuring.table import Row, describe_texts
+from draftsmith.scripts.measuring.texts import share_of_repeated_ngrams
 from draftsmith.scripts.shared.whole_files import write_text
 
 
@@ -82,12 +84,20 @@ def headline(rows: Sequence[Row]) -> list[str]:
         return []
     best = max(drafting, key=lambda row: row.tokens_per_second)
     plain = max((row for row in rows if row.name.startswith(PLAIN)), key=lambda row: row.tokens_per_second)
-    same = "" if best.num_identical is None else f", {best.num_identical} of {best.num_compared} texts identical"
-    return [
+    same = "" if best.num_identical is None else f", texts identical: {describe_texts(best)}"
+    lines = [
         f"Fastest drafter: {best.label}, acceptance length {best.acceptance_length:.2f}{same}.",
         f"Its speed: {best.over_transformers:.2f} × transformers' generate, {best.over_plain:.2f} × the fastest plain "
         f"decoding of this library ({plain.name}).",
     ]
+    if best.over_plain is not None and best.over_plain < 1:
+        cost = best.acceptance_length / best.over_plain
+        lines.append(
+            f"Drafting is slower than plain decoding here: a step emits {best.acceptance_length:.2f} tokens and takes "
+            f"as long as {cost:.2f} plain steps. Train the heads longer, draft less (--tree chain:2), or let --tree "
+            "auto choose, which decodes plainly where that is faster."
+        )
+    return lines
 
 
 def reference_name(settings: Settings) -> str:
@@ -187,8 +197,6 @@ def _compare_texts(
         return
     name = reference_name(settings)
     row.reference = name if settings.batch_size == 1 else f"{name}, batch 1"
-    is_processed = settings.repetition_penalty not in (None, 1.0) or bool(settings.find_model_settings(target))
-    has_gap = not settings.is_sampled and not is_processed  # the target's logits decide
     for place, batch in enumerate(make_batches(prompts, settings.batch_size)):
         row.num_compared += len(batch.prompts)
         for number, prompt in enumerate(batch.prompts):
@@ -196,8 +204,11 @@ def _compare_texts(
             texts = [runs[place].texts[number] for runs in contender.runs]
             found = next((text for text in texts if text != expected), None)
             if found is not None:
-                difference = find_difference(prompt, expected, found, target, has_gap=has_gap)
-                row.differences.append(difference)
+                seed = [int(row_seeds(settings.seed + prompt.index, 1, "cpu"))]
+                options = settings.generate_kwargs()
+                difference = find_difference(target, prompt.input_ids, expected, found, seed=seed, **options)
+                assert difference is not None
+                row.differences.append((prompt.id, difference))
     row.num_identical = row.num_compared - len(row.differences)
 
 

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.inference.request.model_settings import describe_model_settings
-from draftsmith.scripts.measuring.texts import Difference
+from draftsmith.inference.text_difference import Difference
 
 LABEL_WIDTH = 24  # of the first column, where it has to be folded
 BORDER = 3  # of a column: a line and two spaces
+CURES = ("--dtype float32",)  # options of the programs that measure
 STEP_PARTS = ("step", "draft", "grow", "verify", "accept", "commit", "other")
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class Row:
         host_syncs_per_step: how often the host waited to read a tensor (see `GenerationStats.num_host_syncs`).
         roofline_share: the shortest time in which the hardware can draft and verify (see `roofline`) / the step.
         num_identical: rows whose text equals the reference's text of the prompt by itself, in every repeat.
+        differences: of the other rows: the prompt's id, and where its text differs.
         repeated_4grams: the share of the text's 4-grams that occurred earlier in the text. Looping text helps drafters.
     """
 
@@ -69,22 +71,28 @@ class Row:
     reference: str | None = None
     num_identical: int | None = None
     num_compared: int = 0
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[tuple[str, Difference]] = field(default_factory=list)
     repeated_4grams: float = 0.0
 
     @property
     def label(self) -> str:
         return f"{self.name}, {self.tree}" if self.tree else self.name
 
+    @property
+    def faults(self) -> list[tuple[str, Difference]]:
+        """The differences that are no near-ties."""
+        return [each for each in self.differences if not each[1].is_near_tie]
+
 
 @dataclass
 class Grid:
-    """A table before it is drawn. The first column is text, the others are numbers."""
+    """A table before it is drawn. The first column is text, the others are numbers. faults: notes on what is wrong."""
 
     title: str
     columns: list[str]
     cells: list[list[str]]
     notes: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, title: str, columns: Mapping[str, Callable[[T], str]], rows: Iterable[T], notes: list[str]) -> Grid:
@@ -112,6 +120,8 @@ class Grid:
             console.print(table)
         for note in self.notes:
             console.print(note, markup=False, highlight=False, style="dim")
+        for fault in self.faults:
+            console.print(fault, markup=False, highlight=False, style="red")
 
     def _least_width(self, place: int) -> int:
         """Of a column whose numbers, and whose header's words, are in one piece."""
@@ -120,7 +130,7 @@ class Grid:
     def to_markdown(self) -> str:
         lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.cells]
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return "\n\n".join([f"**{self.title}**", table, *self.notes]) + "\n"
+        return "\n\n".join([f"**{self.title}**", table, *self.notes, *self.faults]) + "\n"
 
 
 def make_grids(rows: Sequence[Row], environment: dict[str, Any]) -> list[Grid]:
@@ -142,7 +152,7 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
         "× generate": lambda row: format_number(row.over_transformers),
         "× fastest plain": lambda row: format_number(row.over_plain),
         "acceptance length": lambda row: format_number(row.acceptance_length),
-        "same text": _describe_texts,
+        "same text": describe_texts,
         "repeated 4-grams": lambda row: f"{row.repeated_4grams:.0%}",
     }
     notes = [f"{row.label} did not run: {row.problem}" for row in rows if row.problem]
@@ -161,28 +171,39 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
         "× generate: speed over transformers' eager generate; × fastest plain: speed over this library's fastest "
         "decoding without drafts"
     )
-    return Grid.of(title, columns, (row for row in rows if not row.problem), [*notes, *text_notes(rows), legend])
+    grid = Grid.of(title, columns, (row for row in rows if not row.problem), [*notes, *note_near_ties(rows), legend])
+    grid.faults = note_faults(rows)
+    return grid
 
 
-def _describe_texts(row: Row) -> str:
+def describe_texts(row: Row) -> str:
+    """How many of its texts are the reference's, and why the others are not."""
     if row.reference == row.name:
         return "reference"
-    return "–" if row.num_identical is None else f"{row.num_identical}/{row.num_compared}"
+    if row.num_identical is None:
+        return "–"
+    counts = {"near-tie": len(row.differences) - len(row.faults), "fault": len(row.faults)}
+    told = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
+    return ", ".join([f"{row.num_identical}/{row.num_compared}", *told])
 
 
-def text_notes(rows: Sequence[Row]) -> list[str]:
-    """Notes on differing texts: the gap of the two logits shows whether a difference is a near-tie or a bug."""
-    notes = []
-    for row in rows:
-        if not row.differences:
-            continue
-        note = f"{row.label}: {len(row.differences)} of {row.num_compared} texts differ from {row.reference}"
-        gaps = [(abs(d.gap), d.resolution) for d in row.differences if d.gap is not None and d.resolution is not None]
-        if gaps:
-            gap, resolution = max(gaps)
-            note += f"; the target's two logits are at most {gap:.2g} apart there (its dtype resolves {resolution:.2g})"
-        notes.append(note)
-    return notes
+def note_near_ties(rows: Sequence[Row]) -> list[str]:
+    """One note for all texts that differ from the reference where rounding decides, with the widest of them."""
+    ties = [(row, found) for row in rows for _, found in row.differences if found.is_near_tie]
+    if not ties:
+        return []
+    row, widest = max(ties, key=lambda tie: abs(tie[1].gap or 0.0) / tie[1].resolution)
+    return [f"near-ties: texts that differ from {row.reference} by rounding. The widest: {widest.explain(CURES)}"]
+
+
+def note_faults(rows: Sequence[Row]) -> list[str]:
+    """Notes on texts that differ from the reference, and rounding does not explain it."""
+    return [
+        f"{row.label}: {len(row.faults)} of {row.num_compared} texts are not those of {row.reference}. The first: "
+        f"prompt {row.faults[0][0]}, token {row.faults[0][1].place + 1}. {row.faults[0][1].explain()}"
+        for row in rows
+        if row.faults
+    ]
 
 
 def _step_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gzip
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import PreTrainedModel
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import GenerationStats, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.text_difference import Difference
 from draftsmith.scripts.measuring.contenders import OurDecoding, TransformersDecoding, make_contenders
 from draftsmith.scripts.measuring.environment import describe_environment
-from draftsmith.scripts.measuring.matrix import name_heads
+from draftsmith.scripts.measuring.matrix import measure_with_progress, name_heads
 from draftsmith.scripts.measuring.measure import (
     PLAIN,
     TRANSFORMERS,
@@ -28,11 +31,10 @@ from draftsmith.scripts.measuring.measure import (
     Run,
     Settings,
     load_prompts,
-    measure,
 )
 from draftsmith.scripts.measuring.report import headline, make_report, make_rows, write_json
 from draftsmith.scripts.measuring.table import make_grids
-from draftsmith.scripts.measuring.texts import find_difference, share_of_repeated_ngrams
+from draftsmith.scripts.measuring.texts import share_of_repeated_ngrams
 from draftsmith.scripts.shared.model_loading import encode_messages, load_assistant
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -74,15 +76,29 @@ def test_contenders_take_turns_in_rotating_order() -> None:
         return Contender(name, decode=decode)
 
     contenders = [recording(name) for name in "ab"] + [Contender("c", problem="too deep")]
-    told: list[str] = []
     prompts = [prompt(0), prompt(1), prompt(2)]
-    options = {"on_warm_up": told.append, "on_run": lambda: told.append("run")}
-    measure(contenders, prompts, Settings(max_new_tokens=100, repeats=2), **options)
-    assert told == ["a", "b"] + ["run"] * 12
-    assert calls[:2] == [("a", 32), ("b", 32)], "warming up comes first and is short"
-    assert [name for name, _ in calls[2:]] == ["a", "b", "b", "a", "a", "b"] + ["b", "a", "a", "b", "b", "a"]
+    assert measure_with_progress(contenders, prompts, Settings(max_new_tokens=100, repeats=2)) == prompts
+    assert calls[:4] == [("a", 32)] * 2 + [("b", 32)] * 2, "warming up comes first and is short"
+    assert [name for name, _ in calls[4:]] == ["a", "b", "b", "a", "a", "b"] + ["b", "a", "a", "b", "b", "a"]
     assert [len(runs) for runs in contenders[0].runs] == [3, 3]
     assert contenders[2].runs == []
+
+
+def test_as_many_prompts_as_the_time_allows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each contender and the plan are told in lines, on an error output that is no terminal."""
+
+    def decode(batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
+        return Run([[1] * 10], 1.0, 10)  # 10 tokens/s: a prompt takes both contenders 20 s
+
+    contenders = [Contender("a", decode=decode), Contender("b", "chain:2", decode=decode)]
+    prompts, settings = [prompt(index) for index in range(9)], Settings(max_new_tokens=100, repeats=2)
+    assert measure_with_progress(contenders, prompts, settings, minutes=4.0) == prompts[:5]
+    assert [len(runs) for runs in contenders[0].runs] == [5, 5]
+    told = capsys.readouterr().err
+    for words in ("1/2 a: about 10.0 tokens/s", "2/2 b, chain:2: about 10.0 tokens/s", "5 of 9 prompts", "--minutes 0"):
+        assert words in told
+    assert measure_with_progress(contenders, prompts, settings, minutes=1e-6) == prompts[:1]
+    assert measure_with_progress(contenders, prompts, replace(settings, batch_size=2), minutes=4.0) == prompts[:4]
 
 
 def test_a_repetition_penalty_changes_the_texts(target: Target, chat_tokenizer: Any) -> None:
@@ -96,7 +112,7 @@ def test_a_repetition_penalty_changes_the_texts(target: Target, chat_tokenizer: 
 def test_a_penalty_of_one_is_no_penalty_whatever_the_model_says(
     target: Target, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a penalty the model's own holds; it is recorded and told, and the target's logits then decide nothing."""
+    """Without a penalty the model's own holds; it is recorded and told, and counts where texts differ."""
     story = encode_messages(chat_tokenizer, [{"role": "user", "content": "Write a short story about a dog."}])
     batch, decodings = Batch.of(Prompt("", 0, story)), (OurDecoding(target, None), TransformersDecoding(target))
     ways = [Settings(24), Settings(24, repetition_penalty=1.0)]
@@ -109,7 +125,8 @@ def test_a_penalty_of_one_is_no_penalty_whatever_the_model_says(
     reports = [describe_environment(target, settings, target="t", num_prompts=1) for settings in ways]
     assert [one["generation_config"] for one in reports] == [{"repetition_penalty": 3.0}, {}]
     assert [one["repetition_penalty"] for one in reports] == [None, 1.0]
-    text, other = plain[0][0], [*plain[0][0][:-1], 7]
+    text = plain[0][0]
+    other = [*text[:-1], text[-2]]  # a token that the penalty holds back
     contenders = [
         contender(TRANSFORMERS, [[Run([text], 1.0, 24)]]),
         contender("mine", [[Run([other], 1.0, 24, stats_of([1], verify=0.1, total=0.2))]]),
@@ -117,11 +134,10 @@ def test_a_penalty_of_one_is_no_penalty_whatever_the_model_says(
     gaps = []
     for settings, environment in zip(ways, reports, strict=True):
         rows = make_rows(contenders, [Prompt("", 0, story)], settings, target)
-        gaps.append(rows[1].differences[0].gap)
+        gaps.append(rows[1].differences[0][1].gap)
         notes = make_grids(rows, environment)[0].notes
         assert any("repetition_penalty 3.0" in note for note in notes) == (settings is ways[0])
-    assert gaps[0] is None
-    assert gaps[1] is not None
+    assert gaps[0] > gaps[1] > 0
 
 
 @pytest.mark.parametrize("pad", ["none of its own", "an EOS"])
@@ -200,10 +216,13 @@ def test_ratios_are_to_the_fastest_plain_decoding(target: Target) -> None:
     rows = make_rows(contenders, [prompt(0)], Settings(), target)
     assert [row.over_plain for row in rows] == [0.25, 0.5, 1.0, 2.0]
     first, second = headline(rows)
-    assert first.startswith("Fastest drafter: h, compiled, chain, acceptance length 1.50, 1 of 1 texts identical")
+    assert first.startswith("Fastest drafter: h, compiled, chain, acceptance length 1.50, texts identical: 1/1")
     assert "8.00 × transformers' generate, 2.00 × the fastest plain decoding" in second
     assert "(plain decoding, compiled)" in second
     assert headline(rows[:-1]) == []
+    rows[-1].over_plain = 0.5
+    *_, advice = headline(rows)
+    assert all(words in advice for words in ("3.00 plain steps", "--tree auto"))
 
 
 def test_an_assistant_drafts_for_transformers(tmp_path: Path) -> None:
@@ -326,23 +345,12 @@ def test_another_text_in_any_repeat_is_counted_with_both_logits(target: Target, 
     ]
     row = make_rows(contenders, [one], replace(Settings(), repeats=2), target)[1]
     assert (row.num_identical, row.num_compared) == (0, 1)
-    (difference,) = row.differences
+    ((name, difference),) = row.differences
     with torch.inference_mode():
         logits = target.model(torch.tensor([[*one.input_ids[0].tolist(), *text[:3]]])).logits[0, -1]
-    assert difference.position == 3
-    assert difference.gap == pytest.approx(float(logits[text[3]] - logits[wrong[3]]))
+    assert (name, difference.place) == ("sea", 3)
+    assert difference.gap == pytest.approx(float(logits[text[3]] - logits[wrong[3]]), rel=1e-4)
     assert difference.gap > 0, "the reference took the argmax"
-    shorter = find_difference(one, text, text[:2], target, has_gap=True)
-    assert (shorter.position, shorter.gap) == (2, None)
-
-
-def test_resolution_is_the_distance_of_neighbouring_numbers(target: Target) -> None:
-    one = prompt()
-    text = target.model.generate(one.input_ids, max_new_tokens=1, do_sample=False)[0, 3:].tolist()
-    difference = find_difference(one, text, [text[0] ^ 1], target, has_gap=True)
-    with torch.inference_mode():
-        logit = target.model(one.input_ids).logits[0, -1, text[0]].abs()
-    assert difference.resolution == float(torch.nextafter(logit, torch.tensor(torch.inf)) - logit)
 
 
 def test_names_of_heads_are_short_and_distinct() -> None:
@@ -375,7 +383,8 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(
     assert path.read_text() == before
 
 
-def test_near_ties_and_what_did_not_run_are_told(target: Target) -> None:
+def test_near_ties_faults_and_what_did_not_run_are_told(target: Target) -> None:
+    """A near-tie is a note with the cure; a fault is a note of its own, in red."""
     text = [5, 6, 7, 8]
     contenders = [
         contender(TRANSFORMERS, [[Run([text], 1.0, 4)]]),
@@ -383,9 +392,21 @@ def test_near_ties_and_what_did_not_run_are_told(target: Target) -> None:
         Contender("other", "chain:9", problem="the tree is 9 levels deep"),
     ]
     rows = make_rows(contenders, [prompt()], Settings(), target)
-    grid = make_grids(rows, describe_environment(target, Settings(), target="t", num_prompts=1))[0]
-    assert [line[grid.columns.index("same text")] for line in grid.cells] == ["reference", "0/1"]
-    assert grid.notes[0] == "other, chain:9 did not run: the tree is 9 levels deep"
-    assert grid.notes[1].startswith(
-        "mine: 1 of 1 texts differ from transformers generate; the target's two logits are at"
+    fault = rows[1].faults[0][1]
+    tie = Difference(1, (6, 7), (-1.25, -1.5), gap=-0.25, resolution=0.125, dtype="bfloat16")
+    rows.insert(
+        2, replace(rows[1], name="near", differences=[("p0", tie), ("p1", fault)], num_compared=3, num_identical=1)
     )
+    environment = describe_environment(target, Settings(), target="t", num_prompts=1)
+    grid = make_grids(rows, environment)[0]
+    told = [line[grid.columns.index("same text")] for line in grid.cells]
+    assert told == ["reference", "0/1, 1 fault", "1/3, 1 near-tie, 1 fault"]
+    assert grid.notes[0] == "other, chain:9 did not run: the tree is 9 levels deep"
+    assert all(number in grid.notes[1] for number in ("-1.2500", "-1.5000", "0.25", "0.12", "--dtype float32"))
+    assert [note.partition(":")[0] for note in grid.faults] == ["mine", "near"]
+    assert "token 4" in grid.faults[0]
+    printed = io.StringIO()
+    grid.print(Console(file=printed, force_terminal=True, width=400, color_system="standard"))
+    red = [line for line in printed.getvalue().splitlines() if "\x1b[31m" in line]
+    assert [line.partition("m")[2].partition(":")[0] for line in red] == ["mine", "near"]
+    assert grid.faults[0] in grid.to_markdown()

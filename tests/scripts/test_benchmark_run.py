@@ -32,7 +32,8 @@ def heads_path(small_chat: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def decode_all(**options: Any) -> tuple[list[dict[str, Any]], str]:
     console = Console(file=io.StringIO(), width=150)
-    reports = benchmark.run(BenchmarkArguments(device="cpu", compile=False, dtype="float32", **options), console)
+    settings = {"device": "cpu", "compile": False, "dtype": "float32", "minutes": 0.0, **options}
+    reports = benchmark.run(BenchmarkArguments(**settings), console)
     return reports, console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -98,6 +99,13 @@ def test_a_run_over_batch_sizes(
     pictures = {file.name for file in (tmp_path / "out").iterdir()} - {"report.json", "report.markdown"}
     assert pictures == {"report-1.plot", "report-2.plot", "report-batches.plot"}
     assert (tmp_path / "out" / "report-batches.plot").read_bytes().startswith(b"\x89PNG")
+
+
+def test_batches_of_all_sizes_have_the_same_prompts(small_chat: str, prompts: Path) -> None:
+    reports, _ = decode_all(
+        target=[small_chat], prompts=[str(prompts)], minutes=1e-6, batch_size=[1, 2], max_new_tokens=4, repeats=1
+    )
+    assert [report["environment"]["num_prompts"] for report in reports] == [1, 1]
 
 
 def test_other_drafters_are_measured_beside_heads(small_chat: str, heads_path: Path, prompts: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import GenerationConfig
 
@@ -175,14 +177,42 @@ def test_texts_that_differ() -> None:
     other = Reply(reply.input_ids, [*ids[:5], ids[5] + 1, *ids[6:]], reply.options, reply.stats, True)
     found = compare_with_plain(other, plain, session.tokenizer)
     ours, theirs = (repr(session.tokenizer.decode([token])) for token in (ids[5] + 1, ids[5]))
-    assert f"token 6 is the first that differs: {ours} with drafts, {theirs} plainly (log-probabilities -" in found.text
+    assert f"token 6 is the first that differs: {theirs} plainly, {ours} with drafts" in found.text
+    assert len(re.findall(r"-\d+\.\d{4}", found.text)) == 2
+    assert found.is_fault
     assert found.plain == session.tokenizer.decode(ids, skip_special_tokens=True)
+    session.notes = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=400)
+    session._last = other
+    session.compare()
+    assert session.notes.file.getvalue().startswith("\x1b[31mtoken 6")  # type: ignore[attr-defined]
     shorter = Reply(reply.input_ids, ids[:4], reply.options, reply.stats, True)
-    assert (
-        "token 5 is the first that differs: the end with" in compare_with_plain(shorter, plain, session.tokenizer).text
-    )
+    assert "token 5 is the first that differs" in compare_with_plain(shorter, plain, session.tokenizer).text
     stopped = Reply(reply.input_ids, ids[:4], reply.options, reply.stats, False)
     assert compare_with_plain(stopped, plain, session.tokenizer).text.startswith("identical so far: the same 4 tokens")
+
+
+def test_a_near_tie_is_told_in_neutral_colour() -> None:
+    """Two tokens with the same weights in the LM head, in bfloat16."""
+    args = GenerateArguments(target=str(CHAT_TARGET), heads=EAGLE3, dtype="bfloat16", max_new_tokens=4, compare=True)
+    session = ChatSession(args, generate.Console(), is_chat=True)
+    session.reply("Tell me a story")
+    reply = session._last
+    assert reply is not None
+    model: Any = session.target.model
+    twin = reply.token_ids[2] + 1
+    with torch.no_grad():
+        head = model.lm_head.weight.clone()
+        head[twin] = head[reply.token_ids[2]]
+        model.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
+    session._plain = None
+    session._last = Reply(
+        reply.input_ids, [*reply.token_ids[:2], twin, reply.token_ids[3]], reply.options, reply.stats, True
+    )
+    session.notes = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=400)
+    session.compare()
+    told = session.notes.file.getvalue()  # type: ignore[attr-defined]
+    assert told.startswith("token 3 ")
+    assert all(cure in told for cure in ("--batch_invariant true", "--dtype float32"))
 
 
 def test_ctrl_c_ends_the_reply_and_keeps_the_cache(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:

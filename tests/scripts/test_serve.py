@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from draftsmith.inference.serving.server import bind
 from draftsmith.scripts import serve
 from draftsmith.scripts.benchmarks import serving
 from draftsmith.scripts.benchmarks.serving import Answer, ServingArguments
@@ -94,3 +95,16 @@ def test_two_heads_of_one_name_are_refused() -> None:
     args = serve.ServeArguments(target=str(CHAT_TARGET), heads=[HEADS, HEADS])
     with pytest.raises(ValueError, match="got two --heads called eagle3"):
         serve.build_scheduler(args)
+
+
+def test_a_taken_port_is_told_before_anything_is_loaded() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--port {port}"):
+            serve.run(serve.ServeArguments(target="./nowhere", port=port))
+
+
+def test_replies_are_no_longer_than_the_target_reads() -> None:
+    scheduler, _ = serve.build_scheduler(serve.ServeArguments(target=str(CHAT_TARGET), max_batch_size=1))
+    assert scheduler.limits.max_length == scheduler.target.max_length

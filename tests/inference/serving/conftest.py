@@ -18,7 +18,7 @@ from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.serving.app import create_app
 from draftsmith.inference.serving.reply_maker import name_drafters
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
-from draftsmith.inference.serving.server import DrainingServer, new_server
+from draftsmith.inference.serving.server import DrainingServer, bind, new_server
 from tests.inference.serving.arrivals import SECONDS
 from tests.tiny_targets import tiny_target
 
@@ -84,7 +84,7 @@ def serve_in_thread(
     metrics: str = "summary",
 ) -> Iterator[Running]:
     app = create_app(scheduler, tokenizer, model=MODEL, api_key=api_key, metrics=metrics)
-    server = new_server(app, host="127.0.0.1", port=0, drain_seconds=drain_seconds)
+    server = new_server(app, drain_seconds=drain_seconds)
     addresses: list[str] = []
     started = threading.Event()
 
@@ -93,7 +93,8 @@ def serve_in_thread(
         started.set()
 
     server.announce = announce
-    thread = threading.Thread(target=server.run, daemon=True)
+    sockets = [bind("127.0.0.1", 0)]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, daemon=True)
     thread.start()
     assert started.wait(SECONDS)
     one = Running(addresses[0], scheduler, server, thread)

@@ -34,6 +34,8 @@ class PageServer(ThreadingHTTPServer):
 
     Attributes:
         plain_text: of plain decoding, if it is to differ.
+        is_near_tie: what the server finds where texts differ.
+        drafted_steps: of those that the metrics tell; None = it tells none.
         seconds: between two steps.
         api_key: that requests must carry.
         breaks_after: steps after which the connection breaks off.
@@ -42,6 +44,8 @@ class PageServer(ThreadingHTTPServer):
 
     text: str = TEXT
     plain_text: str | None = None
+    is_near_tie: bool = True
+    drafted_steps: int | None = None
     seconds: float = 0.0
     api_key: str | None = None
     breaks_after: int | None = None
@@ -99,14 +103,14 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._has_key():
             return
         self.server.requests.append(body)
-        if body.get("tree") == "oak":
-            self._answer_json({"error": {"message": "got tree 'oak': allowed are dynamic and chain"}}, status=400)
-        elif body.get("stream"):
-            self._stream(body)
+        if body.get("tree") == "gamma":
+            self._answer_json({"error": {"message": "these heads draft no chains"}}, status=400)
+        elif self.path == "/v1/difference":
+            told = "a near-tie" if self.server.is_near_tie else "no near-tie"
+            text = f"The log-probabilities are -0.6931 and -0.6932: {told}."
+            self._answer_json({"is_near_tie": self.server.is_near_tie, "text": text})
         else:
-            pairs = [(word, -0.6931 - place / 10**4) for place, word in enumerate((" sleep", " feel"))]
-            top = [{"token": word, "logprob": logprob} for word, logprob in pairs]
-            self._answer_json({"choices": [{"logprobs": {"content": [{"top_logprobs": top}] * body["max_tokens"]}}]})
+            self._stream(body)
 
     def _stream(self, body: dict[str, Any]) -> None:
         assert body["draft_report"]
@@ -133,6 +137,9 @@ class _Handler(BaseHTTPRequestHandler):
             is_cut = body["max_tokens"] <= len(split_words(self.server.text))
             end = {"index": 0, "delta": {}, "finish_reason": "length" if is_cut else "stop"}
             self._send({"choices": [end], "drafting": report})
+            if body["stream_options"]["include_usage"] and self.server.drafted_steps is not None:
+                told = {"num_spec_steps": self.server.drafted_steps} if self.server.drafted_steps else None
+                self._send({"choices": [], "usage": {}, "metrics": {"speculative_decoding": told}})
             self.wfile.write(b"data: [DONE]\n\n")
         except (BrokenPipeError, ConnectionResetError):
             pass  # the page has stopped the reply

@@ -21,13 +21,14 @@ WARM_UPS = 2  # replies before the one in the picture
 def take_picture(page: Any, name: str) -> None:
     if page.locator("#open-settings").is_visible():
         page.click("#open-settings")
+    page.get_by_label("Tree").select_option("dynamic:4,4,16")  # so that there are deep drafts to show
     page.get_by_label("Max tokens").fill("64")
     page.get_by_label("Compare").set_checked(name == "page")
     for _ in range(WARM_UPS + 1):
         page.click("#new")
         page.get_by_label("Message").fill(PROMPT)
         page.get_by_label("Message").press("Enter")
-        page.locator("#send").wait_for(state="visible")
+        page.locator("#send").wait_for(state="visible", timeout=120_000)
     page.locator("[data-depth='3']").nth(1).hover()
     page.screenshot(path=REPOSITORY / "docs" / "images" / f"{name}.png")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from draftsmith.inference.serving.reply_maker import name_drafters
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.scripts.shared.model_loading import load_heads
 from tests.conftest import REPOSITORY
+from tests.inference.serving.arrivals import SECONDS
 from tests.inference.serving.conftest import serve_in_thread
 from tests.inference.serving.page_server import TEXT, PageServer, split_words
 
@@ -73,7 +75,7 @@ def send(page: Any, text: str, *, waits: bool = True) -> None:
 
 
 def wait(page: Any) -> None:
-    page.locator("#send").wait_for(state="visible")
+    page.locator("#send").wait_for(state="visible", timeout=1000 * SECONDS)
 
 
 def texts(page: Any) -> list[str]:
@@ -94,7 +96,7 @@ def figures(page: Any, number: int = 0) -> dict[str, str]:
 
 def test_a_reply_shows_what_was_drafted(page: Any, server: PageServer) -> None:
     assert page.title().startswith("chat-13m")
-    page.get_by_label("Tree").fill("chain:4")
+    page.get_by_label("Tree").select_option("chain:4")
     page.get_by_label("Max tokens").fill("30")
     page.get_by_label("Seed").fill("7")
     send(page, "Why?")
@@ -119,6 +121,7 @@ def test_a_reply_shows_what_was_drafted(page: Any, server: PageServer) -> None:
     assert page.locator(".pane header").get_by_text("cut at max tokens").count() == 1
     assert float(shown["tokens/s"].replace(",", "")) > 0
     assert float(shown["acceptance length"]) > 2
+    assert "depth" in page.locator(".histogram small").inner_text()
     bars = page.locator(".histogram span").all_inner_texts()
     assert bars == [str(depth) for depth in range(1, max(told) + 1)]
     # The next turn has the conversation.
@@ -142,7 +145,7 @@ def test_texts_are_never_html(page: Any, server: PageServer) -> None:
 
 @pytest.mark.parametrize("how", ["button", "Escape", "New chat"])
 def test_a_reply_can_be_stopped(page: Any, server: PageServer, how: str) -> None:
-    server.seconds = 0.1
+    server.seconds = 0.5
     send(page, "Why?", waits=False)
     page.locator("[data-depth]").nth(2).wait_for()
     if how == "Escape":
@@ -214,17 +217,66 @@ def test_comparing_equal_texts(page: Any, server: PageServer) -> None:
     assert left["y"] == right["y"], "side by side"
 
 
-def test_comparing_texts_that_differ(page: Any, server: PageServer) -> None:
-    server.plain_text = TEXT.replace("sleep", "feel")
+@pytest.mark.parametrize("is_near_tie", [True, False])
+def test_comparing_texts_that_differ(page: Any, server: PageServer, is_near_tie: bool) -> None:
+    """A near-tie is told in neutral colour."""
+    server.plain_text, server.is_near_tie = TEXT.replace("sleep", "feel"), is_near_tie
     page.get_by_label("Compare").check()
+    page.get_by_label("Seed").fill("7")
     send(page, "Why?")
     place = split_words(TEXT).index(" sleep")
     assert page.locator(".differs").all_inner_texts() == [" sleep", " feel"]
     verdict = page.locator(".verdict").inner_text()
     assert f'Token {place + 1} is the first that differs: " sleep" with drafts, " feel" plainly.' in verdict
-    assert "-0.6931 and -0.6932: a near-tie" in verdict
-    scored = server.requests[-1]
-    assert (scored["heads"], scored["max_tokens"], scored["logprobs"]) == ("none", place + 1, True)
+    assert "-0.6931 and -0.6932" in verdict
+    asked = server.requests[-1]
+    assert (asked["seed"], asked["temperature"]) == (7, 0)
+    assert [text[place] for text in asked["texts"]] == [hash(word) % 10**6 for word in (" sleep", " feel")]
+    colours = page.eval_on_selector_all(
+        ".verdict, .verdict b, .differs > span",
+        "all => all.map((one) => [getComputedStyle(one).color, getComputedStyle(one).outlineColor])",
+    )
+    bad = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--bad')")
+    red = f"rgb({', '.join(str(int(bad.strip()[at : at + 2], 16)) for at in (1, 3, 5))})"
+    assert any(red in pair for pair in colours) != is_near_tie
+
+
+def test_markdown(page: Any, server: PageServer) -> None:
+    """Marks are hidden, all else stays text; every token is shown once, and has its depth."""
+    server.text = (
+        "# Good *sleep*\n\nIt is **very important** for `a_b_c` and 2 * 3 * 4:\n\n1. a dark room\n2. <b>no</b> noise\n"
+        "   - a nested _one_\n\n> quoted\n\n```python\nfor x in y:\n\n    z(**x)\n```\nThe end\nof it"
+    )
+    send(page, "Why?")
+    blocks = page.locator(".reply > *").all()
+    shown = [(block.evaluate("one => one.tagName"), block.evaluate("one => one.textContent")) for block in blocks]
+    assert shown == [
+        ("H4", "Good sleep"),
+        ("P", "It is very important for a_b_c and 2 * 3 * 4:"),
+        ("DIV", "1. a dark room"),
+        ("DIV", "2. <b>no</b> noise"),
+        ("DIV", "a nested one"),
+        ("BLOCKQUOTE", "quoted"),
+        ("PRE", "for x in y:\n\n    z(**x)"),
+        ("P", "The end\nof it"),
+    ]
+    looks = {name: "".join(page.locator(f".reply .{name}").all_text_contents()) for name in ("strong", "em", "code")}
+    assert looks == {"strong": "veryimportant", "em": "sleepone", "code": "a_b_c"}
+    assert depths(page) == [
+        token["depth"] for step in server.steps({"heads": "eagle3", "max_tokens": 99}) for token in step
+    ]
+
+
+def test_steps_without_drafts_are_told(page: Any, server: PageServer) -> None:
+    server.drafted_steps = 1
+    send(page, "Why?")
+    assert "Drafted in 1 of " in page.locator(".note").last.inner_text()
+    server.drafted_steps = 0
+    send(page, "Why?")
+    assert "Nothing was drafted" in page.locator(".note").last.inner_text()
+    page.get_by_label("Tree").select_option("chain:4")
+    send(page, "Why?")
+    assert page.locator(".note").last.is_hidden()
 
 
 def test_texts_of_which_one_ends_first(page: Any, server: PageServer) -> None:
@@ -260,10 +312,10 @@ def test_a_server_that_is_gone(page: Any, server: PageServer) -> None:
 
 
 def test_what_the_server_refuses(page: Any, server: PageServer) -> None:
-    page.get_by_label("Tree").fill("oak")
+    page.get_by_label("Tree").select_option("gamma")
     send(page, "Why?")
-    assert "got tree 'oak': allowed are dynamic and chain" in page.get_by_role("alert").inner_text()
-    page.get_by_label("Tree").fill("")
+    assert "these heads draft no chains" in page.get_by_role("alert").inner_text()
+    page.get_by_label("Tree").select_option("")
     page.get_by_label("Max tokens").fill("0")
     send(page, "Why?", waits=False)
     assert len(server.requests) == 1, "the page refuses numbers that are out of range itself"
@@ -348,6 +400,12 @@ def test_colours(browser: Any, server: PageServer, scheme: str) -> None:
             "#model, .legend li, #send, .reply > span > span, .asked, .figures dt, #composer p, label, small",
         )
         assert len(pairs) > 20
+        legend = page.eval_on_selector_all(
+            ".legend li:not(:first-child)", "all => all.map(one => getComputedStyle(one).backgroundColor)"
+        )
+        for one, other in itertools.combinations(legend, 2):
+            parts = ([int(part) for part in re.findall(r"\d+", colour)] for colour in (one, other))
+            assert sum(abs(a - b) for a, b in zip(*parts, strict=True)) > 40, "depths look different"
         assert min(contrast(*pair) for pair in pairs) >= 4.5
         ground = "getComputedStyle(document.body).backgroundColor"
         before = page.evaluate(ground)

@@ -71,7 +71,7 @@ def test_rows_of_a_batch_by_hand(chat_target: PreTrainedModel) -> None:
     assert (mine.step_milliseconds["step"], mine.step_milliseconds["verify"]) == (500.0, 300.0)
     assert (generate.reference, generate.num_identical) == (f"{TRANSFORMERS}, batch 1", 2)
     assert (mine.num_identical, mine.num_compared) == (1, 2)
-    assert [(one.prompt, one.position) for one in mine.differences] == [("p1", 1)]
+    assert [(name, one.place) for name, one in mine.differences] == [("p1", 1)]
     assert make_rows(contenders, prompts, settings, target)[2].num_identical is None, "no prompt was decoded by itself"
     set_rooflines([mine], contenders[2:], Hardware(bandwidth_gb_s=1.0, matmul_gflop_s=10.0))
     assert mine.roofline_share == 0.3, "1.5e9 operations take 150 ms of 500"

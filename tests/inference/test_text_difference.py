@@ -1,0 +1,101 @@
+"""Where two texts differ, and what counts as a near-tie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.inference import Decoder, Target
+from draftsmith.inference.text_difference import NEAR_TIE_STEPS, Difference, find_difference
+from tests.tiny_targets import random_prompt, tiny_target
+
+LENGTH = 8
+
+
+def decode(target: Target, prompt: torch.Tensor, **options: Any) -> list[int]:
+    output = Decoder(target).generate(prompt, torch.ones_like(prompt), max_new_tokens=LENGTH, **options)
+    text: list[int] = output.sequences[0, prompt.shape[1] :].tolist()
+    return text
+
+
+def replace(text: list[int], place: int, token: int) -> list[int]:
+    return [*text[:place], token, *text[place + 1 :]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fault_is_no_near_tie(dtype: torch.dtype) -> None:
+    target, prompt = Target(tiny_target("llama").to(dtype)), random_prompt(5)
+    text = decode(target, prompt)
+    with torch.inference_mode():
+        logits = target.model(torch.cat([prompt, torch.tensor([text[:3]])], dim=1)).logits[0, -1].float()
+    worst = int(logits.argmin())
+    found = find_difference(target, prompt, text, replace(text, 3, worst))
+    assert found is not None
+    assert (found.place, found.tokens) == (3, (text[3], worst))
+    both = [text[3], worst]
+    assert found.log_probs == pytest.approx(logits.log_softmax(-1)[both].tolist(), abs=0.05)
+    assert found.gap == pytest.approx(float(logits[text[3]] - logits[worst]), abs=0.05)
+    size = logits[both].abs().max().to(dtype)
+    assert found.resolution == pytest.approx(float(torch.nextafter(size, size.new_tensor(torch.inf)) - size))
+    assert not found.is_near_tie
+    assert "--dtype float64" not in found.explain(["--dtype float64"])
+    assert find_difference(target, prompt, text, text) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"suppress_tokens": [5]}])
+def test_a_near_tie_is_told_with_its_cure(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    """Two tokens with the same weights in the LM head."""
+    model = tiny_target("llama", tie_word_embeddings=False).to(dtype)
+    target, prompt = Target(model), random_prompt(5)
+    text = decode(target, prompt, **options)
+    twin = next(token for token in range(128) if token not in {*text, *prompt[0].tolist()})
+    with torch.no_grad():
+        model.lm_head.weight[twin] = model.lm_head.weight[text[0]]
+    found = find_difference(target, prompt, text, replace(text, 0, twin), **options)
+    assert found is not None
+    assert found.gap == 0
+    assert found.log_probs is not None
+    assert found.is_near_tie
+    told = found.explain(["--batch_invariant true", "--dtype float32"])
+    assert ("--dtype float32" in told) == (dtype == torch.bfloat16)
+    assert "--batch_invariant true" in told
+    assert f"{found.log_probs[0]:.4f}" in told
+    exact = find_difference(target.batch_invariant(), prompt, text, replace(text, 0, twin), **options)
+    assert exact is not None
+    assert not exact.is_near_tie, "no pass rounds differently in this mode"
+
+
+def test_sampled_tokens_are_judged_with_their_noise() -> None:
+    target, prompt = Target(tiny_target("llama")), random_prompt(5)
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "seed": 3}
+    text = decode(target, prompt, top_k=0, **options)
+    for token in sorted({*range(20)} - {text[4]}):
+        found = find_difference(target, prompt, text, replace(text, 4, token), top_k=0, **options)
+        assert found is not None
+        assert found.gap is not None
+        assert found.gap > 0, "the drawn token has the highest score of all"
+    text = decode(target, prompt, top_k=2, **options)
+    gaps = [
+        find_difference(target, prompt, text, replace(text, 4, token), top_k=2, **options)
+        for token in sorted({*range(128)} - {text[4]})
+    ]
+    assert sum(found is not None and found.gap is not None for found in gaps) == 1, "top_k leaves one other token"
+
+
+def test_a_text_that_ends_before_the_other() -> None:
+    target, prompt = Target(tiny_target("llama")), random_prompt(5)
+    found = find_difference(target, prompt, [1, 2, 3], [1, 2])
+    assert found == Difference(2, (3, None))
+    assert not found.is_near_tie
+
+
+def test_near_ties_end_at_some_steps_of_the_dtype() -> None:
+    def is_near(steps: float) -> bool:
+        return Difference(0, (1, 2), (-1.0, -1.1), gap=0.25 * steps, resolution=0.25, dtype="bfloat16").is_near_tie
+
+    assert is_near(0)
+    assert is_near(-NEAR_TIE_STEPS)
+    assert not is_near(NEAR_TIE_STEPS + 0.1)
