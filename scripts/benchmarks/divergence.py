@@ -47,7 +47,6 @@ from draftsmith.scripts.measuring.measure import (
     make_batches,
 )
 from draftsmith.scripts.measuring.table import Grid
-from draftsmith.scripts.measuring.texts import find_step
 from draftsmith.scripts.shared.clock import read_clock
 from draftsmith.scripts.shared.model_loading import fit_tree, load_target
 from draftsmith.scripts.shared.whole_files import write_text
@@ -56,9 +55,6 @@ from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.options.one_line_errors import one_line_errors
 
 DTYPES = ("bfloat16", "float16", "float32")
-# In bfloat16, two passes over the same text move the lead of one token over another by up to 3 steps where both choose
-# the same token (chat-13m, 10,000 positions); a fault in the code moves the lead by up to 300.
-NEAR_TIE_STEPS = 4.0
 NUM_TIMED = 12  # batches: several hundred steps of each decoding
 
 REFERENCES = (TRANSFORMERS, PLAIN)

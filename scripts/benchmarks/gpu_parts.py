@@ -26,8 +26,8 @@ from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.inference import Decoder, Target
 from draftsmith.inference.kernels.attention import attend_masked, can_use_kernel
 from draftsmith.inference.kernels.packed_masks import pack_tree, unpack_mask
-from draftsmith.inference.trees.options import resolve_policy
 from draftsmith.inference.targets.masks import compute_ancestors
+from draftsmith.inference.trees.options import resolve_policy
 from draftsmith.scripts.benchmarks.scripted.counting import (
     ScriptedTree,
     make_counting_target,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftsmith.inference.text_difference import find_step as find_step
-
 
 def share_of_repeated_ngrams(texts: Sequence[Sequence[int]], n: int = 4) -> float:
     """The share of all n-grams that already occurred earlier in the same text.

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from draftsmith.inference import GenerationStats, Target
 from draftsmith.inference.noise import gumbel_noise, row_seeds
+from draftsmith.inference.text_difference import find_step
 from draftsmith.scripts.benchmarks import divergence
 from draftsmith.scripts.benchmarks.divergence import REFERENCES, Tally, compare, make_judge, time_steps
 from draftsmith.scripts.measuring.contenders import OurDecoding
 from draftsmith.scripts.measuring.measure import PLAIN, Batch, Prompt, Run, Settings
-from draftsmith.scripts.measuring.texts import find_step
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.tiny_targets import random_prompt, tiny_target
 

@@ -12,7 +12,7 @@ from tests.conftest import REPOSITORY
 DOCS = REPOSITORY / "docs"
 
 
-@pytest.mark.parametrize("name", ["speed", "heads"])
+@pytest.mark.parametrize("name", ["speed"])
 def test_the_committed_chart_is_of_the_committed_numbers(name: str) -> None:
     reports = json.loads((DOCS / "benchmarks" / f"{name}.json").read_text())["reports"]
     greedy = [report for report in reports if report["environment"]["temperature"] == 0]
@@ -41,7 +41,6 @@ def test_every_baseline_and_the_best_tree_of_each_drafter() -> None:
         ("plain", "transformers generate", ""),
         ("plain", "plain decoding, compiled", ""),
         ("untrained", "n-gram drafter", "chain"),
-        ("heads", "mtp, compiled", "dynamic"),
     ]
 
 
