@@ -33,6 +33,7 @@ from draftsmith.inference import Drafter, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.noise import gumbel_noise, row_seeds
 from draftsmith.inference.runners.compiled import count_graphs
+from draftsmith.inference.text_difference import NEAR_TIE_STEPS, find_step
 from draftsmith.scripts.measuring.contenders import OurDecoding, TransformersDecoding
 from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.matrix import load_all_heads
