@@ -41,6 +41,7 @@ def test_every_baseline_and_the_best_tree_of_each_drafter() -> None:
         ("plain", "transformers generate", ""),
         ("plain", "plain decoding, compiled", ""),
         ("untrained", "n-gram drafter", "chain"),
+        ("heads", "mtp, compiled", "dynamic"),
     ]
 
 
