@@ -24,6 +24,7 @@ from draftsmith.inference.targets.target import Target
 # In bfloat16, two passes over the same text move the lead of one token over another by up to 3 steps where both choose
 # the same token (chat-13m, 10,000 positions); a fault in the code moves the lead by up to 300.
 NEAR_TIE_STEPS = 4.0
+FLOAT32_STEPS = 64.0  # where the sums of many products, not the results, are rounded (up to 17 steps there)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ class Difference:
     @property
     def is_near_tie(self) -> bool:
         """Whether rounding may have decided."""
-        return self.gap is not None and self.resolution > 0 and abs(self.gap) <= NEAR_TIE_STEPS * self.resolution
+        steps = FLOAT32_STEPS if self.dtype == "float32" else NEAR_TIE_STEPS
+        return self.gap is not None and self.resolution > 0 and abs(self.gap) <= steps * self.resolution
 
     def explain(self, cures: Sequence[str] = ()) -> str:
         """Sentences for the reader of both texts, who sees the tokens already.

@@ -63,7 +63,9 @@ def train() -> int:
             if is_main_process:  # which has written the record
                 words = describe_outcome(run.output_dir, options.model.target, has_target=has_target)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("" if options.run.dry_run else describe_interrupted(run.output_dir)) from None
+        raise KeyboardInterrupt(
+            "" if options.run.dry_run else describe_interrupted(run.output_dir, run.trainer.state.global_step)
+        ) from None
     except (TrainingStoppedError, BadLineError, NoConversationError) as error:  # bad lines of a stream show late
         sys.exit(f"draftsmith train: {message_of(error)}")
     if is_main_process:

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -137,6 +138,6 @@ def store_learned(file: Path, learned: Learned) -> None:
     }
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+        scratch = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         scratch.write_text(json.dumps(content), encoding="utf-8")
         scratch.replace(file)

@@ -76,6 +76,7 @@ class Planner:
         guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.num_nodes) for policy in policies]
         self._tokens = {kind: AcceptedTokens(tokens.get(kind, guess)) for kind in (False, True)}
         self._stored = clock()
+        self._drafted: set[bool] = set()  # kinds of which a step was drafted
         self.is_counting = False
         self._runs = [0] * len(self.policies)  # steps with each policy
         self._seen = [0.0] * len(self.policies)  # the same, of late
@@ -147,6 +148,7 @@ class Planner:
         self._seen = [seen * (1.0 - 1.0 / WINDOW) for seen in self._seen]
         self._seen[place] += 1.0
         if place:
+            self._drafted.add(self._do_sample)
             # A batch takes as long as its slowest rows: larger trees would look better from those that end early.
             slowest = sorted(zip(left, counted, strict=True), key=lambda one: -one[0])[: (len(counted) + 1) // 2]
             for _, row in slowest:
@@ -157,6 +159,6 @@ class Planner:
     def store(self) -> None:
         """Writes the file."""
         if self._file is not None:
-            tokens = {kind: each.expect()[1:] for kind, each in self._tokens.items()}
+            tokens = {kind: each.expect()[1:] for kind, each in self._tokens.items() if kind in self._drafted}
             store_learned(self._file, (self._costs.learned(), tokens))
         self._stored = self._clock()

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import json
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -154,10 +155,17 @@ def _add_routes(app: FastAPI, server: Server) -> None:
         body = await _read_body(request, CompletionRequest)
         return await _reply(server, request, body, lambda: server.maker.encode_prompts(body))
 
+    comparing = threading.Lock()  # each comparison is a pass beside the engine's, with a cache of its own
+
     @app.post("/v1/difference")
     async def explain(request: Request) -> Response:
         body = await _read_body(request, DifferenceRequest)
-        return JSONResponse(await run_in_threadpool(describe_difference, server.maker, body))
+        if not comparing.acquire(blocking=False):
+            raise RequestError("another comparison is running: try again", status=429, code="queue_full")
+        try:
+            return JSONResponse(await run_in_threadpool(describe_difference, server.maker, body))
+        finally:
+            comparing.release()
 
     if PAGE.is_file():
 

@@ -81,13 +81,17 @@ class StopStrings:
         self.is_found = False
         self._held = ""
 
-    def add(self, text: str) -> str:
-        """The text that is certain not to belong to a stop string."""
+    def add(self, text: str, *, may_end: bool = True) -> str:
+        """The text that is certain not to belong to a stop string.
+
+        Args:
+            may_end: strings that end in this text count.
+        """
         if not self.strings:
             return text
         text = self._held + text
         places = [place for string in self.strings if (place := text.find(string)) >= 0]
-        if places:
+        if places and may_end:
             self.is_found, self._held = True, ""
             return text[: min(places)]
         held = max(_count_begun(text, string) for string in self.strings)
@@ -163,7 +167,7 @@ class Reply:
         """Turns a token that the row keeps into text."""
         added = "" if token in self.row.end_ids else self.detokenizer.add(token)
         self._added.append(added)
-        self._shown.append(added if len(self.row.new) <= self.min_tokens else self.stops.add(added))
+        self._shown.append(self.stops.add(added, may_end=len(self.row.new) > self.min_tokens))
 
     def publish(self, tokens: Sequence[ReplyToken]) -> None:
         """Hands on the tokens that the row has kept of a step, or of its prompt; each gets its text here."""

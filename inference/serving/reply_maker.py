@@ -181,17 +181,17 @@ class ReplyMaker:
             asked = body.max_completion_tokens
         if asked is None:
             asked = min(DEFAULT_COMPLETION_TOKENS, room) if isinstance(body, CompletionRequest) else room
-        if body.min_tokens > asked:
-            raise RequestError(
-                f"min_tokens is {body.min_tokens}, and the reply has at most {asked} tokens: lower it",
-                param="min_tokens",
-            )
         if room < max(1, asked):
             raise RequestError(
                 f"the prompt has {prompt_length} tokens and the reply may have {max(1, asked)}; this server reads and "
                 f"writes at most {self.max_length} together: shorten the prompt, or lower max_tokens",
                 param="max_tokens",
                 code="context_length_exceeded",
+            )
+        if body.min_tokens > asked:
+            raise RequestError(
+                f"min_tokens is {body.min_tokens}, and the reply has at most {asked} tokens: lower it",
+                param="min_tokens",
             )
         return asked
 

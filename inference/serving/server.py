@@ -41,19 +41,20 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that keeps the port for `run(sockets=[...])`. Until then connections are refused.
+    """A socket that keeps the port for `run(sockets=[...])`. Until then connections wait.
 
     Raises:
         ValueError: there is no such address, or another program has the port.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, _, _, address = found[0]
+        family, kind, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         bound = socket.socket(family, kind)
         try:
             if os.name == "posix":  # on Windows the option would share the port
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
+            bound.listen()  # or another program could take the port, too
         except OSError:
             bound.close()
             raise

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.targets.forward_names import CACHE_NAMES
 from draftsmith.inference.targets.model_config import chooses_experts, is_quantised
 from draftsmith.inference.targets.multimodal import Media, read_media
@@ -47,7 +48,10 @@ def prove_media(
     found = [read_media(target, cache, media).logits]
     new_ids = wanted.sequences[:, input_ids.shape[1] :]
     ones = torch.ones_like(media.counts)
-    found += [target.prefill(cache, token_ids[:, None], ones).logits for token_ids in new_ids[:, :-1].unbind(1)]
+    shortest = int(media.counts.min())
+    for place, token_ids in enumerate(new_ids[:, :-1].unbind(1)):
+        span = Span(shortest + place, media.longest + place)
+        found.append(target.prefill(cache, token_ids[:, None], ones, span=span).logits)
     errors = [_compare(ours[:, 0], own) for ours, own in zip(found, wanted.logits, strict=True)]
     allowed = 1e-3 if is_single(found[0], causal_lm) and not is_quantised(causal_lm) else 0.1
     # A choice of experts at a near-tie changes one step.

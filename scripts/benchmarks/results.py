@@ -99,6 +99,9 @@ class ResultsArguments:
         self.prompts = [
             str(file) for path in map(Path, self.prompts) for file in (sorted(path.glob("*.jsonl")) or [path])
         ]
+        names = [Path(file).stem for file in self.prompts]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"got --prompts with two files called {', '.join(sorted(twice))}: rename one of them")
         counts = ("max_new_tokens", "long_tokens", "limit", "long_limit")
         check_matrix(self, counts=counts, lists=("prompts", "temperature", "threads", "parts"))
         if unknown := set(self.parts) - set(PARTS):

@@ -85,6 +85,15 @@ class TestGreedyText:
         assert torch.equal(output.sequences, expected)
 
 
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
+def test_long_prompts_with_images(family: str) -> None:
+    """Longer than a view of the cache, with a window too: the proof on the first of them reads beyond it. (A target of
+    its own, of which nothing is proved.)"""
+    target, inputs = Target(tiny_multimodal(family)), prompts_with_media(family, ((100, (4, 8), 6),))
+    expected = target.model.generate(**inputs, **OPTIONS)
+    assert torch.equal(generate(target, NgramDrafter(), **inputs, **OPTIONS).sequences, expected)
+
+
 def drafter_of(kind: str, target: Target) -> Drafter:
     if kind == "ngram":
         return NgramDrafter()

@@ -93,9 +93,11 @@ def test_a_text_that_ends_before_the_other() -> None:
 
 
 def test_near_ties_end_at_some_steps_of_the_dtype() -> None:
-    def is_near(steps: float) -> bool:
-        return Difference(0, (1, 2), (-1.0, -1.1), gap=0.25 * steps, resolution=0.25, dtype="bfloat16").is_near_tie
+    def is_near(steps: float, dtype: str = "bfloat16") -> bool:
+        return Difference(0, (1, 2), (-1.0, -1.1), gap=0.25 * steps, resolution=0.25, dtype=dtype).is_near_tie
 
     assert is_near(0)
     assert is_near(-NEAR_TIE_STEPS)
     assert not is_near(NEAR_TIE_STEPS + 0.1)
+    assert is_near(17, "float32")
+    assert not is_near(100, "float32")

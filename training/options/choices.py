@@ -8,6 +8,7 @@ Legend: D hidden size, I intermediate size, V vocabulary of the target.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import logging
@@ -23,7 +24,7 @@ import torch
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.native_mtp import find_modules
-from draftsmith.heads.formats.registry import serves, settings_for
+from draftsmith.heads.formats.registry import PLACES, serves, settings_for
 from draftsmith.heads.kinds.eagle3 import default_draft_vocabulary
 from draftsmith.heads.registration import find_kind
 from draftsmith.inference.targets.files import read_config
@@ -198,6 +199,12 @@ def choose_options(given: Mapping[str, Sequence[str]], overrides: Mapping[str, A
     (name,) = given["target"]
     if "dataset" not in given:
         raise ValueError(MAKE_DATA.format(target=name))
+    given = {key: words for key, words in given.items() if (key, [*words]) != ("served_by", ["none"])}
+    for place in given.get("served_by", ()):
+        if place not in PLACES:
+            near = difflib.get_close_matches(place, PLACES, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"got --for {place}: {hint}heads can be made for {', '.join(PLACES)}")
     machine = Machine.find(given)
     shape = Shape.read(name, trust_remote_code=_is_on(given, "trust_remote_code"))
     chosen = [one for one in _choose(given, overrides, shape, machine) if one.name not in given]

@@ -119,7 +119,7 @@ class HeadsTrainingArguments(TrainingArguments):
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.accelerator.is_available() and not self.use_cpu else 0
         # Here None leaves a choice to the run; transformers compares numbers, and wants values.
-        left_open = {name: value for name in UNSETTLED if (value := getattr(self, name)) is None}
+        left_open: dict[str, Any] = {name: value for name in UNSETTLED if (value := getattr(self, name)) is None}
         if "eval_strategy" in left_open:  # on which this one depends
             left_open["load_best_model_at_end"] = self.load_best_model_at_end
         vars(self).update({name: UNSETTLED[name] for name in left_open})

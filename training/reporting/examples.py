@@ -40,7 +40,7 @@ def decode_examples(
     target: Target, heads: DraftHeads, prompts: Sequence[Prompt], tokenizer: Any, *, max_new_tokens: int
 ) -> tuple[list[Example], GenerationStats]:
     """Decodes prompts greedily; returns the examples and the statistics of all of them. Collective."""
-    decoder = Decoder(target, whole_heads(heads))
+    decoder = Decoder(target, whole_heads(heads), tree="chain" if heads.drafts_chains_only else "dynamic")
     examples, total = [], GenerationStats()
     for prompt in prompts:
         collector = _Collector(tokenizer)

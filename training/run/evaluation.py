@@ -78,11 +78,16 @@ class AcceptanceMeter:
         return find_model_settings(self.target.model.generation_config, {"do_sample": False})
 
     def __call__(self) -> dict[str, float]:
-        decoder = Decoder(self.target, whole_heads(self.heads))
+        decoder = Decoder(self.target, whole_heads(self.heads), tree=steady_tree(self.heads))
         stats = GenerationStats()
         for prompt in self.prompts:
             stats += decode_prompt(decoder, prompt, self.tokenizer, max_new_tokens=self.max_new_tokens)
         return {"acceptance_length": stats.acceptance_length}
+
+
+def steady_tree(heads: DraftHeads) -> str:
+    """A tree that does not follow the clock: lengths can be compared, and all processes run the same passes."""
+    return "chain" if heads.drafts_chains_only else "dynamic"
 
 
 def settle_evaluations(args: Any, *, has_rows: bool, has_prompts: bool) -> None:

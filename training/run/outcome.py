@@ -29,7 +29,7 @@ from draftsmith.training.reporting.model_card import render_card
 from draftsmith.training.reporting.report import count_rows, render_report
 from draftsmith.training.reporting.trackers import send_examples
 from draftsmith.training.run.checkpoints import read_run_file, write_file
-from draftsmith.training.run.evaluation import AcceptanceMeter
+from draftsmith.training.run.evaluation import AcceptanceMeter, steady_tree
 from draftsmith.training.run.pace import CHAIN, describe_expected
 from draftsmith.training.run.resume import find_newest, is_finished
 from draftsmith.training.run.stopping import explain_full_disk
@@ -272,9 +272,9 @@ def describe_outcome(output_dir: Path, target: str, *, has_target: bool = True) 
     return "\n".join(lines)
 
 
-def describe_interrupted(output_dir: Path) -> str:
-    """What an interrupted run has left, and the command that continues it."""
-    newest = find_newest(output_dir)
+def describe_interrupted(output_dir: Path, step: int) -> str:
+    """What a run that was interrupted at this step has left, and the command that continues it."""
+    newest = find_newest(output_dir, most=step)
     if newest is None:
         return ""
     config = shlex.quote(str(output_dir / "training_config.yaml"))
@@ -293,7 +293,7 @@ def measure_drafting(meter: AcceptanceMeter) -> dict[str, float]:
         return stats.acceptance_length
 
     for drafter in (heads, None):
-        decoder = Decoder(meter.target, drafter)
+        decoder = Decoder(meter.target, drafter, tree=None if drafter is None else steady_tree(heads))
         decode(decoder, meter.prompts[:1])  # warms up
         start = time.perf_counter()
         decode(decoder, meter.prompts[:NUM_EXAMPLES])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -70,7 +71,8 @@ class ProgressLines(TrainerCallback):  # type: ignore[misc, unused-ignore]
         now, step, tokens = time.perf_counter(), state.global_step, state.num_input_tokens_seen
         seconds, num_steps = now - self._last[0], step - self._last[1]
         if args.logging_steps is None:
-            interval = [max(1, round(LINE_SECONDS * num_steps / seconds))]
+            # The first steps may be much faster than later ones.
+            interval = [max(1, min(4 * num_steps, round(LINE_SECONDS * num_steps / seconds)))]
             broadcast_object_list(interval)
             state.logging_steps = interval[0]
         speed = f", {(tokens - self._last[2]) / seconds:,.0f} tokens/s" if tokens > self._last[2] else ""
@@ -106,6 +108,7 @@ class SaveOnInterrupt(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if count_launched() > 1 or threading.current_thread() is not threading.main_thread():
             yield
             return
+        self._process = os.getpid()
         before = signal.signal(signal.SIGINT, self._interrupt)
         try:
             yield
@@ -115,6 +118,8 @@ class SaveOnInterrupt(TrainerCallback):  # type: ignore[misc, unused-ignore]
             raise KeyboardInterrupt
 
     def _interrupt(self, *_: Any) -> None:
+        if os.getpid() != self._process:  # a worker of the data loader, which the terminal interrupts too
+            return
         self.is_interrupted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
         logger.info("interrupted: saving a checkpoint after this step (Ctrl-C once more ends at once)")
@@ -122,6 +127,10 @@ class SaveOnInterrupt(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.is_interrupted:
             control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.is_interrupted:  # with save_total_limit 1, transformers would now keep the best checkpoint only
+            state.best_model_checkpoint = None
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 import zipfile
 from pathlib import Path
@@ -72,9 +73,11 @@ def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = Tru
     return newest
 
 
-def find_newest(output_dir: Path, *, warns: bool = False) -> Path | None:
-    """The newest complete checkpoint; with `warns`, damaged checkpoints that are newer are logged."""
-    for folder in sorted(output_dir.glob("checkpoint-*"), key=_step, reverse=True):
+def find_newest(output_dir: Path, *, warns: bool = False, most: float = math.inf) -> Path | None:
+    """The newest complete checkpoint of at most `most` steps; with `warns`, damaged checkpoints that are newer are
+    logged."""
+    folders = [folder for folder in output_dir.glob("checkpoint-*") if _step(folder) <= most]
+    for folder in sorted(folders, key=_step, reverse=True):
         damage = find_damage(folder)
         if damage is None:
             return folder

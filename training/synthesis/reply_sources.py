@@ -84,8 +84,8 @@ def make_reply(template: TurnTemplate, request: TurnRequest, written: Reply, tok
 
 
 class DecodedReplies:
-    """Lets the target write turns, a batch at a time. Many requests wait, so that the rows of a batch are about as long
-    as the one that has waited longest: each row is padded to the longest.
+    """Lets the target write turns, a batch at a time. Many requests wait, so that the rows of a batch are of similar
+    lengths: each row is padded to the longest. The longest conversation goes first, so that it ends soon.
 
     `stop_ids` are the tokens that end a turn of each role (`TurnTemplate.find_stop_ids`).
     """
@@ -104,15 +104,16 @@ class DecodedReplies:
                 replies.append((request, Reply("", 0, f"rejected by the chat template ({error.kind})")))
         if not self._waiting:
             return replies
-        oldest, length = next((request, len(prompt)) for request, prompt in self._waiting.items())
-        alike = [request for request in self._waiting if request.role == oldest.role]
+        first = max(self._waiting, key=lambda request: len(request.messages))  # of several, the oldest
+        length = len(self._waiting[first])
+        alike = [request for request in self._waiting if request.role == first.role]
         alike.sort(key=lambda request: abs(len(self._waiting[request]) - length))
-        batch, stop_ids = alike[: self.writer.batch_size], self.stop_ids[oldest.role]
+        batch, stop_ids = alike[: self.writer.batch_size], self.stop_ids[first.role]
         turns = self.writer.write(
             [self._waiting.pop(request) for request in batch],
             stop_ids=stop_ids,
             seeds=[request.seed for request in batch],
-            marks=self.template.marks if oldest.role == "assistant" else (),
+            marks=self.template.marks if first.role == "assistant" else (),
         )
         for request, turn in zip(batch, turns, strict=True):
             has_end = bool(turn.token_ids) and turn.token_ids[-1] in stop_ids

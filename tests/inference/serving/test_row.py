@@ -42,6 +42,13 @@ def test_a_long_beginning_of_a_stop_string_is_held_back() -> None:
     assert stops.is_found
 
 
+def test_stop_strings_before_the_least_number_of_tokens_do_not_count() -> None:
+    stops = StopStrings(["END"])
+    assert [stops.add(piece, may_end=False) for piece in ("one END", " two E")] == ["one END", " two "]
+    assert [stops.add(piece) for piece in ("ND", "END")] == ["", ""], "one that begins before them and ends after them"
+    assert stops.is_found
+
+
 def test_the_last_rows_close_the_ranks() -> None:
     assert close_ranks([True, False, True, False, True]) == [0, 4, 2]
     assert close_ranks([False, False]) == []

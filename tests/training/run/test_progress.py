@@ -85,7 +85,7 @@ def test_ctrl_c_saves_a_checkpoint_from_which_the_run_goes_on(
     assert signal.getsignal(signal.SIGINT) is handler
     newest = train.output_dir / f"checkpoint-{step + 1}"
     assert newest.is_dir()
-    words = shlex.split(describe_interrupted(train.output_dir).partition("Continue: ")[2])
+    words = shlex.split(describe_interrupted(train.output_dir, 10**6).partition("Continue: ")[2])
     assert words[:3] == ["draftsmith", "train", "--config"]
     monkeypatch.setattr(sys, "argv", words[1:])
     assert train_heads.main() == 0
