@@ -46,7 +46,7 @@ def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, *, step: int, times: int = 1) 
     monkeypatch.setattr(HeadsTrainer, "training_step", interrupted)
 
 
-@pytest.mark.parametrize(("seconds", "expected"), [(1e-6, [1, 2, 3, 4, 5]), (1e6, [1, 5])])
+@pytest.mark.parametrize(("seconds", "expected"), [(1e-6, [1, 2, 3, 4, 5]), (1e6, [1, 4, 5])])
 def test_lines_follow_the_clock(
     seconds: float,
     expected: list[int],
