@@ -1,169 +1,17 @@
-"""Inside a step nothing may ask the device for a value: on a GPU each such question waits for all queued work."""
+"""What a step reads on the host, and what it counts. `runners` has each function's discipline, for every drafter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.generation import logits_process as stock
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from draftsmith.inference.acceptance.exact import accept_exact
-from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.generation import Decoder
-from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.request.text_processors import read_processors
-from draftsmith.inference.request.token_history import TokenHistory
-from draftsmith.inference.targets.target import Target
-from draftsmith.inference.trees.options import resolve_policy
 from draftsmith.inference.trees.static import chain
-from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
-from tests.params import slow_but
-from tests.tiny_targets import random_prompt, target_of, tiny_target
-
-# Operators whose result (a number, or a shape that depends on values) the host must wait for.
-READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal")
-
-
-class RefuseHostReads(TorchDispatchMode):
-    """Raises where a tensor's values would reach the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with self:  # inference mode hands over whole what is made of other operators, as `item` is
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-        name = func.name().split("::")[1].split(".")[0]
-        is_mask = name in ("index", "index_put", "index_put_") and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        if name in READS or is_mask:
-            raise AssertionError(f"{func} reads a value on the host")
-        return func(*args, **kwargs)
-
-
-@pytest.fixture
-def no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU `tolist` and `numpy` read memory directly, past the dispatcher."""
-
-    def refuse(tensor: torch.Tensor) -> None:
-        raise AssertionError("a tensor's values are read on the host")
-
-    monkeypatch.setattr(torch.Tensor, "tolist", refuse)
-    monkeypatch.setattr(torch.Tensor, "numpy", refuse)
-
-
-SOURCE_NGRAMS = {
-    num_rows: stock.EncoderNoRepeatNGramLogitsProcessor(3, random_prompt(9, batch_size=num_rows)) for num_rows in (1, 3)
-}
-
-
-def make_sampler(prompts: torch.Tensor, vocab_size: int, *, do_sample: bool) -> Sampler:
-    """With one of each kind of processors that read the text."""
-    warpers = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(9), TopPLogitsWarper(0.9)] if do_sample else []
-    reading = [
-        stock.RepetitionPenaltyLogitsProcessor(1.2),
-        stock.EncoderRepetitionPenaltyLogitsProcessor(1.1, prompts),
-        stock.NoRepeatNGramLogitsProcessor(3),
-        SOURCE_NGRAMS[len(prompts)],
-        stock.NoBadWordsLogitsProcessor([[3], [5, 7]]),
-        stock.MinNewTokensLengthLogitsProcessor(prompts.shape[1], 3, 2),
-        stock.ExponentialDecayLengthPenalty((1, 1.1), 2, prompts.shape[1]),
-    ]
-    seeds = row_seeds(0, len(prompts), "cpu") if do_sample else None
-    texts = TokenHistory.of_prompts(prompts, [20] * len(prompts), 64)
-    processors = read_processors([*reading, *warpers], texts, vocab_size)
-    return Sampler(processors, do_sample=do_sample, row_seeds=seeds, texts=texts)
-
-
-def merge_with_ngrams(kind: str, target: Target) -> Drafter:
-    return MergedDrafter(tiny_heads(kind, target), NgramDrafter())
-
-
-def merge_three(target: Target) -> Drafter:
-    return MergedDrafter(
-        MergedDrafter(NgramDrafter(), tiny_heads("eagle3", target)), SmallModelDrafter(tiny_target("gemma3"))
-    )
-
-
-DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
-    **{
-        name: lambda target, kind=kind, overrides=overrides: tiny_heads(kind, target, **overrides)
-        for name, (kind, overrides) in zip(VARIANT_IDS, VARIANTS, strict=True)
-    },
-    "ngrams": lambda _: NgramDrafter(),
-    "small model": lambda _: SmallModelDrafter(tiny_target("gemma3")),
-    # Each form that drafts have.
-    **{f"{kind} + ngrams": partial(merge_with_ngrams, kind) for kind in ("block", "kangaroo", "medusa")},
-    "ngrams + eagle3 + small model": merge_three,
-}
-
-
-STATIC = ([[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]], 3, "gemma3")
-SAMPLED = ("dynamic", 1, "llama")
-STEPS = {f"{name}, static, batch": (make, *STATIC) for name, make in DRAFTERS.items()} | {
-    f"{name}, dynamic, sampled": (make, *SAMPLED) for name, make in DRAFTERS.items()
-}
-# Heads that are like others but for norms, biases, or which blocks share weights.
-ALIKE = (
-    *("eagle-1", "eagle-2", "eagle3-2", "eagle3-3", "eagle3-4", "hydra-1", "hydra-3"),
-    *("medusa-1", "medusa-2", "mtp-1", "mtp-2", "parallel-2"),
-)
-QUICK = {name for name in STEPS if "static" in name and not name.startswith(ALIKE)} | {
-    f"{name}, dynamic, sampled" for name in ("eagle3-0", "ngrams", "block + ngrams")
-}
-
-
-@pytest.mark.usefixtures("no_lists")
-@pytest.mark.parametrize(("make", "tree", "batch_size", "family"), slow_but(QUICK, STEPS))
-def test_a_step_reads_nothing_on_the_host(
-    make: Callable[[Target], Drafter], tree: Any, family: str, batch_size: int
-) -> None:
-    """Drafting as the decode loop does it; a second step, so that `extend` takes in what was accepted."""
-    target, do_sample = target_of(family), batch_size == 1
-    drafter = make(target).for_target(target)
-    policy = resolve_policy(tree, drafter.max_depth)
-    next_ids, counts = random_prompt(9, batch_size=batch_size), torch.tensor([9, 4, 7][:batch_size])
-    sampler = make_sampler(next_ids, target.vocab_size, do_sample=do_sample)
-    assert sampler.texts is not None
-    with torch.inference_mode():
-        cache = target.new_cache(batch_size, 128)
-        state = drafter.start(batch_size, 128, policy.num_scratch)
-        if drafter.shares_target_cache:
-            drafter.share_cache(state, cache)
-        with RefuseHostReads():
-            features = target.prefill(
-                cache, next_ids, counts, feature_layers=drafter.feature_layers, chunk_size=4
-            ).features
-            drafter.read_first(state, next_ids[:, 0])
-            for max_slots in (9, 9 + policy.max_depth + 1):
-                root_ids = next_ids.gather(1, counts[:, None] - 1)[:, 0]
-                noise = sampler.draw_noise(cache.lengths, policy.max_depth + 1, target.vocab_size)
-                draft = drafter.extend(state, features, next_ids, counts, max_slots=max_slots)
-                sampling = DraftSampling(warp=sampler.warp_draft if do_sample else None, noise=noise)
-                drafted = policy.grow(drafter, state, root_ids, draft, sampling)
-                cache.open_slots(drafted.num_nodes)
-                output = target.verify(cache, drafted, feature_layers=drafter.feature_layers)
-                accepted = accept_exact(sampler, drafted, output.logits, cache.lengths, noise=noise)
-                cache.commit(accepted.path, accepted.counts)
-                cache.raise_bound(accepted.path.shape[1])
-                for depth in range(accepted.path.shape[1]):  # as a state does
-                    sampler.texts.extended(accepted.next_tokens[:, depth])
-                    sampler.texts.lengths += (depth < accepted.counts).long()
-                next_ids, counts = accepted.next_tokens, accepted.counts
-                if output.features is None:
-                    continue
-                features = output.features.gather(1, accepted.path[..., None].expand(-1, -1, output.features.shape[-1]))
+from tests.tiny_targets import random_prompt, tiny_target
 
 
 def add_nothing(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import SLIDING_WINDOW, VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 from tests.watched_passes import watch_passes
 
-NEW_TOKENS = 64
 POLICIES = {name: policy_of(name) for name in ("chain", "static", "dynamic")}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.inference import Decoder, DynamicTree, Target, TreePolicy, chain, generate
+from draftsmith.inference import Decoder, Target, TreePolicy, chain, generate
 from draftsmith.inference.drafters import small_model
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.merged import MergedDrafter
@@ -240,25 +239,3 @@ def test_weights_are_part_of_the_module(dtype: torch.dtype) -> None:
     assert (drafter.dtype, drafter.config) == (dtype, model.config)
     output = generate(model, drafter, random_prompt(6), max_new_tokens=12, do_sample=False, tree="chain")
     assert output.stats.num_new_tokens == 12
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("traced_alone")
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("tree", [chain(3), DynamicTree(3, 3, 10)], ids=["chain", "dynamic"])
-def test_compiled_it_drafts_what_it_drafts_eagerly(tree: TreePolicy, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "draftsmith.inference.runners.compiled")
-    model = tiny_target("llama", num_hidden_layers=2, initializer_range=0.3)
-    drafter = SmallModelDrafter(rough_copy(model))
-    compiled, eager = (Decoder(model, drafter, tree=tree, compile=flag) for flag in (True, False))
-    for options in ({"do_sample": False}, {"do_sample": True, "seed": 3}):
-        one, other = (decoder.generate(random_prompt(6), max_new_tokens=40, **options) for decoder in (compiled, eager))
-        assert one.sequences.tolist() == other.sequences.tolist()
-        assert one.stats.accepted_histogram == other.stats.accepted_histogram
-    # The first longer text leaves the length open where it was not; then one graph serves every length and level.
-    seconds = [
-        compiled.generate(random_prompt(9), max_new_tokens=length, do_sample=False).stats.seconds["compile"]
-        for length in (80, 170)
-    ]
-    assert seconds[1] == 0
-    assert "in pieces" not in caplog.text

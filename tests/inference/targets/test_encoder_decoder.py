@@ -153,18 +153,6 @@ def test_texts_with_the_scripted_drafter(kind: str, seed: int, is_sampled: bool)
     assert min(histogram) > 0, f"not every depth was reached: {histogram}"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("kind", "seed", "is_sampled"), [("t5", 2, False), ("t5-v1.1", 0, True)])
-def test_texts_with_a_small_model(kind: str, seed: int, is_sampled: bool, policy: str) -> None:
-    ids, mask = source_batch(5)
-    expected = reference(kind, seed, 5, is_sampled=is_sampled)
-    options = SAMPLED if is_sampled else GREEDY
-    drafter = small_model_of(kind, seed)
-    output = generate(target_of(kind, seed), drafter, ids, mask, tree=POLICIES[policy], **options)
-    assert_same_text(tiny_encoder_decoder(kind, seed), ids, mask, expected, output.sequences)
-    assert output.stats.acceptance_length > 1.3
-
-
 def test_small_model_drafts_what_it_would_say_itself() -> None:
     """Drafting for itself, it is always right, so it reads its own source and positions rightly."""
     model = tiny_encoder_decoder("t5-v1.1", 2)
