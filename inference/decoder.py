@@ -59,8 +59,8 @@ class Decoder:
             dtype than the target's draft with a copy in its dtype, made when the decoder is.
         tree: which drafts are verified:
 
-            - "dynamic" (EAGLE-2, the default) or "dynamic:DEPTH,TOP_K,NODES", as "dynamic:5,6,24"
-            - "auto": a dynamic tree of the size that decodes fastest, or none, chosen again every few steps
+            - "auto" (the default): a dynamic tree of the size that decodes fastest, or none, chosen every few steps
+            - "dynamic" (EAGLE-2) or "dynamic:DEPTH,TOP_K,NODES", as "dynamic:5,6,24"
             - "chain" or "chain:LENGTH"
             - "gamma" or "gamma:LENGTH": a chain of the length that decodes fastest, or none
             - a YAML file with a static tree, a list of rank paths, or a `TreePolicy`
@@ -100,7 +100,7 @@ class Decoder:
         target: Target | nn.Module,
         drafter: Drafter | None = None,
         *,
-        tree: TreeOption = None,
+        tree: TreeOption | None = None,
         acceptance: AcceptanceRule | str = "exact",
         is_coupled: bool = True,
         batch_invariant: bool = False,
@@ -119,9 +119,9 @@ class Decoder:
         if batch_invariant:
             self.target = self.target.batch_invariant()
         self.drafter = None if drafter is None else drafter.for_target(self.target)
-        self.policy = _resolve_policy(tree, self.drafter)
-        self.is_synchronised = is_synchronised
         rule = resolve_rule(acceptance)
+        self.policy = _resolve_policy(tree, self.target, self.drafter, rule)
+        self.is_synchronised = is_synchronised
         rule.check(self.policy)
         self._step = Step(self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule)
         self._choose_runner(compile=compile, graphs=graphs)
@@ -132,7 +132,7 @@ class Decoder:
     def _new_planner(self) -> Planner | None:
         if self.policy is None or not self.policy.is_chosen:
             return None
-        if (getattr(self.target.model, "_tp_size", None) or 1) > 1:
+        if _is_split(self.target):
             raise ValueError(
                 "tree='auto' and 'gamma' choose by each process's own clock, and processes that split a target by "
                 "tensor parallelism must verify the same tree: give a fixed one, such as tree='chain:3'"
@@ -436,17 +436,34 @@ def gather_output(request: Request, scores: EmittedScores, stats: GenerationStat
     return GenerationOutput(request.sequences(), stats, scores.scores(), scores.logits())
 
 
-def _resolve_policy(tree: TreeOption, drafter: Drafter | None) -> TreePolicy | None:
+def _resolve_policy(
+    tree: TreeOption | None, target: Target, drafter: Drafter | None, rule: AcceptanceRule
+) -> TreePolicy | None:
     if drafter is None:
         if tree is not None:
             raise ValueError(
                 f"tree is {tree!r} but there is no drafter: pass heads, or leave tree out for plain decoding"
             )
         return None
+    if tree is None:
+        tree = _default_tree(target, drafter, rule)
     policy = resolve_policy(tree, drafter.max_depth)
     if drafter.drafts_chains_only and not policy.is_narrow:
         raise ValueError(
-            f"tree is {'dynamic, the default' if tree is None else repr(tree)}, and {type(drafter).__name__} "
-            "drafts chains only: pass tree='chain', tree='gamma' or tree=chain(n)"
+            f"tree is {tree!r}, and {type(drafter).__name__} drafts chains only: pass tree='chain', tree='gamma' or "
+            "tree=chain(n)"
         )
     return policy
+
+
+def _default_tree(target: Target, drafter: Drafter, rule: AcceptanceRule) -> str:
+    """The size that decodes fastest here; a fixed one where texts, or other processes, would depend on the choice."""
+    is_fixed = _is_split(target) or not rule.may_couple
+    if drafter.drafts_chains_only or rule.draws_drafts:
+        return "chain" if is_fixed else "gamma"
+    return "dynamic" if is_fixed else "auto"
+
+
+def _is_split(target: Target) -> bool:
+    """Whether several processes hold parts of every layer (tensor parallelism)."""
+    return (getattr(target.model, "_tp_size", None) or 1) > 1

@@ -11,7 +11,7 @@ batch sizes add one table that compares them.
 
 With --distributed, every drafter is measured once more while other processes verify:
 
-    torchrun --nproc_per_node 2 -m draftsmith.scripts.cli bench --target examples/chat-13m \\
+    torchrun --nproc_per_node 2 -m draftsmith bench --target examples/chat-13m \\
         --heads examples/heads/eagle3 --prompts examples/prompts.jsonl --distributed
 """
 
@@ -45,11 +45,11 @@ from draftsmith.scripts.measuring.report import headline, make_report, write_jso
 from draftsmith.scripts.measuring.table import Grid, make_grids
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.ranks import choose_device, connect_servers, read_rank, serve_rank
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
-from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 
 GROUPS = {
     "target and drafters": "target heads draft_vocab_size drafter_model ngrams assistant tree acceptance",
@@ -95,7 +95,7 @@ class BenchmarkArguments:
         "first prompts.",
     )
     dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
-    tree: list[str] = option(default_factory=lambda: ["dynamic"], help=f"Token trees: {TREE_HELP}.")
+    tree: list[str] = option(default_factory=lambda: ["auto"], help=f"Token trees: {TREE_HELP}.")
     acceptance: list[str] = option(
         default_factory=lambda: ["exact"],
         help=f"Acceptance rules: {', '.join(RULES)}; at temperatures above 0 each is measured with every tree, "
@@ -253,7 +253,7 @@ def name_plot(args: BenchmarkArguments, number: int, *, is_group: bool = False) 
 
 
 def main() -> None:
-    with one_line_errors("benchmark.py"):
+    with one_line_errors("draftsmith bench"):
         (args,) = ProgramParser([BenchmarkArguments], doc=__doc__, groups=GROUPS).read()
         if args.distributed and read_rank("bench") > 0:
             if args.threads is not None:

@@ -18,14 +18,14 @@ if not __package__:  # launched as a file
 
 from draftsmith.inference import StaticTree, Target
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, load_heads, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
 from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.data.conversations import load_conversations
 from draftsmith.training.data.options import option
 from draftsmith.training.losses.rank_accuracy import measure_rank_accuracy
-from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 
 
 @dataclass
@@ -47,7 +47,7 @@ class TreeArguments:
 
 
 def main(argv: list[str] | None = None) -> int:
-    with one_line_errors("build_tree.py"):
+    with one_line_errors("draftsmith tree"):
         (args,) = ProgramParser([TreeArguments], doc=__doc__).read(argv)
         build(args)
     return 0
@@ -68,8 +68,7 @@ def build(args: TreeArguments) -> None:
     paths = best_static_tree(depths, args.num_nodes)
     lines = [
         f"# {len(paths)} nodes, {StaticTree(paths).max_depth} deep, from the accuracy of {args.heads} on {args.target}",
-        f"# ({len(rows)} conversations of {', '.join(args.dataset)}, cut at {max_length} tokens); made by "
-        "scripts/build_tree.py.",
+        f"# ({len(rows)} conversations of {', '.join(args.dataset)}, cut at {max_length} tokens); by draftsmith tree.",
         "# Accuracy at each depth, rank 0 first:",
         *(f"#   {depth}: {' '.join(f'{value:.3f}' for value in row)}" for depth, row in enumerate(accuracy, start=1)),
         "paths:",
@@ -120,7 +119,7 @@ def fit_length(max_length: int, target: Target) -> int:
     if limit is None or max_length <= limit:
         return max_length
     print(
-        f"build_tree.py: --max_length is {max_length}, but the target reads only {limit} tokens "
+        f"draftsmith tree: --max_length is {max_length}, but the target reads only {limit} tokens "
         f"({target.length_limit_reason}): longer conversations are cut there",
         file=sys.stderr,
     )

@@ -1,7 +1,8 @@
-"""The console command `draftsmith NAME ...`: the same programs as `python scripts/NAME.py`, under short names."""
+"""The console command `draftsmith NAME ...`, and `python -m draftsmith NAME ...` for launchers of several processes."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,10 @@ from pathlib import Path
 if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+import draftsmith
+from draftsmith.training.options.one_line_errors import one_line_interrupt
+
+HELP = Path(__file__).parent / "help"  # NAME.txt: what --help prints, so that it imports nothing; a test compares
 # Name -> module and purpose.
 PROGRAMS = {
     "chat": ("draftsmith.scripts.generate", "chat with a target, or answer one prompt, and show accepted drafts"),
@@ -47,7 +52,7 @@ def overview() -> str:
         "usage: draftsmith NAME [--option VALUE ...]\n\n"
         "Speculative decoding with trained draft heads on stock transformers models.\n\n"
         f"programs:\n{names}\n\n"
-        "Options of a program: draftsmith NAME --help\n\n"
+        "Options of a program: draftsmith NAME --help. The release: draftsmith --version\n\n"
         "examples:\n"
         "  draftsmith chat --target examples/chat-13m --heads examples/heads/eagle3\n"
         "  draftsmith train --config configs/train/eagle3-chat-13m-quick.yaml\n"
@@ -60,18 +65,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(overview(), end="")
         return 0
     name, *rest = words
+    if name == "--version":
+        print(f"draftsmith {draftsmith.__version__}")
+        return 0
     if name not in PROGRAMS:
-        print(f"draftsmith: got {name!r}; programs are {', '.join(PROGRAMS)} (draftsmith --help)", file=sys.stderr)
+        near = difflib.get_close_matches(name, PROGRAMS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        print(f"draftsmith: got {name!r}: {hint}Programs are {', '.join(PROGRAMS)}", file=sys.stderr)
         return 2
+    if {"-h", "--help"} & {*rest}:
+        print((HELP / f"{name}.txt").read_text(encoding="utf-8"), end="")
+        return 0
     sys.argv = [f"draftsmith {name}", *rest]
-    try:
-        program = importlib.import_module(PROGRAMS[name][0])
-    except ModuleNotFoundError as error:
-        if (extra := EXTRAS.get(error.name or "")) is None:
-            raise
-        print(f"draftsmith {name}: needs {error.name}: pip install 'draftsmith[{extra}]'", file=sys.stderr)
-        return 2
-    return program.main() or 0
+    with one_line_interrupt(f"draftsmith {name}"):
+        try:
+            return importlib.import_module(PROGRAMS[name][0]).main() or 0
+        except ModuleNotFoundError as error:
+            if (extra := EXTRAS.get(error.name or "")) is None:
+                raise
+            print(f"draftsmith {name}: needs {error.name}: pip install 'draftsmith[{extra}]'", file=sys.stderr)
+            return 2
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Writes trained heads as an inference engine, or their method's authors, read them.
 
-    python scripts/export_heads.py --heads examples/heads/eagle3 --target examples/chat-13m --format vllm \\
+    draftsmith export --heads examples/heads/eagle3 --target examples/chat-13m --format vllm \\
         --output outputs/eagle3-vllm
-    python scripts/export_heads.py --heads HEADS --target TARGET --format speculators --output OUT --push_to_hub true
+    draftsmith export --heads HEADS --target TARGET --format speculators --output OUT --push_to_hub true
 
 The folder is complete or not written: the heads are read back, and must be the same bit for bit. Its model card has the
 command that serves them.
@@ -25,15 +25,16 @@ if not __package__:  # launched as a file
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.checkpoint import SCRATCH, replace_checkpoint
 from draftsmith.heads.config import is_hub_id, public_name
+from draftsmith.heads.draft_vocabulary import write_counts
 from draftsmith.heads.formats.format import Exported, Format
 from draftsmith.heads.formats.registry import FORMATS, find_format
 from draftsmith.inference import Target
 from draftsmith.scripts.conversion.serving_card import fill_commands, fill_python, render_serving_card
 from draftsmith.scripts.shared.model_loading import check_folder, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import check_new_folder
 from draftsmith.training.data.options import option
-from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 
 NAMES = list(dict.fromkeys(known.name for known in FORMATS if known.kinds))
 # Keys of a config that are about a file or a place, not about the heads.
@@ -49,7 +50,7 @@ _ADAPTER_NOTE = (
 
 @dataclass
 class ExportArguments:
-    """Options of export_heads.py."""
+    """Options of `draftsmith export`."""
 
     heads: str = option(help="Trained heads: a folder or a hub id.")
     target: str = option(help="Their target: a folder, a hub id or a GGUF file.")
@@ -63,7 +64,7 @@ class ExportArguments:
 
 
 def main(argv: list[str] | None = None) -> int:
-    with one_line_errors("export_heads.py"):
+    with one_line_errors("draftsmith export"):
         (args,) = ProgramParser([ExportArguments], doc=__doc__).read(argv)
         run(args)
     return 0
@@ -161,6 +162,8 @@ def write_checked(
     with replace_checkpoint(output) as scratch:
         exported.save(scratch, place)
         (scratch / "README.md").write_text(card, encoding="utf-8")
+        if known.needs_this_library and heads.token_counts is not None:  # engines would take the file for weights
+            write_counts(scratch, heads.token_counts)
         again: DraftHeads = DraftHeads.from_pretrained(scratch, target=target)
         mine, theirs = heads.state_dict(), again.state_dict()
         changed = [name for name in mine if name not in theirs or not torch.equal(mine[name], theirs[name])]

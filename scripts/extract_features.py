@@ -26,10 +26,10 @@ from pathlib import Path
 if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.training.features.extraction import extract_features
 from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
 from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 GROUPS = {
     "data": "config target dataset max_length max_samples",
@@ -44,7 +44,7 @@ def main() -> int:
     for name in ("httpx", "httpx2"):  # one line for each request
         logging.getLogger(name).setLevel(logging.WARNING)
     rank, num_processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    with one_line_errors("extract_features.py"):
+    with one_line_errors("draftsmith features", kept="finished shards are kept"):
         options = parse_arguments(sys.argv[1:], OPTION_CLASSES, not_from_file=NOT_FROM_FILE, doc=__doc__, groups=GROUPS)
         extract_features(*options, rank=rank, num_processes=num_processes, say=print)
     return 0

@@ -12,7 +12,7 @@ output, the counts to the standard error.
 
 With --distributed, several processes decode (there, Ctrl-C ends them all):
 
-    torchrun --nproc_per_node 3 -m draftsmith.scripts.cli chat --target examples/chat-13m \\
+    torchrun --nproc_per_node 3 -m draftsmith chat --target examples/chat-13m \\
         --heads examples/heads/mtp --distributed
 """
 
@@ -30,9 +30,9 @@ from rich.console import Console
 from draftsmith.scripts.chat.arguments import GenerateArguments
 from draftsmith.scripts.chat.commands import chat
 from draftsmith.scripts.chat.session import ChatSession
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.ranks import read_rank, serve_rank
-from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 
 GROUPS = {
     "target and drafter": "target heads draft_vocab_size drafter_model ngrams dtype device compile pack_weights "
@@ -57,7 +57,7 @@ def run(args: GenerateArguments) -> None:
 
 
 def main() -> None:
-    with one_line_errors("generate.py"):
+    with one_line_errors("draftsmith chat"):
         (args,) = ProgramParser([GenerateArguments], doc=__doc__, groups=GROUPS).read()
         if args.distributed and read_rank("chat") > 0:
             serve_rank(args.target, dtype=args.dtype, device=args.device)

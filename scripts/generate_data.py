@@ -5,7 +5,7 @@
     # the target writes both sides
     draftsmith data --target examples/chat-13m --mode self --num_conversations 5000 --output self.jsonl
     # all GPUs of a machine
-    accelerate launch scripts/generate_data.py --target examples/chat-13m --prompts chat.jsonl.gz --output replies.jsonl
+    accelerate launch -m draftsmith data --target examples/chat-13m --prompts chat.jsonl.gz --output replies.jsonl
 
 Finished conversations reach the disk within seconds. Run the same command again to continue after a kill. docs/data.md
 explains which turns are dropped, and how several processes and machines share the work.
@@ -37,8 +37,8 @@ from draftsmith.scripts.shared.model_loading import (
     load_target,
     resolve_dtype,
 )
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
-from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 from draftsmith.training.synthesis.arguments import SynthesisArguments
 from draftsmith.training.synthesis.endpoint_replies import EndpointReplies
 from draftsmith.training.synthesis.output import SynthesisOutput
@@ -60,7 +60,7 @@ GROUPS = {
 
 
 def main() -> int:
-    with one_line_errors("generate_data.py"):
+    with one_line_errors("draftsmith data", kept="finished conversations are kept"):
         (args,) = ProgramParser([SynthesisArguments], doc=__doc__, groups=GROUPS).read()
         generate_data(args)
     return 0
@@ -156,6 +156,10 @@ def report(stats: dict[str, Any], title: str) -> None:
     for name in ("dropped", "shortened"):
         for reason, entry in stats[name].items():
             print(f"  {name:9} {entry['count']:8} ({entry['share']:6.1%})  {reason}")
+    if any("truncated" in reason for reason in (*stats["dropped"], *stats["shortened"])):
+        keeps, most = stats["settings"]["keep_truncated"], stats["settings"]["max_new_tokens"]
+        remedy = "" if keeps else " --keep_truncated keeps them, and training does not learn their ends."
+        print(f"  Truncated replies have more than {most} tokens.{remedy} A larger --max_new_tokens completes them.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Turns heads that another project trained into heads of this library.
 
-    python scripts/import_heads.py --checkpoint yuhuili/EAGLE3-LLaMA3.1-Instruct-8B \\
+    draftsmith import --checkpoint yuhuili/EAGLE3-LLaMA3.1-Instruct-8B \\
         --target meta-llama/Llama-3.1-8B-Instruct --output outputs/imported
-    python scripts/import_heads.py --checkpoint DIR --target TARGET --output outputs/imported --check true
+    draftsmith import --checkpoint DIR --target TARGET --output outputs/imported --check true
 
 The format is seen from the files. Every tensor and every key is accounted for, or nothing is written.
 `DraftHeads.from_pretrained(checkpoint, target=model)` does the same without writing.
@@ -26,15 +26,15 @@ from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.importing import build_heads
 from draftsmith.scripts.conversion.conventions import compare_conventions, question_prompts
 from draftsmith.scripts.shared.model_loading import DTYPES, check_folder, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import check_new_folder
 from draftsmith.training.data.options import option
-from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 
 
 @dataclass
 class ImportArguments:
-    """Options of import_heads.py."""
+    """Options of `draftsmith import`."""
 
     checkpoint: str = option(help="Heads of another project: a folder, a hub id or a GGUF file.")
     target: str = option(help="The target that they draft for: a folder, a hub id or a GGUF file.")
@@ -65,7 +65,7 @@ class ImportArguments:
 
 
 def main(argv: list[str] | None = None) -> int:
-    with one_line_errors("import_heads.py"):
+    with one_line_errors("draftsmith import"):
         (args,) = ProgramParser([ImportArguments], doc=__doc__).read(argv)
         run(args)
     return 0

@@ -23,13 +23,13 @@ if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from draftsmith.inference.targets.model_config import find_length_limit
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import DataArguments, option
 from draftsmith.training.data.reply_spans import find_special_ids
 from draftsmith.training.data.set_statistics import join_sets, measure_sets
 from draftsmith.training.data.training_sets import cut_to_limit
 from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 GROUPS = {
     "data": "config target dataset columns dataset_weights max_length max_samples",
@@ -51,7 +51,7 @@ class InspectArguments:
 
 def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    with one_line_errors("inspect_data.py"):
+    with one_line_errors("draftsmith inspect"):
         args, data_args = parse_arguments(argv, (InspectArguments, DataArguments), doc=__doc__, groups=GROUPS)
         tokenizer = read_tokenizer(args.target, trust_remote_code=args.trust_remote_code)
         config = read_config(args.target, trust_remote_code=args.trust_remote_code)

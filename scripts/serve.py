@@ -29,15 +29,15 @@ from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.serving.server import new_server
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP, load_drafter, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.training.data.options import option
-from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 
 API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"
 GROUPS = {
     "target and drafters": "target heads draft_vocab_size drafter_model ngrams dtype device tree pack_weights "
     "batch_invariant",
-    "server": "host port api_key model_name drain_seconds",
+    "server": "host port api_key model_name per_request_spec_decode_metrics drain_seconds",
     "limits": "max_batch_size max_length max_queue max_lanes threads",
 }
 
@@ -53,11 +53,11 @@ class ServeArguments:
     drafter_model: str | None = option(
         default=None, help="A small causal LM with the target's tokenizer that also drafts."
     )
-    staged: bool = option(default=False, help="N-grams draft for the --drafter_model; only with --tree chain or gamma.")
+    staged: bool = option(default=False, help="N-grams draft for the --drafter_model, in chains.")
     ngrams: bool = option(default=False, help="Also draft with n-grams of the text.")
     tree: str | None = option(
         default=None,
-        help=f"Token tree; none = auto, which drafts less the more replies run. All: {TREE_HELP}.",
+        help=f"Token tree; none = auto, which drafts less the more replies run: {TREE_HELP}.",
     )
     dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
     device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
@@ -73,6 +73,11 @@ class ServeArguments:
         default=None, help=f"Key that requests must carry; none = ${API_KEY_VARIABLE}, and without it no key."
     )
     model_name: str | None = option(default=None, help="The target's name for clients; none = the name of its folder.")
+    per_request_spec_decode_metrics: str = option(
+        default="summary",
+        help="What each reply tells of its drafts in metrics.speculative_decoding, as vLLM's option of this name.",
+        metadata={"choices": ["none", "summary", "detailed"]},
+    )
     drain_seconds: float = option(default=10.0, help="How long running replies may go on when the server ends.")
     max_batch_size: int = option(default=8, help="Most replies of one drafter that are decoded at once.")
     max_length: int = option(default=2048, help="Most tokens of a conversation, the reply included.")
@@ -111,9 +116,7 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     target = target.with_packed_weights() if args.pack_weights else target
     target = target.batch_invariant() if args.batch_invariant else target
     limits = Limits(args.max_batch_size, args.max_length, args.max_queue, args.max_lanes)
-    chains_only = any(drafter.drafts_chains_only for drafter in drafters.values())
-    tree = args.tree or ("gamma" if chains_only else "auto")
-    return Scheduler(target, name_drafters(drafters), tree=tree, limits=limits), tokenizer
+    return Scheduler(target, name_drafters(drafters), tree=args.tree, limits=limits), tokenizer
 
 
 def run(args: ServeArguments) -> None:
@@ -121,7 +124,13 @@ def run(args: ServeArguments) -> None:
     torch.set_num_threads(args.threads or max(1, torch.get_num_threads() - 1))
     scheduler, tokenizer = build_scheduler(args)
     model = args.model_name or Path(args.target).name
-    app = create_app(scheduler, tokenizer, model=model, api_key=args.api_key or os.environ.get(API_KEY_VARIABLE))
+    app = create_app(
+        scheduler,
+        tokenizer,
+        model=model,
+        api_key=args.api_key or os.environ.get(API_KEY_VARIABLE),
+        metrics=args.per_request_spec_decode_metrics,
+    )
     server = new_server(app, host=args.host, port=args.port, drain_seconds=args.drain_seconds)
     size = scheduler.num_bytes / 1e6
     print(
@@ -137,7 +146,7 @@ def run(args: ServeArguments) -> None:
 
 
 def main() -> None:
-    with one_line_errors("serve.py"):
+    with one_line_errors("draftsmith serve"):
         (args,) = ProgramParser([ServeArguments], doc=__doc__, groups=GROUPS).read()
         run(args)
 

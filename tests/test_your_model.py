@@ -122,7 +122,7 @@ def test_the_choices_on_the_page_are_those_of_the_program(
     Qwen3Config(**size, **heads, max_position_embeddings=40960).save_pretrained(tmp_path)
     monkeypatch.setattr(Machine, "find", lambda given: Machine("an H100", 85 * 10**9, 1, has_bf16=True))
     with caplog.at_level(logging.INFO):
-        choose_options({"target": [str(tmp_path)], "dataset": ["ORG/SET"]}, {})
+        choose_options({"target": [str(tmp_path)], "dataset": ["ORG/SET"]}, {}).tell()
     told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("  --")]
     assert "\n".join(told) + "\n" == blocks(PAGE, "text")[0]
 

@@ -1,4 +1,4 @@
-"""Training draft heads on a frozen target: `accelerate launch training/train_heads.py --config FILE.yaml`.
+"""Training draft heads on a frozen target: `accelerate launch -m draftsmith train --config FILE.yaml`.
 
 Packages, each of which imports earlier ones only: losses, data -> features -> synthesis -> distributed -> options ->
 reporting -> run -> train_heads.

@@ -1,8 +1,8 @@
 """Trains draft heads for a frozen target, from a YAML file (--config) and options, which win over the file.
 
     draftsmith train --target TARGET --dataset FILE.jsonl.gz    # chooses the other options, and prints why
-    python training/train_heads.py --config configs/train/eagle3-chat-13m-quick.yaml
-    accelerate launch training/train_heads.py --config FILE.yaml --learning_rate 5e-5
+    draftsmith train --config configs/train/eagle3-chat-13m-quick.yaml
+    accelerate launch -m draftsmith train --config FILE.yaml --learning_rate 5e-5
 
 Every option may also stand in the file. `none` (in YAML: null) unsets an option that may have no value.
 """
@@ -20,7 +20,7 @@ if not __package__:  # launched as a file: not training/ itself, whose modules h
     sys.path[:] = [str(ROOT / "src"), *(p for p in sys.path if Path(p or ".").resolve() != ROOT / "training")]
 
 GROUPS = {
-    "Target and heads": "config target head_type head_overrides init_heads",
+    "Target and heads": "config target served_by head_type head_overrides init_heads",
     "Conversations to learn from": "dataset eval_dataset max_length features on_policy_fraction",
     "Training": "num_train_epochs max_steps per_device_train_batch_size learning_rate loss_type lora_r bf16 use_cpu",
     "Results and checkpoints": "output_dir save_steps eval_steps resume_from_checkpoint report_to push_to_hub dry_run",
@@ -28,34 +28,44 @@ GROUPS = {
 
 
 def main() -> int:
+    from draftsmith.training.options.one_line_errors import one_line_interrupt
+
+    with one_line_interrupt("draftsmith train"):
+        return train()
+
+
+def train() -> int:
     from draftsmith.training.data.conversations import BadLineError
     from draftsmith.training.data.streaming import NoConversationError, message_of
     from draftsmith.training.options.command_line import parse_arguments
     from draftsmith.training.options.run_options import RunOptions
-    from draftsmith.training.run.outcome import describe_outcome
+    from draftsmith.training.run.outcome import describe_interrupted, describe_outcome
     from draftsmith.training.run.preparation import prepare_run
     from draftsmith.training.run.smoke_run import smoke_run
     from draftsmith.training.run.stopping import TrainingStoppedError
 
-    program = sys.argv[0] if sys.argv[0].startswith("draftsmith ") else "train_heads.py"
     is_main_process = os.environ.get("RANK", "0") == "0"
     level = logging.INFO if is_main_process else logging.ERROR  # only the main process speaks
-    logging.basicConfig(level=level, format="%(asctime)s %(name)s: %(message)s")
+    logging.basicConfig(level=level, format="%(message)s")
     try:
         options = RunOptions.collect(parse_arguments(doc=__doc__ or "", groups=GROUPS))
         run = prepare_run(*options.parts())
     except (ValueError, OSError, TrainingStoppedError) as error:
         if not is_main_process:
             time.sleep(5)  # the main process prints the same message first; then the launcher ends this one
-        sys.exit(f"{program}: {error}")
+        sys.exit(f"draftsmith train: {error}")
     try:
         if options.run.dry_run:
             words = smoke_run(run).describe()
         else:
+            run.finish()
             has_target = options.features.features_endpoint is None
-            words = describe_outcome(run.output_dir, options.model.target, run.finish(), has_target=has_target)
+            if is_main_process:  # which has written the record
+                words = describe_outcome(run.output_dir, options.model.target, has_target=has_target)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("" if options.run.dry_run else describe_interrupted(run.output_dir)) from None
     except (TrainingStoppedError, BadLineError, NoConversationError) as error:  # bad lines of a stream show late
-        sys.exit(f"{program}: {message_of(error)}")
+        sys.exit(f"draftsmith train: {message_of(error)}")
     if is_main_process:
         sys.stdout.write(words + "\n")
     return 0

@@ -32,10 +32,10 @@ from draftsmith.inference.targets.model_config import request_states
 from draftsmith.scripts.measuring.measure import load_prompts
 from draftsmith.scripts.measuring.texts import share_of_repeated_ngrams
 from draftsmith.scripts.shared.model_loading import load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.training.data.conversations import load_conversations
 from draftsmith.training.data.options import option
-from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 from draftsmith.training.run.optimizer import MuonWithAdamW
 
 FOLDER = Path(__file__).resolve().parent
@@ -43,7 +43,7 @@ FOLDER = Path(__file__).resolve().parent
 
 @dataclass
 class TargetArguments:
-    dataset: str = option(help="Conversations to learn, in any layout that training/train_heads.py reads.")
+    dataset: str = option(help="Conversations to learn, in any layout that draftsmith train reads.")
     eval_dataset: str | None = option(default=None, help="Held-out conversations for the perplexity.")
     model: str = option(default=str(FOLDER), help="The model to continue: a folder or a hub id.")
     row_length: int = option(default=512, help="Tokens of a row; rows are cut from one long text.")

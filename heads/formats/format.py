@@ -140,6 +140,7 @@ class Format(ABC):
         name: as `--format` has it.
         title: as in "this folder holds TITLE".
         kinds: of heads that can be written in it.
+        settings: that new heads need where the kind's defaults are others, so that they can be written.
         needs_this_library: whether who decodes with such heads needs this library, so that no other choice of format
             names it.
         cure: what to do with a checkpoint of a format that is named, but not read; None = it is read.
@@ -148,6 +149,7 @@ class Format(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]] = ()
+    settings: ClassVar[dict[str, Any]] = {}
     needs_this_library: ClassVar[bool] = False
     cure: str | None = None
 

@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -170,6 +170,8 @@ def read_native_modules(path: str, target: Target, **hub: Any) -> NativeModules:
 @dataclass(frozen=True)
 class FoundModules:
     """What the names of a checkpoint's tensors tell. count: MTP modules, 0 = none."""
+
+    kind: ClassVar[str] = "mtp"
 
     count: int
     is_quantized: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from draftsmith.heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
 from draftsmith.heads.formats.custom_generate import CustomGenerateFolder
 from draftsmith.heads.formats.eagle.eagle1 import Eagle1, SGLangEagle1, VLLMEagle1
@@ -15,6 +17,7 @@ from draftsmith.heads.formats.medusa import Medusa, VLLMMedusa
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
 from draftsmith.heads.formats.unread import DFlash2, WholeModel
+from draftsmith.inference.targets.target import Target
 
 # In the order of recognition: the first that matches is the checkpoint's, so the special ones come first. Several with
 # one name write different kinds of heads for one engine.
@@ -40,6 +43,44 @@ FORMATS: tuple[Format, ...] = (
     SGLangMTP(),
     CustomGenerateFolder(),
 )
+
+
+# Where heads can decode -> the format that is written for it; "" = heads of this library as they are.
+PLACES = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "gguf", "transformers": "custom_generate", "draftsmith": ""}
+
+
+def serves(place: str, kind: str) -> bool:
+    """Whether heads of this kind can decode at one of `PLACES`, with some settings and targets."""
+    return not PLACES[place] or any(known.name == PLACES[place] and kind in known.kinds for known in FORMATS)
+
+
+def settings_for(place: str, kind: str) -> dict[str, Any]:
+    """The settings that new heads of this kind need so that they can be exported to one of `PLACES`.
+
+    Raises:
+        ValueError: no heads of this kind can; the message names the nearest choice.
+    """
+    return find_format(PLACES[place], kind).settings if PLACES[place] else {}
+
+
+def check_place(heads: Any, target: Target, place: str) -> None:
+    """Refuses heads that cannot be exported to one of `PLACES` after training.
+
+    Args:
+        heads: of any kind, before or after training.
+
+    Raises:
+        ValueError: their kind, settings or target; the message names the nearest choice.
+    """
+    if not PLACES[place]:
+        return
+    # Training changes every weight: a mask that is still the target's embedding will differ from it.
+    trained = {name for name, parameter in heads.named_parameters() if parameter.requires_grad}
+    tensors = {name: tensor + 1 if name in trained else tensor for name, tensor in heads.state_dict().items()}
+    try:
+        find_format(PLACES[place], heads.config.head_type).write(heads.config, tensors, target)
+    except ValueError as error:
+        raise ValueError(f"got --for {place}: {error}") from error
 
 
 def recognize(published: Published) -> Format | None:

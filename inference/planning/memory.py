@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor, nn
 
 from draftsmith.inference.cache_folder import cache_folder
 from draftsmith.inference.targets.model_config import find_attention
@@ -23,6 +24,7 @@ from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.policy import TreePolicy
 
 FORMAT = 1  # raise it with every change that makes stored costs wrong
+SAMPLED = 16  # numbers of each weight in the name of a file
 # Seconds for which a file is used. Wrong costs are replaced much sooner, by the steps that they are tried in.
 MOST_AGE = 7 * 24 * 3600.0
 
@@ -41,6 +43,7 @@ def memory_file(target: Target, drafter: Any, policies: Sequence[TreePolicy], ru
         target.is_packed,
         target.min_pass_tokens,
         _digest(target.text_config),
+        _sample_weights(target.model),
         str(target.dtype),
         find_attention(target.backbone.causal_lm),
         *_describe_drafter(drafter),
@@ -54,8 +57,8 @@ def memory_file(target: Target, drafter: Any, policies: Sequence[TreePolicy], ru
 
 
 def _describe_drafter(drafter: Any) -> list[Any]:
-    """Its class, settings and dtype; then the same of the drafters it is made of. A wrapper (`__wrapped__`) is left
-    out."""
+    """Its class, settings, weights and dtype; then the same of the drafters it is made of. A wrapper (`__wrapped__`) is
+    left out."""
     drafter = inspect.unwrap(drafter)
     config = getattr(drafter, "config", None)
     kinds = int | float | str if config is None else int | float  # a config names its own texts, and its folder
@@ -63,6 +66,7 @@ def _describe_drafter(drafter: Any) -> list[Any]:
         type(drafter).__name__,
         sorted((name, value) for name, value in vars(drafter).items() if isinstance(value, kinds)),
         None if config is None else _digest(config),
+        _sample_weights(drafter) if isinstance(drafter, nn.Module) else None,
         str(getattr(drafter, "dtype", "")),
         *(_describe_drafter(part) for part in getattr(drafter, "drafters", ())),
     ]
@@ -72,6 +76,17 @@ def _digest(config: Any) -> str:
     """A config's values, without where it was loaded from."""
     values = {name: value for name, value in config.to_dict().items() if not name.endswith("name_or_path")}
     return hashlib.sha256(repr(sorted(values.items(), key=lambda item: item[0])).encode()).hexdigest()
+
+
+def _sample_weights(module: nn.Module) -> str:
+    """A digest of the first numbers of every plain tensor among the weights. Training changes them, and with them how
+    many drafts are accepted."""
+    found = hashlib.sha256()
+    for weight in module.parameters():
+        if type(weight.data) is Tensor and weight.numel() and not weight.is_meta:
+            first = weight.detach()[(0,) * (weight.dim() - 1)].reshape(-1)[:SAMPLED]
+            found.update(first.float().cpu().numpy().tobytes())
+    return found.hexdigest()
 
 
 def _describe_machine(device: torch.device) -> str:

@@ -21,7 +21,7 @@ MIN_GAIN = 0.03  # drafting must be expected to gain this much over plain decodi
 HOPE, TRIAL_SHARE, FIRST_TRIALS = 0.3, 0.01, 1.0
 TOKENS_PER_DOUBLING = 0.4  # a first guess: what twice as many nodes accept more
 PRIOR_ROWS = 4.0  # that the first guess of accepted tokens weighs as much as
-STORE_SECONDS = 1.0  # what was learned is stored not more often than this
+STORE_SECONDS = 10.0  # of a long text what was learned is stored this often
 
 
 class AcceptedTokens:
@@ -75,7 +75,7 @@ class Planner:
         self._costs = StepCosts(policies, node_cost, costs)
         guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.num_nodes) for policy in policies]
         self._tokens = {kind: AcceptedTokens(tokens.get(kind, guess)) for kind in (False, True)}
-        self._stored = -STORE_SECONDS
+        self._stored = clock()
         self.is_counting = False
         self._runs = [0] * len(self.policies)  # steps with each policy
         self._seen = [0.0] * len(self.policies)  # the same, of late
@@ -151,7 +151,12 @@ class Planner:
             slowest = sorted(zip(left, counted, strict=True), key=lambda one: -one[0])[: (len(counted) + 1) // 2]
             for _, row in slowest:
                 self._tokens[self._do_sample].learn(place - 1, row)
-        if self._file is not None and self._hold == 0 and self._clock() - self._stored > STORE_SECONDS:
+        if self._clock() - self._stored > STORE_SECONDS:
+            self.store()
+
+    def store(self) -> None:
+        """Writes the file."""
+        if self._file is not None:
             tokens = {kind: each.expect()[1:] for kind, each in self._tokens.items()}
             store_learned(self._file, (self._costs.learned(), tokens))
-            self._stored = self._clock()
+        self._stored = self._clock()

@@ -52,17 +52,21 @@ class Server:
     maker: ReplyMaker
     model: str
     api_key: str | None
+    metrics: str
 
 
-def create_app(scheduler: Scheduler, tokenizer: Any, *, model: str, api_key: str | None = None) -> FastAPI:
+def create_app(
+    scheduler: Scheduler, tokenizer: Any, *, model: str, api_key: str | None = None, metrics: str = "summary"
+) -> FastAPI:
     """The application. It starts the scheduler, and ends it when it is shut down.
 
     Args:
         model: the name under which clients know the target.
         api_key: that requests must carry as `Authorization: Bearer KEY`; None = no key.
+        metrics: what replies tell of their drafts: none, summary or detailed.
     """
     maker = ReplyMaker(scheduler.target, tokenizer, scheduler.drafters, max_length=scheduler.limits.max_length)
-    server = Server(scheduler, maker, model, api_key)
+    server = Server(scheduler, maker, model, api_key, metrics)
 
     @asynccontextmanager
     async def run_engine(_: FastAPI) -> AsyncIterator[None]:
@@ -217,7 +221,7 @@ async def _reply(
         raise RequestError(f"{error}: try again later", status=429, headers=headers) from error
     except StoppingError as error:
         raise RequestError(str(error), status=503) from error
-    writer = ReplyWriter(body, replies, server.model, server.maker.token_texts)
+    writer = ReplyWriter(body, replies, server.model, server.maker.token_texts, server.metrics)
     if body.stream:
         return StreamingResponse(_stream(writer, replies, events), media_type="text/event-stream")
     return await _collect(request, writer, replies, events)

@@ -17,7 +17,7 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.engine import Engine, StepTokens
 from draftsmith.inference.prefill import MIN_SHARED, prefill
 from draftsmith.inference.prefix_cache import PrefixHit, match
-from draftsmith.inference.serving.reply import Reply, ReplyToken
+from draftsmith.inference.serving.reply import DraftedStep, Reply, ReplyToken
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import StepOutput
 
@@ -100,12 +100,13 @@ class Lane:
         replies = {reply.row: reply for reply in self.replies}
         with self.step.active():
             emission = self._engine.advance()
-        num_nodes = emission.output.tree.num_nodes
+        drafted, depth = emission.output.tree.num_nodes - 1, emission.output.accepted.path.shape[1] - 1
         for row, place, new, kept in zip(emission.rows, emission.places, emission.tokens, emission.kept, strict=True):
             reply = replies[row]
             reply.stats.count_step(len(new) - 1)
-            reply.stats.num_drafted += num_nodes - 1
-            reply.num_drafts += num_nodes > 1
+            reply.stats.num_drafted += drafted
+            if drafted:
+                reply.drafts.append(DraftedStep(depth, drafted, len(new) - 1))
             reply.publish(self._tokens_of(reply, place, emission.output, kept))
         self._forget_ended()
 

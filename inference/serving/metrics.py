@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from draftsmith.inference.serving.reply import Reply
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class VllmCounters(Collector):
+    """The same counters under vLLM's names, which `vllm bench serve` and AIPerf read. Those programs add up all lines
+    that begin with a name, so there are no lines with the time of a counter's creation."""
+
+    def __init__(self, counters: Sequence[Counter]) -> None:
+        self._counters = counters
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        for counter in self._counters:
+            for family in counter.collect():
+                totals = [sample for sample in family.samples if sample.name.endswith("_total")]
+                renamed = CounterMetricFamily(family.name.replace("draftsmith:", "vllm:"), family.documentation)
+                for sample in totals:
+                    renamed.add_sample(sample.name.replace("draftsmith:", "vllm:"), sample.labels, sample.value)
+                yield renamed
 
 
 class Metrics:
@@ -28,6 +49,7 @@ class Metrics:
             ["position"],
             registry=self.registry,
         )
+        self.registry.register(VllmCounters([self.drafts, self.draft_tokens, self.accepted, self.accepted_per_pos]))
         self.ended = Counter(
             "draftsmith:request_success",
             "Replies by the reason of their end.",
@@ -58,7 +80,7 @@ class Metrics:
         self.ended.labels(reply.end_reason).inc()
         self.prompt_tokens.inc(len(reply.prompt))
         self.new_tokens.inc(len(reply.row.new))
-        self.drafts.inc(reply.num_drafts)
+        self.drafts.inc(len(reply.drafts))
         self.draft_tokens.inc(reply.stats.num_drafted)
         for position, count in enumerate(reply.accepted_per_depth):
             self.accepted.inc(count)

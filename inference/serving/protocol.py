@@ -89,6 +89,7 @@ class CompletionOptions(Strict):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     stop_token_ids: list[int] | None = Field(None, max_length=256)
     ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
     # this server's
     heads: str | None = None
     tree: str | None = Field(None, max_length=64)

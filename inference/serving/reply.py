@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,6 +36,14 @@ class ReplyToken:
     probability: float | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+class DraftedStep(NamedTuple):
+    """A step with a draft: the tree's depth, its nodes without the root, and how many of them were accepted."""
+
+    depth: int
+    num_drafted: int
+    num_accepted: int
 
 
 @dataclass(frozen=True)
@@ -105,12 +114,13 @@ class Reply:
         row_seed: [1] long.
         on_piece: called in the engine's thread.
         num_top: how many of the likeliest tokens are reported; None = no log-probabilities.
+        min_tokens: stop strings among the first so many tokens do not end the text.
 
     Attributes:
         row: the request's, which tells the reply its tokens and asks it for the end.
         end_reason: "stop", "length", "abort" (cancelled) or "error"; "" before.
         stats: counts its verify steps, and the nodes drafted for them.
-        num_drafts: steps with a draft.
+        drafts: the steps with a draft, in their order.
         arrived, started, first_token, ended: `time.perf_counter()` of these moments; None before. A reply starts when
             its prompt is about to be read.
     """
@@ -121,9 +131,10 @@ class Reply:
     stops: StopStrings
     on_piece: Callable[[Piece], None]
     num_top: int | None = None
+    min_tokens: int = 0
     stats: GenerationStats = field(default_factory=GenerationStats)
     arrived: float = field(default_factory=time.perf_counter)
-    num_drafts: int = 0
+    drafts: list[DraftedStep] = field(default_factory=list)
     started: float | None = None
     first_token: float | None = None
     ended: float | None = None
@@ -158,7 +169,7 @@ class Reply:
         """Turns a token that the row keeps into text."""
         added = "" if token in self.row.end_ids else self.detokenizer.add(token)
         self._added.append(added)
-        self._shown.append(self.stops.add(added))
+        self._shown.append(added if len(self.row.new) <= self.min_tokens else self.stops.add(added))
 
     def publish(self, tokens: Sequence[ReplyToken]) -> None:
         """Hands on the tokens that the row has kept of a step, or of its prompt; each gets its text here."""

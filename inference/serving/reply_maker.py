@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor
 
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.noise import row_seeds
@@ -145,6 +146,7 @@ class ReplyMaker:
                 StopStrings(stops),
                 lambda piece, number=number: on_piece(number, piece),  # type: ignore[misc]
                 num_top=num_top,
+                min_tokens=body.min_tokens,
             )
             for number in range(body.n)
         ]
@@ -161,8 +163,14 @@ class ReplyMaker:
         except ValueError as error:
             raise RequestError(str(error).partition("\n")[0]) from error
         # Here and not as an argument of generate, which wants at least one token.
-        request.end_at([*(() if body.ignore_eos else request.eos_token_ids), *(body.stop_token_ids or ())])
+        request.end_at(self._find_ends(body))
         return request
+
+    def _find_ends(self, body: CompletionOptions) -> list[int]:
+        """The tokens that end a text."""
+        own = self.target.model.generation_config.eos_token_id
+        ends = [] if body.ignore_eos or own is None else [own] if isinstance(own, int) else [*own]
+        return ends + (body.stop_token_ids or [])
 
     def _count_new_tokens(self, prompt_length: int, body: CompletionOptions) -> int:
         room = self.max_length - prompt_length
@@ -173,6 +181,11 @@ class ReplyMaker:
             asked = body.max_completion_tokens
         if asked is None:
             asked = min(DEFAULT_COMPLETION_TOKENS, room) if isinstance(body, CompletionRequest) else room
+        if body.min_tokens > asked:
+            raise RequestError(
+                f"min_tokens is {body.min_tokens}, and the reply has at most {asked} tokens: lower it",
+                param="min_tokens",
+            )
         if room < max(1, asked):
             raise RequestError(
                 f"the prompt has {prompt_length} tokens and the reply may have {max(1, asked)}; this server reads and "
@@ -238,6 +251,11 @@ class ReplyMaker:
                     presence=body.presence_penalty, frequency=body.frequency_penalty, prompt_length=prompt_length
                 )
             )
+        if body.min_tokens and (ends := self._find_ends(body)):
+            least = MinNewTokensLengthLogitsProcessor(
+                prompt_length, body.min_tokens, ends, device=str(self.target.device)
+            )
+            processors.append(least)
         return [*processors, *self.grammars.read(body.response_format)]
 
 

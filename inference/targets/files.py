@@ -5,10 +5,15 @@ A GGUF file is a whole model in one file, most often quantized. It is loaded wit
 
 from __future__ import annotations
 
+import functools
+import socket
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import transformers
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.import_utils import is_gguf_available
 
@@ -19,17 +24,43 @@ def is_gguf(name: str) -> bool:
     return name.endswith(".gguf")
 
 
+@functools.cache
+def settle_connection() -> None:
+    """Without the hub's address its cache is read, as with HF_HUB_OFFLINE=1. Its client would try for a minute."""
+    if not (constants.HF_HUB_OFFLINE or getproxies()):
+        try:
+            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+        except OSError:
+            constants.HF_HUB_OFFLINE = True
+
+
+def is_missing(name: str) -> bool:
+    """Whether a name looks like a path of this machine, and nothing is there.
+
+    Libraries would ask the hub for it, as for any other name that is not here: then `settle_connection` is called.
+
+    >>> is_missing("organisation/of-the-hub"), is_missing("gpt2"), is_missing("./nowhere"), is_missing("a/b/c")
+    (False, False, True, True)
+    """
+    path = Path(name).expanduser()
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.is_dir())
+    if is_path or path.exists():
+        return not path.exists()
+    settle_connection()
+    return False
+
+
 def _find(name: str) -> tuple[str, dict[str, Any]]:
     """What transformers' `from_pretrained` takes for a target: a folder or hub id, and keywords.
 
     Raises:
-        ValueError: a GGUF file that does not exist, or the package gguf is missing.
+        ValueError: a folder or GGUF file that does not exist, or the package gguf is missing.
     """
+    file = Path(name).expanduser()
+    if is_missing(name) or (is_gguf(name) and not file.is_file()):
+        raise ValueError(f"got {name}: nothing is there; give a folder, a hub id or a GGUF file")
     if not is_gguf(name):
         return name, {}
-    file = Path(name).expanduser()
-    if not file.is_file():
-        raise ValueError(f"got {name}: there is no such file; give a folder, a hub id or a GGUF file")
     if not is_gguf_available():
         raise ValueError(f"got {name}, and GGUF files need the package gguf: pip install 'draftsmith[gguf]'")
     return str(file.parent), {"gguf_file": file.name}
@@ -73,7 +104,7 @@ def load_causal_lm(name: str, *, auto_class: Any = None, **options: Any) -> Any:
         **options: of `from_pretrained`.
 
     Raises:
-        ValueError: a GGUF file that does not exist, or the package gguf is missing.
+        ValueError: a folder or GGUF file that does not exist, or the package gguf is missing.
     """
     folder, more = _find(name)
     if more:

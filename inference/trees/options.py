@@ -11,12 +11,12 @@ from draftsmith.inference.trees.dynamic import DynamicTree
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.static import StaticTree, chain
 
-TreeOption = TreePolicy | str | Path | Sequence[Sequence[int]] | None
+TreeOption = TreePolicy | str | Path | Sequence[Sequence[int]]
 
 FORMS = """\
-  dynamic                      EAGLE-2's tree with the default sizes
+  auto                         dynamic trees whose size is chosen while decoding, or none (the default)
+  dynamic                      EAGLE-2's tree with its usual sizes
   dynamic:DEPTH,TOP_K,NODES    the same with these sizes, root included: dynamic:5,6,24
-  auto                         dynamic trees whose size is chosen while decoding, or none
   chain, chain:LENGTH          the best token, and the best after it, LENGTH times (5)
   gamma, gamma:LENGTH          chains of at most LENGTH (8) tokens, chosen while decoding, or none
   FILE.yaml                    a static tree (configs/trees)
@@ -24,7 +24,7 @@ FORMS = """\
 
 
 def resolve_policy(tree: TreeOption, max_depth: int | None) -> TreePolicy:
-    """The policy that `tree` stands for; None is "dynamic".
+    """The policy that `tree` stands for.
 
     Args:
         max_depth: the deepest level the drafter proposes; None = any. Dynamic trees are cut to it.
@@ -34,8 +34,6 @@ def resolve_policy(tree: TreeOption, max_depth: int | None) -> TreePolicy:
     """
     if isinstance(tree, TreePolicy):
         policy: TreePolicy = tree
-    elif tree is None:
-        policy = DynamicTree()
     elif isinstance(tree, (str, Path)):
         policy = _parse(str(tree), max_depth)
     else:

@@ -50,10 +50,10 @@ from draftsmith.scripts.measuring.table import Grid
 from draftsmith.scripts.measuring.texts import find_step
 from draftsmith.scripts.shared.clock import read_clock
 from draftsmith.scripts.shared.model_loading import fit_tree, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 DTYPES = ("bfloat16", "float16", "float32")
 # In bfloat16, two passes over the same text move the lead of one token over another by up to 3 steps where both choose

@@ -38,10 +38,10 @@ from draftsmith.scripts.measuring.matrix import (
 from draftsmith.scripts.measuring.measure import PLAIN, Contender, Settings
 from draftsmith.scripts.measuring.table import Grid, format_number
 from draftsmith.scripts.shared.model_loading import DTYPES, TREE_HELP
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 HEADS_FOLDER = Path("examples/heads")
 PARTS = ("draft", "verify", "step")

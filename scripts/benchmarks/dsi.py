@@ -46,10 +46,10 @@ from draftsmith.scripts.benchmarks.servers.simulation import Costs, sweep
 from draftsmith.scripts.measuring.environment import describe_machine, describe_program
 from draftsmith.scripts.measuring.measure import load_prompts
 from draftsmith.scripts.shared.model_loading import DTYPES, load_drafter, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 LENGTHS = (2, 4, 8)  # of chains that wait for their verification
 CONTEXT = 64  # tokens of a prompt for --shape

@@ -28,10 +28,10 @@ from draftsmith.scripts.benchmarks.scripted.counting import make_config
 from draftsmith.scripts.benchmarks.sizes import MODES
 from draftsmith.scripts.measuring.environment import ROOT, describe_machine, describe_program
 from draftsmith.scripts.shared.model_loading import check_device
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 # A part of a card's name -> its dense bfloat16 operations per second, in 1e12 (data sheets). The first that fits.
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "RTX 4090": 165}

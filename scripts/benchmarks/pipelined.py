@@ -31,10 +31,10 @@ from draftsmith.scripts.measuring.environment import describe_machine, describe_
 from draftsmith.scripts.measuring.measure import load_prompts
 from draftsmith.scripts.shared.clock import read_clock
 from draftsmith.scripts.shared.model_loading import DTYPES, check_device, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 RIGHT = (0.5, 0.6, 0.7, 0.8, 0.9)  # shares of right predictions whose speed is computed
 CONTEXT = 64  # tokens of a prompt for a shape

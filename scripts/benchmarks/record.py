@@ -23,11 +23,11 @@ from draftsmith.inference import Decoder
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.scripts.measuring.environment import describe_machine
 from draftsmith.scripts.shared.model_loading import encode_messages, load_heads, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 COLUMNS, CHARACTER, LINE = 50, 8.0, 19  # characters in a line; pixels of a character and of a line
 MARGIN, TOP, GAP = 18, 74, 24
@@ -102,7 +102,8 @@ def draw(recordings: list[Recording], tokenizer: Any, names: list[str], args: Re
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-            f'font-family="ui-monospace, Menlo, Consolas, monospace" xml:space="preserve">',
+            'font-family="ui-monospace, Menlo, Consolas, monospace">',
+            "<style>text{white-space:pre}</style>",  # Chromium ignores xml:space
             f'<rect width="100%" height="100%" rx="8" fill="{COLOURS["page"]}"/>',
             *body,
             "</svg>\n",

@@ -36,10 +36,10 @@ import torch
 from draftsmith.inference import Target, generate
 from draftsmith.scripts.measuring.environment import describe_machine, describe_program
 from draftsmith.scripts.shared.model_loading import DTYPES, encode_messages, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 SERVE = Path(__file__).resolve().parents[1] / "serve.py"
 STOCK = "transformers serve"

@@ -45,10 +45,10 @@ from draftsmith.scripts.measuring.environment import describe_machine, describe_
 from draftsmith.scripts.measuring.measure import Batch, Prompt, Run, Settings
 from draftsmith.scripts.shared.clock import read_clock
 from draftsmith.scripts.shared.model_loading import check_device, fit_tree
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 # How steps run -> options of OurDecoding.
 MODES: dict[str, dict[str, Any]] = {

@@ -19,10 +19,10 @@ from typing import Any
 if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 PLAIN = ("transformers generate", "plain decoding")
 COLOURS = {"plain": "#94a3b8", "untrained": "#60a5fa", "heads": "#1d4ed8"}

@@ -1,4 +1,4 @@
-"""The options of `scripts/generate.py`."""
+"""The options of `draftsmith chat`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GenerateArguments:
     drafter_model: str | None = option(
         default=None, help="A small causal LM with the target's tokenizer, as the drafter: a folder or a hub id."
     )
-    staged: bool = option(default=False, help="N-grams draft for the --drafter_model; only with --tree chain or gamma.")
+    staged: bool = option(default=False, help="N-grams draft for the --drafter_model, in chains.")
     ngrams: bool = option(default=False, help="Also draft with n-grams of the text.")
     prompt: str | None = option(
         default=None, help="The prompt; none = chat in a terminal, or read lines of the standard input."
@@ -65,7 +65,7 @@ class GenerateArguments:
         has_drafter = bool(self.heads or self.drafter_model or self.ngrams)
         if self.staged and self.drafter_model is None:
             raise ValueError("got --staged without --drafter_model: give the small model that n-grams should draft for")
-        if self.staged and (self.tree or "").partition(":")[0] not in ("chain", "gamma"):
+        if self.staged and (self.tree or "gamma").partition(":")[0] not in ("chain", "gamma"):
             raise ValueError(
                 f"got --staged with --tree {self.tree}: --staged drafts chains, so give chain, chain:LENGTH or gamma"
             )

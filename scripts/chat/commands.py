@@ -30,19 +30,15 @@ def _new(session: ChatSession, value: str) -> str:
 
 
 def _heads(session: ChatSession, value: str) -> str:
-    if value == NONE:
-        others = session.args.drafter_model or session.args.ngrams
-        own = {} if others else {"tree": None, "compare": False, "acceptance": "exact"}
-        session.change(heads=None, draft_vocab_size=None, draft_vocab_data=[], **own)
-    elif value:
-        session.change(heads=value)
+    if value:
+        session.change_heads(None if value == NONE else value)
     return f"heads: {session.args.heads or NONE}"
 
 
 def _tree(session: ChatSession, value: str) -> str:
     if value:
         session.change(tree=value)
-    return f"tree: {session.args.tree or 'dynamic'}" if session.drafter is not None else "tree: nothing is drafted"
+    return f"tree: {session.args.tree or 'auto'}" if session.drafter is not None else "tree: nothing is drafted"
 
 
 def _temperature(session: ChatSession, value: str) -> str:

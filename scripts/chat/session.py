@@ -73,6 +73,7 @@ class ChatSession:
         self._last: Reply | None = None
         self._plain_speed: float | None = None
         self._model_settings: dict[str, Any] = {}  # as last shown
+        self._set_aside: dict[str, Any] = {}  # options of heads, while there are none
 
     def _load_drafter(self, args: GenerateArguments) -> Drafter | None:
         return load_drafter(
@@ -109,6 +110,23 @@ class ChatSession:
         if {"heads", "tree"} & options.keys():
             self.decoder = self._new_decoder(args, drafter)
         self.args, self.drafter = args, drafter
+
+    def change_heads(self, heads: str | None) -> None:
+        """Drafts with other heads, or without: options that only heads have then wait for the next ones.
+
+        Raises:
+            ValueError, OSError: as `change`.
+        """
+        if heads is not None:
+            self.change(heads=heads, **self._set_aside)
+            self._set_aside = {}
+        elif self.args.heads is not None:
+            without: dict[str, Any] = {"draft_vocab_size": None, "draft_vocab_data": []}
+            if not (self.args.drafter_model or self.args.ngrams):
+                without |= {"tree": None, "compare": False, "acceptance": "exact"}
+            given = {name: getattr(self.args, name) for name in without}
+            self.change(heads=None, **without)
+            self._set_aside = given
 
     def close(self) -> None:
         """Ends the servers of --distributed."""

@@ -165,7 +165,7 @@ class OurDecoding:
         target: Target,
         drafter: Drafter | None,
         *,
-        tree: TreeOption = None,
+        tree: TreeOption | None = None,
         acceptance: str = "exact",
         is_coupled: bool = True,
         is_compiled: bool = False,

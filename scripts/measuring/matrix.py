@@ -87,7 +87,7 @@ def load_subject(
     is_only_target: bool,
     vocabulary: DraftVocabulary | None = None,
 ) -> Subject:
-    """Loads a target, its drafters and its prompts (options as in `benchmark.py`).
+    """Loads a target, its drafters and its prompts (options as in `draftsmith bench`).
 
     Raises:
         ValueError: heads or a drafter model do not fit the only target.

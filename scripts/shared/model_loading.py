@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,7 +24,7 @@ from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.kernels.packed_weights import has_bfloat16
 from draftsmith.inference.request.chat_template import encode_prompt
-from draftsmith.inference.targets.files import is_gguf, load_causal_lm, read_config, read_tokenizer
+from draftsmith.inference.targets.files import is_gguf, is_missing, load_causal_lm, read_config, read_tokenizer
 from draftsmith.inference.trees.options import resolve_policy
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 
@@ -34,8 +33,8 @@ logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_HELP = "Dtype of the weights; auto = as saved, or float32 on a CPU without bfloat16."
 TREE_HELP = (
-    "dynamic, chain, auto, gamma or a file; dynamic:DEPTH,TOP_K,NODES and chain:LENGTH set the size, auto and gamma "
-    "choose the fastest size, files are in configs/trees"
+    "auto (the default) chooses the fastest size of a tree, gamma that of a chain; dynamic, dynamic:DEPTH,TOP_K,NODES, "
+    "chain and chain:LENGTH are fixed, and so are files (configs/trees)"
 )
 
 # By model: the adapter that is merged into its weights; None = some heads need the model without an adapter.
@@ -94,10 +93,7 @@ def check_folder(name: str) -> None:
 
     >>> check_folder("organisation/a-model-of-the-hub")
     """
-    path = Path(name).expanduser()
-    looks_like_folder = name.startswith((".", "/", "~")) or name.count("/") > 1 or path.parent.is_dir()
-    is_hub_name = "/" not in name and not name.startswith((".", "~"))
-    if looks_like_folder and not is_hub_name and not path.exists():
+    if is_missing(name):
         raise ValueError(f"got {name}: there is no such folder; give a folder or a hub id")
 
 

@@ -25,7 +25,7 @@ def read_rank(program: str) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ValueError(
             "got --distributed in a single process: one process drafts, and all others serve the target, so start "
-            f"torchrun --nproc_per_node 2 -m draftsmith.scripts.cli {program} with the same options"
+            f"torchrun --nproc_per_node 2 -m draftsmith {program} with the same options"
         )
     return int(os.environ["RANK"])
 

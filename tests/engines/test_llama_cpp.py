@@ -1,13 +1,8 @@
-"""llama.cpp's server decodes with our exported heads: its texts, and how much it drafts and accepts, are ours.
-
-`make test-engines` builds the server and runs these; elsewhere LLAMA_SERVER names the program, and LLAMA_CPP the
-sources, which have the converter for the target.
-"""
+"""llama.cpp's server decodes with our exported heads: its texts, and how much it drafts and accepts, are ours."""
 
 from __future__ import annotations
 
 import json
-import os
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,27 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
-from tests.conftest import CHAT_TARGET, REPOSITORY
+from draftsmith.scripts.benchmarks.scripted.llama_cpp import write_llama
+from tests.conftest import REPOSITORY
 from tests.engines.chains import decode_chains
-from tests.engines.environments.servers import running_server
-from tests.heads.formats.test_llama_cpp_converter import CHECKOUT, convert, copy_target
+from tests.llama_cpp_server import start_server
 
-SERVER = os.environ.get("LLAMA_SERVER", "")
 NUM_PROMPTS, MAX_NEW_TOKENS, DEPTH = 12, 64, 4
 LEAST_DRAFTED = 600
-
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif(
-        not (SERVER and CHECKOUT), reason="LLAMA_SERVER and LLAMA_CPP name no llama.cpp: run `make test-engines`"
-    ),
-    pytest.mark.timeout(1800),
-]
 
 
 @dataclass(frozen=True)
@@ -45,13 +30,6 @@ class Counts:
     tokens: list[int]
     drafted: int
     accepted: int
-
-
-def command(target: Path, heads: Path) -> list[str]:
-    """Starts a server that computes in float32."""
-    words = f"-m {target} -md {heads} --spec-type draft-eagle3 --spec-draft-n-max {DEPTH} --spec-draft-p-min 0"
-    words += " --cache-type-k f32 --cache-type-v f32 --spec-draft-type-k f32 --spec-draft-type-v f32 --flash-attn off"
-    return [SERVER, *words.split(), *["--ctx-size", "512", "--parallel", "1", "--threads", "1", "--threads-draft", "1"]]
 
 
 def complete(address: str, prompt: list[int]) -> Counts:
@@ -80,30 +58,26 @@ def count_as_the_server(text: list[int], drafts: list[list[int]], end: int) -> C
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(AutoModelForCausalLM.from_pretrained(CHAT_TARGET, dtype=torch.float32).eval())
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    tokenizer: Any = AutoTokenizer.from_pretrained(CHAT_TARGET)
+def prompts(chat_tokenizer: Any) -> list[list[int]]:
     lines = (REPOSITORY / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_PROMPTS]
     turns = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
     return [
-        tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
+        chat_tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
         for turn in turns
     ]
 
 
-def test_the_server_drafts_as_we_do(target: Target, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_the_server_drafts_as_we_do(
+    target: Target, chat_tokenizer: Any, prompts: list[list[int]], tmp_path: Path
+) -> None:
     heads: DraftHeads = DraftHeads.from_pretrained(REPOSITORY / "examples/heads/eagle3", dtype=torch.float32)
     heads.bind(target)
-    target_file = convert(copy_target(tmp_path / "target"), tmp_path / "target.gguf")
+    target_file = tmp_path / "target.gguf"
+    write_llama(target_file, target, chat_tokenizer)
     known = find_format("gguf", heads.config.head_type).with_target_file(str(target_file))
-    (tmp_path / "heads").mkdir()
-    known.write(heads.config, heads.state_dict(), target).save(tmp_path / "heads")
-    with running_server(command(target_file, tmp_path / "heads/eagle3.gguf"), tmp_path / "log", {}) as address:
-        served = [complete(address, prompt) for prompt in prompts]
+    known.write(heads.config, heads.state_dict(), target).save(tmp_path)
+    server = start_server(target_file, tmp_path / "eagle3.gguf", depth=DEPTH)
+    served = [complete(server.listening_address, prompt) for prompt in prompts]
 
     ours = decode_chains(target, heads, prompts, depth=DEPTH, max_new_tokens=MAX_NEW_TOKENS)
     plain = decode_chains(target, None, prompts, depth=DEPTH, max_new_tokens=MAX_NEW_TOKENS)

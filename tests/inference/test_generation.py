@@ -55,6 +55,29 @@ class StopAt(StoppingCriteria):
         return torch.tensor([input_ids.shape[1] >= self.length])
 
 
+@pytest.mark.parametrize(
+    ("width", "acceptance", "size"),
+    [
+        (3, "exact", (6, 32)),
+        (1, "exact", (8, 9)),
+        (3, "typical", (6, 32)),
+        (3, "rejection", (5, 6)),
+        (1, "typical", (5, 6)),
+    ],
+)
+def test_the_default_tree_is_fixed_where_texts_depend_on_it(
+    width: int, acceptance: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = scripted()
+    drafter.drafts_chains_only = width == 1
+    decoder = Decoder(MODEL, drafter, acceptance=acceptance)
+    assert decoder.policy is not None
+    assert (decoder.policy.max_depth, decoder.policy.num_nodes) == size
+    assert (decoder.planner is not None) == (acceptance == "exact")
+    monkeypatch.setattr(MODEL, "_tp_size", 2, raising=False)
+    assert Decoder(MODEL, drafter, acceptance=acceptance).planner is None
+
+
 def test_streamer_gets_each_token_once_and_an_end() -> None:
     streamer = Recorder()
     output = generate(MODEL, scripted(), PROMPT, streamer=streamer, **GREEDY)

@@ -38,7 +38,7 @@ def heads(vocab_size: int) -> DraftHeads:
 
 
 def new_decoder(vocab_size: int = 128) -> Decoder:
-    return Decoder(target(vocab_size), heads(vocab_size))
+    return Decoder(target(vocab_size), heads(vocab_size), tree="dynamic")
 
 
 def track(decoder: Decoder, call: Callable[[], Any]) -> tuple[int, int]:

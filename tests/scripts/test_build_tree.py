@@ -102,7 +102,7 @@ def test_options_that_cannot_work_end_it_before_anything_is_loaded(
     monkeypatch.setattr(build_tree, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))
     with pytest.raises(SystemExit) as exit_:
         build_tree.main(words({**options, **changes}))
-    assert str(exit_.value.code).startswith("build_tree.py: ")
+    assert str(exit_.value.code).startswith("draftsmith tree: ")
     assert message in str(exit_.value.code)
 
 

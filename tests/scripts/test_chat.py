@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from transformers import GenerationConfig
 
 from draftsmith.inference import StepTokens
@@ -62,11 +63,24 @@ def test_commands(chat: Chat) -> None:
     )
     said = [note for note in notes if re.match(r"heads|tree|temperature", note)]
     assert said == [
-        *(f"heads: {EAGLE3}", "tree: dynamic", "tree: chain:2", "temperature: 0.5", f"heads: {MTP}", "heads: none"),
+        *(f"heads: {EAGLE3}", "tree: auto", "tree: chain:2", "temperature: 0.5", f"heads: {MTP}", "heads: none"),
         "tree: nothing is drafted",
     ]
     for name in commands.BY_NAME:
         assert any(note.startswith(f"/{name} ") for note in notes[-8:])
+
+
+def test_options_of_heads_wait_for_the_next_heads() -> None:
+    """No heads may have them."""
+    own = {"draft_vocab_size": 512, "draft_vocab_data": [str(REPOSITORY / "examples" / "conversations.jsonl.gz")]}
+    own |= {"tree": "chain:2", "compare": True}
+    args = GenerateArguments(target=str(CHAT_TARGET), heads=EAGLE3, dtype="float32", device="cpu", **own)
+    session = ChatSession(args, Console(), is_chat=True)
+    for heads in (None, None, MTP):
+        session.change_heads(heads)
+    assert {name: getattr(session.args, name) for name in own} == own
+    assert session.drafter is not None
+    assert session.drafter.for_target(session.target).draft_token_ids.numel() == 512
 
 
 def test_commands_change_how_replies_are_decoded(chat: Chat) -> None:

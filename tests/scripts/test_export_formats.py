@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.heads import DraftHeads
+from draftsmith.heads.draft_vocabulary import COUNTS_FILE
 from draftsmith.heads.formats.gguf_file import read_gguf, write_gguf
 from draftsmith.heads.kinds.mtp import MTPHeads
 from draftsmith.scripts import export_heads, import_heads
@@ -75,6 +76,19 @@ def test_a_folder_that_transformers_runs(tmp_path: Path, chat_target: Any, capsy
     for place in (str(tmp_path), str(REPOSITORY)):
         assert place not in card
         assert place not in (tmp_path / "out" / "custom_generate" / "generate.py").read_text()
+
+
+def test_counts_of_tokens_go_where_this_library_reads(tmp_path: Path) -> None:
+    """An engine would take their file for weights."""
+    heads: DraftHeads = DraftHeads.from_pretrained(HEADS / "mtp")
+    heads.token_counts = torch.arange(4096)
+    heads.save_pretrained(tmp_path / "heads")
+    for name in ("custom_generate", "speculators"):
+        place = HEADS / "eagle3" if name == "speculators" else tmp_path / "heads"
+        call(export_heads, heads=place, target=CHAT_TARGET, format=name, output=tmp_path / name)
+    limited = DraftHeads.from_pretrained(tmp_path / "custom_generate", draft_vocab_size=100)
+    assert torch.equal(limited.token_counts, heads.token_counts)
+    assert not (tmp_path / "speculators" / COUNTS_FILE).exists()
 
 
 def test_mtp_in_the_targets_checkpoint(tmp_path: Path, chat_tokenizer: Any) -> None:

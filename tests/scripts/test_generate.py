@@ -130,7 +130,6 @@ def test_a_chat_keeps_its_turns_and_raw_text_does_not(chat_tokenizer: Any) -> No
         ({"acceptance": "rejection", "temperature": 1.0}, "--acceptance rejection without --heads, --drafter_model"),
         ({"acceptance": "typical", "ngrams": True}, "--acceptance typical for greedy decoding"),
         ({"staged": True, "tree": "chain"}, "--staged without --drafter_model"),
-        ({"staged": True, "drafter_model": "m"}, "--staged with --tree None"),
         ({"staged": True, "drafter_model": "m", "tree": "dynamic"}, "--staged with --tree dynamic"),
     ],
 )
@@ -182,6 +181,6 @@ def test_a_drafter_model_with_another_tokenizer_is_refused(
 
 
 def test_a_rule_that_cannot_judge_the_tree_says_so(run_program: Callable[..., str]) -> None:
-    for tree in (None, "auto", "gamma"):
+    for tree in ("auto", "gamma"):
         with pytest.raises(ValueError, match=r"acceptance='rejection' needs a tree whose shape.*use tree='chain'"):
             run_program(prompt="Hi", ngrams=True, tree=tree, acceptance="rejection", temperature=1.0)

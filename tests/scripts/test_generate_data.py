@@ -6,6 +6,7 @@ import gzip
 import importlib.util
 import json
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,13 +25,14 @@ from draftsmith.training.data.conversations import load_conversations
 from draftsmith.training.synthesis.arguments import SynthesisArguments
 from draftsmith.training.synthesis.synthesizer import Synthesizer
 from tests.conftest import REPOSITORY
+from tests.interrupting import interrupt
 from tests.tiny_tokenizers import read_whole_words
 from tests.training.openai_server import serving
 from tests.training.runner import WORDS, save_chat_target
 
 PROGRAM = REPOSITORY / "scripts" / "generate_data.py"
 # Hot, because the tiny target's texts are too much alike otherwise.
-SETTINGS = ("--temperature", "2", "--max_new_tokens", "16", "--batch_size", "4", "--device", "cpu")
+SETTINGS = ("--temperature=2", "--max_new_tokens=16", "--batch_size=4", "--device=cpu", "--no_keep_truncated")
 NUM_PROMPTS = 30
 STOP_IDS = {3, 10, 20, 30, 40}  # several, or the tiny target would hardly come to an end
 
@@ -263,6 +265,8 @@ def test_own_conversations_are_the_same_in_any_number_of_processes(run: Run, tmp
     stats = results(one)["stats"]
     assert "assistant turn truncated" in stats["shortened"], "kept"
     assert "assistant turn truncated" not in stats["dropped"]
+    cut = [message for row in rows for message in row["messages"] if message.get("truncated")]
+    assert len(cut) == stats["shortened"]["assistant turn truncated"]["count"]
     for reason, entry in (*stats["dropped"].items(), *stats["shortened"].items()):
         assert f"{entry['count']:8} ({entry['share']:6.1%})  {reason}" in told
 
@@ -280,6 +284,17 @@ def test_an_endpoint_writes_the_same(
     assert written.pop("stats")["settings"].pop("is_from_endpoint")
     assert written == {"out": expected["out"], "dropped": expected["dropped"]}
     assert "tokens a second" in told
+
+
+def test_ctrl_c_keeps_what_is_finished(target: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    options = ("--mode", "self", "--num_conversations", "2000", "--output", str(output))
+    words = ["data", "--target", str(target), *SETTINGS, *options]
+    line = interrupt(words, when=r"[1-9]\d*/2000 ")
+    assert line.startswith("draftsmith data: interrupted; ")
+    assert shlex.split(line.partition("Continue: ")[2]) == ["draftsmith", *words]
+    (journal,) = tmp_path.glob("out.jsonl.shard-*")
+    assert len(journal.read_text().splitlines()) > 1  # the first has the settings
 
 
 # What goes wrong
@@ -346,7 +361,7 @@ def test_wrong_files_end_it_in_one_line(
         monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("loaded the target"))
     with pytest.raises(SystemExit) as exit_:
         run(tmp_path / "out.jsonl", *words)
-    assert str(exit_.value.code).startswith("generate_data.py: ")
+    assert str(exit_.value.code).startswith("draftsmith data: ")
     assert message in str(exit_.value.code)
 
 

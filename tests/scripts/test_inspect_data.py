@@ -146,7 +146,7 @@ def test_a_training_config_and_a_stream_are_inspected(
     assert "3 conversations of 3 records" in output
     assert re.search(r"<\|user\|> ?word1 ?<\|end\|> ?<\|assistant\|>\[\[ ?word2 ?<\|end\|>\]\]", output)
     with pytest.raises(
-        SystemExit, match=r"inspect_data.py: unknown key 'datset' on the command line; did you mean 'dataset'\?"
+        SystemExit, match=r"draftsmith inspect: unknown key 'datset' on the command line; did you mean 'dataset'\?"
     ):
         inspect_data.main(["--config", str(config), "--datset", "x"])
 

@@ -5,8 +5,9 @@ Worked example, a ChatML template and the conversation user "Hi", assistant "Yo"
     text        <|im_start|> user \\n Hi <|im_end|> \\n <|im_start|> assistant \\n Yo <|im_end|> \\n
     loss_mask        0        0   0  0      0      0       0           0      0  1      1      0
 
-The assistant's header is given at decoding, so it is not learned. Its end-of-turn token is learned; the line break
-after that token belongs to the template. Rows are cut on the right, ids and mask alike.
+The assistant's header is given at decoding, so it is not learned. Its end-of-turn token is learned, unless the reply
+was cut off (`truncated`). The line break after that token belongs to the template. Rows are cut on the right, ids and
+mask alike.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ IMAGE_COLUMNS = {
     "media_end": datasets.Value("int32"),
 }
 # Part of the cache key of tokenized rows: raise it when the code below gives another result.
-_CACHE_VERSION = 10
+_CACHE_VERSION = 11
 _UNUSABLE: dict[str, Any] = {"input_ids": [], "loss_mask": [], "notes": []}
 # A process starts in about 0.1 s; this many short rows take 0.4 s.
 _ROWS_PER_PROCESS = 1000
@@ -267,7 +268,7 @@ def _encode(
         first, end = bisect_left(starts, span.begin), bisect_left(starts, span.end)
         # The next special token ends the turn, unless text of the template stands in between.
         turn_end = next((place for place in range(end, len(starts)) if input_ids[place] in special), None)
-        if not span.has_turn_end and turn_end is not None and not text[span.end : starts[turn_end]].strip():
+        if not span.is_complete and turn_end is not None and not text[span.end : starts[turn_end]].strip():
             end = turn_end + 1
         thought_end = None if train_on_thinking else find_thought_end(text, span.begin, span.end)
         if thought_end is not None:

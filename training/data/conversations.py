@@ -13,6 +13,7 @@ import datasets
 from datasets.distributed import split_dataset_by_node
 from datasets.exceptions import DatasetGenerationError
 
+from draftsmith.inference.targets.files import is_missing
 from draftsmith.training.data.layouts import AUTO, RecordFormat, parse_record
 from draftsmith.training.data.records import SUFFIXES, WHOLE, Share, drop_nulls, read_records
 
@@ -66,7 +67,7 @@ class Place:
             if not any(file.name.endswith(SUFFIXES) for file in folder.rglob("*")):
                 raise ValueError(f"{name} has no files ending in {', '.join(SUFFIXES)}")
             return cls(name, repository=str(folder), subset=subset, split=split)
-        if path.name.endswith(SUFFIXES) or name.startswith((".", "/", "~")):
+        if path.name.endswith(SUFFIXES) or is_missing(name):
             raise ValueError(f"{option} {name} does not exist; give an existing file or folder, or a hub id")
         return cls(name, repository=repository, subset=subset, split=split)
 

@@ -20,7 +20,8 @@ from typing import Any
 from draftsmith.training.images.references import is_image_part, place_images
 
 # A message has `role` and `content` (text, or a list of parts if it has images), and optionally `reasoning_content`
-# (thoughts), `tool_calls`, `tool_call_id`, `name`, and `learn`: False for a reply that is context only.
+# (thoughts), `tool_calls`, `tool_call_id`, `name`, `learn`: False for a reply that is context only, and `truncated`:
+# True for a last reply that was cut off, whose end is not learned.
 Messages = list[dict[str, Any]]
 
 _ROLES = {
@@ -299,6 +300,8 @@ def _parse_turn(turn: Any) -> dict[str, Any]:
             message[name] = turn[name]
     if not _is_learned(turn, message["role"]):
         message["learn"] = False
+    if turn.get("truncated") is True:
+        message["truncated"] = True
     return message
 
 

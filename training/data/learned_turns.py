@@ -16,6 +16,8 @@ from draftsmith.training.data.thoughts import find_thought_end, split_visible
 EMPTY = "empty replies, which are context only"
 UNLEARNED = "replies that the data mark as not to be learned"
 UNWRITTEN = "texts beside tool calls, which the chat template does not write"
+# Keys of a message that are about learning it; the chat template does not see them.
+_MARKS = ("learn", "truncated")
 LEFT_OUT = "conversations without their system text, which the chat template writes in prompts only"
 
 
@@ -53,7 +55,7 @@ def find_learned_turns(
         ConversationError: the template does not write the conversation.
         ValueError: a reply cannot be found in the rendered text.
     """
-    plain = [{key: value for key, value in message.items() if key != "learn"} for message in messages]
+    plain = [{key: value for key, value in message.items() if key not in _MARKS} for message in messages]
     finder = ReplyFinder(tokenizer, plain, tools, template=template)
     marked = finder.find_marked(plain)
     text, spans = marked or (finder.render(plain), [])
@@ -76,6 +78,8 @@ def find_learned_turns(
         spans = [found[place] for place, note in notes.items() if not note]
     else:
         spans = [span for span in spans if not any(span.begin <= one.end and one.begin <= span.end for one in context)]
+    if messages[-1].get("truncated") and spans and not notes.get(len(messages) - 1):
+        spans = [*spans[:-1], finder.leave_out_turn_end(spans[-1], text)]
     left_out = [LEFT_OUT] if finder.renderer.left_out else []
     left_out += [UNWRITTEN for one, other in zip(plain, written, strict=True) if one["content"] != other["content"]]
     return LearnedTurns(text, spans, [*filter(None, notes.values()), *left_out])

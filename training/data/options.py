@@ -71,7 +71,8 @@ class DataArguments:
         help="Pack several conversations, which do not see one another, into each row of up to --max_length tokens.",
     )
     max_samples: int | None = option(default=None, help="Use only the first N conversations of --dataset; none = all.")
-    max_eval_samples: int = option(default=512, help="Use the first N held-out conversations for the loss; 0 = all.")
+    # The loss of every checkpoint costs most of its evaluation; the acceptance length chooses.
+    max_eval_samples: int = option(default=128, help="Use the first N held-out conversations for the loss; 0 = all.")
     skip_bad_lines: bool = option(
         default=False, help="Count and skip malformed lines instead of stopping at the first one."
     )

@@ -25,11 +25,12 @@ _CHANGED = (
 
 @dataclass(frozen=True)
 class Span:
-    """Characters begin to end - 1 of a text. has_turn_end: they include the token that ends the turn."""
+    """Characters begin to end - 1 of a text. is_complete: these are all that is learned; otherwise the end of the
+    turn follows."""
 
     begin: int
     end: int
-    has_turn_end: bool = True
+    is_complete: bool = True
 
 
 def find_special_ids(tokenizer: Any) -> set[int]:
@@ -70,6 +71,12 @@ class ReplyFinder:
         """Whether the text ends with a special token, followed at most by whitespace."""
         return self.turn_end is not None and any(not text[end.end() :].strip() for end in self.turn_end.finditer(text))
 
+    def leave_out_turn_end(self, span: Span, text: str) -> Span:
+        """The span of a reply that was cut off, whose end of turn is the template's only."""
+        marks = self.turn_end.finditer(text, span.begin, span.end) if self.turn_end else ()
+        ends = (mark.start() for mark in marks if not text[mark.end() : span.end].strip())
+        return Span(span.begin, next(ends, span.end))
+
     def leave_out_unwritten(self, messages: Messages, text: str) -> Messages:
         """Returns the messages without those texts and thoughts beside tool calls that `text`, the rendered
         conversation, does not have: Llama 3 writes no text beside a call, and gpt-oss none before a later answer.
@@ -106,7 +113,7 @@ class ReplyFinder:
         for written in (message["content"], reply):  # many templates trim
             end = begin + len(written)
             if text.startswith(written, begin) and self.turn_end and self.turn_end.match(text, end):
-                return Span(begin, end, has_turn_end=False)
+                return Span(begin, end, is_complete=False)
         return None
 
     def _find_by_comparison(self, messages: Messages, index: int, text: str, before: str) -> Span:
@@ -136,7 +143,7 @@ class ReplyFinder:
         _, visible = split_visible(messages[index]["content"])
         if not text.endswith(right) or begin > end or visible.strip() not in text[begin:end]:
             raise ValueError(_CHANGED)
-        return Span(begin, end, has_turn_end=False)
+        return Span(begin, end, is_complete=False)
 
     def _find_by_prefix(self, messages: Messages, index: int, text: str, before: str) -> Span:
         """Finds the reply at `index` where it cannot be replaced: the text that it adds, its end of turn included."""

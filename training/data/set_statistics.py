@@ -132,3 +132,15 @@ def _without_place(problem: str) -> str:
     """Removes the file and line at its beginning, so that equal problems are counted together."""
     place, _, reason = problem.partition(": ")
     return reason if "line " in place or "row " in place else problem
+
+
+def describe_size(num_bytes: float) -> str:
+    """
+    >>> describe_size(24), describe_size(2_400), describe_size(31.4e9)
+    ('24 bytes', '2.4 kB', '31.4 GB')
+    """
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

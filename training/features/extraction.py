@@ -29,6 +29,7 @@ from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.data.collation import ConversationCollator, hash_tokens
 from draftsmith.training.data.options import DataArguments
+from draftsmith.training.data.set_statistics import describe_size
 from draftsmith.training.data.training_sets import cut_to_limit, load_every_row
 from draftsmith.training.features.endpoint_states import NUM_LAYERS, EndpointStates, refuse_without_target
 from draftsmith.training.features.extraction_options import ExtractionArguments, find_layers
@@ -337,8 +338,8 @@ def extract_features(
     plan = extraction.plan
     say(
         f"{plan.num_rows} texts, {plan.num_tokens} tokens x {settings.bytes_per_token} bytes "
-        f"({', '.join(settings.tensors)} in {settings.target.dtype}) = {extraction.size() / 1e9:.4g} GB in "
-        f"{len(plan.shards)} shards; {extraction.size_left() / 1e9:.4g} GB are left to write"
+        f"({', '.join(settings.tensors)} in {settings.target.dtype}) = {describe_size(extraction.size())} in "
+        f"{len(plan.shards)} shards; {describe_size(extraction.size_left())} are left to write"
     )
     mine = sum(len(extraction.rows[row]["input_ids"]) for shard in plan.shards[rank::num_processes] for row in shard)
     with tqdm(total=mine, unit=" tokens", unit_scale=True, disable=rank != 0) as progress:

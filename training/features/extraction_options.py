@@ -1,4 +1,4 @@
-"""The options of scripts/extract_features.py, and the layers that they select."""
+"""The options of `draftsmith features`, and the layers that they select."""
 
 from __future__ import annotations
 

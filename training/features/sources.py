@@ -236,7 +236,7 @@ class StoredFeatures(ReadFeatures):
         if states is None:
             raise MissingStatesError(
                 f"{self.store.folder} lacks a text of this batch: extract the features of this data "
-                f"(scripts/extract_features.py with the same options), or train with --feature_mode hybrid{self.hint}"
+                f"(draftsmith features with the same options), or train with --feature_mode hybrid{self.hint}"
             )
         return states
 

@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.training.data.collation import hash_tokens
+from draftsmith.training.data.set_statistics import describe_size
 
 FORMAT = 3
 
@@ -125,8 +126,8 @@ def write_shard(folder: Path, name: str, rows: Sequence[StoredRow]) -> None:
         scratch.unlink(missing_ok=True)
         size = sum(value.nbytes for value in tensors.values())
         raise DiskFullError(
-            f"cannot write {name} ({size / 1e9:.3g} GB) to {folder}: {error}. The shards before it are complete: free "
-            "some space and run the same command again, which continues after them"
+            f"cannot write {name} ({describe_size(size)}) to {folder}: {error}. The shards before it are complete: "
+            "free some space and run the same command again, which continues after them"
         ) from error
 
 
@@ -201,7 +202,7 @@ def read_settings(folder: Path) -> StoreSettings:
         values = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{folder} holds no features ({error}): write them with scripts/extract_features.py --output_dir {folder}"
+            f"{folder} holds no features ({error}): write them with draftsmith features --output_dir {folder}"
         ) from error
     if values.get("format") != FORMAT:
         raise ValueError(

@@ -22,7 +22,7 @@ def check_same_target(folder: Path, stored: TargetIdentity, found: TargetIdentit
         raise ValueError(
             f"{folder} holds states of another target ({stored.name}) than this run's ({found.name}): they differ in "
             f"{', '.join(different)}. Give the target, --target_dtype and --init_heads of the extraction, or extract "
-            "the states of this target into another folder (scripts/extract_features.py)"
+            "the states of this target into another folder (draftsmith features)"
         )
 
 
@@ -72,7 +72,7 @@ def check_complete(store: FeatureStore, heads: DraftHeads, rows: Mapping[str, An
     if planned is not None and store.num_finished < planned:
         raise ValueError(
             f"{store.folder} is not finished: it has {store.num_finished} of {planned} shards. Run the same "
-            "extract_features.py command again to write the others"
+            "draftsmith features command again to write the others"
         )
     for purpose, part in rows.items():
         known = iterate_ids(part) if isinstance(part, datasets.Dataset) else ()

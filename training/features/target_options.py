@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from draftsmith.heads import HEAD_TYPES
+from draftsmith.heads.formats.registry import PLACES
 from draftsmith.heads.registration import find_kind
 from draftsmith.training.data.options import option, refuse_without
 from draftsmith.training.features.sharded_target import Sharding
@@ -30,12 +32,19 @@ class ModelArguments:
     )
     head_type: str | None = option(
         default=None,
-        help="Kind of heads to create. Not with --init_heads. Without either of the two, every "
-        "option that is not given is chosen (--choose).",
+        help=f"Kind of heads to create: {', '.join(sorted(HEAD_TYPES))}. Not with --init_heads. Without either of the "
+        "two, every option that is not given is chosen (--choose).",
     )
     head_overrides: list[str] = option(
         default_factory=list,
         help="Fields of the heads' configuration: key=value with JSON values, such as num_heads=4. In YAML a mapping.",
+    )
+    served_by: str | None = option(
+        default=None,
+        aliases="--for",
+        metadata={"choices": [*PLACES]},
+        help=f"Where the heads will decode: {', '.join(PLACES)}. Chooses settings that can be exported there, and "
+        "refuses others.",
     )
     init_heads: str | None = option(
         default=None,
@@ -148,7 +157,7 @@ class FeatureArguments(EndpointArguments):
 
     features: str | None = option(
         default=None,
-        help="Folder of stored features (scripts/extract_features.py); none = run the target on every batch.",
+        help="Folder of stored features (draftsmith features); none = run the target on every batch.",
     )
     feature_mode: Literal["offline", "hybrid"] = option(
         default="offline",

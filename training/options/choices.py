@@ -9,6 +9,7 @@ Legend: D hidden size, I intermediate size, V vocabulary of the target.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import math
 import os
@@ -22,16 +23,21 @@ import torch
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.native_mtp import find_modules
+from draftsmith.heads.formats.registry import serves, settings_for
 from draftsmith.heads.kinds.eagle3 import default_draft_vocabulary
 from draftsmith.heads.registration import find_kind
 from draftsmith.inference.targets.files import read_config
 from draftsmith.inference.targets.model_config import find_auto_class, find_length_limit
+from draftsmith.training.data.conversations import Place
+from draftsmith.training.data.set_statistics import describe_size
 from draftsmith.training.distributed.launch import count_launched, is_requested
 
 logger = logging.getLogger(__name__)
 
 # The most published results, and every engine serves them (docs/choosing-heads.md).
 KIND = "eagle3"
+# Without --for, chosen heads can be exported to all of these.
+SERVED = ("vllm", "sglang")
 # Rows of the recipes for large targets: SpecForge 4,096, EAGLE's authors 2,048, speculators 8,192.
 LONGEST_ROW = 4096
 # AdamW's rate times D, for a kind whose usual rate is 1e-4. It gives 2e-3 for chat-13m, and 1.2e-4 to 6e-5 for widths
@@ -66,6 +72,30 @@ class Choice:
     name: str
     value: str
     reason: str
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What was chosen, for which target and machine."""
+
+    title: str
+    options: list[Choice]
+
+    @property
+    def overrides(self) -> list[str]:
+        """Those of the heads' configuration, as `head_overrides` has them."""
+        return [one.value for one in self.options if one.name == "head_overrides"]
+
+    @property
+    def words(self) -> list[str]:
+        """The others as words of a command line."""
+        return [f"--{one.name}={one.value}" for one in self.options if one.name != "head_overrides"]
+
+    def tell(self) -> None:
+        """Logs them with their reasons."""
+        logger.info("%s", self.title)
+        for one in self.options:
+            logger.info("  --%s %s: %s", one.name, one.value, one.reason)
 
 
 @dataclass(frozen=True)
@@ -155,7 +185,7 @@ def wants_choices(given: Mapping[str, Sequence[str]], *, has_file: bool) -> bool
     return "target" in given and "init_heads" not in given and not (has_file and "head_type" in given)
 
 
-def choose_options(given: Mapping[str, Sequence[str]], overrides: Mapping[str, Any]) -> list[Choice]:
+def choose_options(given: Mapping[str, Sequence[str]], overrides: Mapping[str, Any]) -> Choices:
     """The options that the user leaves open.
 
     Args:
@@ -163,7 +193,7 @@ def choose_options(given: Mapping[str, Sequence[str]], overrides: Mapping[str, A
         overrides: the head_overrides that are given.
 
     Raises:
-        ValueError: there is no data set, and how to make one.
+        ValueError: there is no data set, and how to make one; or there is none of that name.
     """
     (name,) = given["target"]
     if "dataset" not in given:
@@ -171,14 +201,14 @@ def choose_options(given: Mapping[str, Sequence[str]], overrides: Mapping[str, A
     machine = Machine.find(given)
     shape = Shape.read(name, trust_remote_code=_is_on(given, "trust_remote_code"))
     chosen = [one for one in _choose(given, overrides, shape, machine) if one.name not in given]
-    logger.info(
-        "choices for %s (%.3g billion parameters) on %s with %.0f GB, %d process%s; each may be given as an option",
-        *(name, shape.parameters / 1e9, machine.name, machine.memory / 1e9),
-        *(machine.num_processes, "" if machine.num_processes == 1 else "es"),
+    for dataset in given["dataset"]:
+        Place.find(dataset)
+    title = (
+        f"choices for {name} ({shape.parameters / 1e6:,.0f} million parameters) on {machine.name} with "
+        f"{describe_size(machine.memory)}, {machine.num_processes} process{'es' * (machine.num_processes > 1)}; each "
+        "may be given as an option"
     )
-    for one in chosen:
-        logger.info("  --%s %s: %s", one.name, one.value, one.reason)
-    return chosen
+    return Choices(title, chosen)
 
 
 def _choose(
@@ -188,12 +218,14 @@ def _choose(
     if "head_type" in given:
         (kind,) = given["head_type"]
     elif "init_heads" not in given:
-        start = _choose_heads(given["target"][0], shape)
+        start = _choose_heads(given["target"][0], shape, given.get("served_by", SERVED))
         is_native = start.name == "init_heads"
         yield start
     is_fresh = not is_native and "init_heads" not in given
     if is_fresh and (vocabulary := _choose_vocabulary(kind, overrides, shape)) is not None:
         yield vocabulary
+    if is_fresh:
+        yield from _choose_settings(given, kind, overrides, shape)
     is_split = any(name in given or is_requested(name) for name in ("fsdp", "deepspeed"))
     has_muon = hasattr(torch.optim, "Muon") and not is_split
     if "lora_r" not in given:  # adapters have rates of their own
@@ -214,15 +246,15 @@ def _choose(
         yield _choose_epochs(given["dataset"])
 
 
-def _choose_heads(name: str, shape: Shape) -> Choice:
-    """The target's own MTP modules if it has some that can be read, else new heads."""
+def _choose_heads(name: str, shape: Shape, places: Sequence[str]) -> Choice:
+    """The target's own MTP modules if it has some that can be read and served, else new heads."""
     found = find_modules(name, shape.config.num_hidden_layers)
-    if found.count and not found.is_quantized:
+    if found.count and not found.is_quantized and all(serves(place, found.kind) for place in places):
         return Choice(
             "init_heads", name, f"the target's checkpoint has {found.count} MTP module(s), trained on far more tokens"
         )
-    reason = "the most published results, and vLLM, SGLang and llama.cpp serve these heads"
-    if found.count:
+    reason = f"the most published results; served by {' and '.join(places)} (--for names others)"
+    if found.is_quantized:
         reason += "; the MTP modules in the target's checkpoint are quantized, so they are left out"
     return Choice("head_type", KIND, reason)
 
@@ -240,6 +272,19 @@ def _choose_vocabulary(kind: str, overrides: Mapping[str, Any], shape: Shape) ->
         f"the most frequent in the data; an LM head of all {size:,} is {share:.0%} of the target, at every draft level"
     )
     return Choice("head_overrides", f"draft_vocab_size={fewer}", reason)
+
+
+def _choose_settings(
+    given: Mapping[str, Sequence[str]], kind: str, overrides: Mapping[str, Any], shape: Shape
+) -> Iterator[Choice]:
+    """What new heads need so that they can be exported to where they will decode."""
+    places = given.get("served_by", () if "head_type" in given else SERVED)
+    config = shape.make_heads(kind, overrides).config
+    wanted = {name: value for place in places for name, value in settings_for(place, kind).items()}
+    for name, value in wanted.items():
+        if name not in overrides and getattr(config, name) != value:
+            words = value if isinstance(value, str) else json.dumps(value)
+            yield Choice("head_overrides", f"{name}={words}", f"for {' and '.join(places)}")
 
 
 def _choose_optimizer(kind: str, width: int, *, is_fresh: bool, is_native: bool, has_muon: bool) -> Iterator[Choice]:
@@ -277,13 +322,13 @@ def _choose_rows(
         weights //= machine.num_processes
     elif "target_device_map" not in given and weights > USED_SHARE * machine.memory:
         if machine.num_processes > 1:
-            yield Choice("shard_target", "fsdp2", f"{weights / 1e9:.0f} GB of weights do not fit on one device")
+            yield Choice("shard_target", "fsdp2", f"{describe_size(weights)} of weights do not fit on one device")
             weights //= machine.num_processes
         else:
             logger.warning(
-                "the target's weights take %.0f GB, and this process has %.0f GB: start one process for each GPU "
+                "the target's weights take %s, and this process has %s: start one process for each GPU "
                 "(accelerate launch), or give --target_device_map or --features_endpoint (docs/scaling.md)",
-                *(weights / 1e9, machine.memory / 1e9),
+                *(describe_size(weights), describe_size(machine.memory)),
             )
     intermediate = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     # Autograd keeps about 12 vectors of D and 3 of I for each token and depth: 1.32 MB for an 8B target and 7 depths.
@@ -296,9 +341,9 @@ def _choose_rows(
     if "per_device_train_batch_size" in given:
         rows = int(given["per_device_train_batch_size"][0])
     else:
-        reason = f"{fitting:,} rows fit beside {weights / 1e9:.2g} GB of target (computed), {wanted} make a step"
+        reason = f"{fitting:,} rows fit beside {describe_size(weights)} of target (computed), {wanted} make a step"
         if not fitting:
-            reason = f"no row fits beside {weights / 1e9:.3g} GB of target (computed): use more GPUs or shorter rows"
+            reason = f"no row fits beside {describe_size(weights)} of target (computed): use more GPUs or shorter rows"
         yield Choice("per_device_train_batch_size", str(rows), reason)
     total = rows * length * machine.num_processes * (accumulated := max(1, math.ceil(wanted / rows)))
     yield Choice("gradient_accumulation_steps", str(accumulated), f"{total:,} tokens for each optimizer step")
@@ -309,5 +354,5 @@ def _choose_epochs(datasets: Sequence[str]) -> Choice:
     files = [file for place in places for file in (place, *place.rglob("*")) if file.is_file()]
     size = sum(file.stat().st_size * (_GZIP if file.suffix == ".gz" else 1) for file in files)
     if all(place.exists() for place in places) and size < SMALL_SET:
-        return Choice("num_train_epochs", str(EPOCHS_SMALL), f"{size / 1e6:.3g} MB of text is little")
+        return Choice("num_train_epochs", str(EPOCHS_SMALL), f"{describe_size(size)} of text is little")
     return Choice("num_train_epochs", str(EPOCHS), f"the data is a hub id, or has {SMALL_SET / 1e6:.0f} MB or more")

@@ -5,16 +5,26 @@ The comment beside a default says why it differs from the default of `transforme
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from transformers import TrainingArguments
-from transformers.trainer_utils import IntervalStrategy
 
 from draftsmith.training.data.options import option
 from draftsmith.training.distributed.launch import find_strategy, settle_devices
 from draftsmith.training.losses.terms import LOSSES, parse_loss
+
+# Package of a tracker -> how to install it.
+TRACKERS = {
+    **{name: f"pip install 'draftsmith[{name}]'" for name in ("wandb", "mlflow")},
+    **{name: f"pip install {name}" for name in ("tensorboard", "trackio")},
+}
+
+
+# What transformers gets for an option that is left open, until the run has settled it.
+UNSETTLED = {"logging_steps": 1, "eval_strategy": "no", "load_best_model_at_end": False}
 
 
 @dataclass
@@ -38,7 +48,10 @@ class HeadsTrainingArguments(TrainingArguments):
     max_grad_norm: float = option(default=0.5, help="Clip gradients to this norm; 0 = do not clip.")
     # Halves the memory of activations; weights, optimizer state and losses stay in float32.
     bf16: bool = option(default=True, help="Compute in bfloat16 through autocast.")
-    logging_steps: float = option(default=20, help="Steps between two log lines (below 1: share of all).")
+    # Steps take from milliseconds to minutes.
+    logging_steps: float | None = option(  # type: ignore[assignment, unused-ignore]
+        default=None, help="Steps between two log lines (below 1: share of all); none = about every half minute."
+    )
     # Otherwise the accelerator waits while batches are read and padded; a CPU trains at the same time as workers.
     dataloader_num_workers: int | None = option(  # type: ignore[assignment, unused-ignore]
         default=None, help="Processes that read batches ahead; none = 2 with an accelerator, 0 on a CPU."
@@ -68,6 +81,15 @@ class HeadsTrainingArguments(TrainingArguments):
     metric_for_best_model: str | None = option(
         default="acceptance_length", help="Metric of the best checkpoint: acceptance_length, loss, top1_depth1, ..."
     )
+    # Loss misses what is accepted, so evaluations choose among the checkpoints (`run/evaluation.py`).
+    eval_strategy: str | None = option(  # type: ignore[assignment, unused-ignore]
+        default=None,
+        help="When to evaluate: no, steps or epoch; none = at every checkpoint (or every --eval_steps), if "
+        "conversations are held out and the metric of the best checkpoint can be measured.",
+    )
+    load_best_model_at_end: bool | None = option(  # type: ignore[assignment, unused-ignore]
+        default=None, help="The best checkpoint is the result; none = if every checkpoint is evaluated."
+    )
     early_stopping_patience: int | None = option(
         default=None, help="Stop after this many evaluations without a better --metric_for_best_model; none = never."
     )
@@ -96,11 +118,20 @@ class HeadsTrainingArguments(TrainingArguments):
         settle_devices(self)
         if self.dataloader_num_workers is None:
             self.dataloader_num_workers = 2 if torch.accelerator.is_available() and not self.use_cpu else 0
+        # Here None leaves a choice to the run; transformers compares numbers, and wants values.
+        left_open = dict.fromkeys(name for name in UNSETTLED if getattr(self, name) is None)
+        vars(self).update({name: UNSETTLED[name] for name in left_open})
         super().__post_init__()
+        vars(self).update(left_open)
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns
 
     def _check_own_options(self) -> None:
+        for tracker in {*self.report_to} & TRACKERS.keys():
+            if importlib.util.find_spec(tracker) is None:
+                raise ValueError(
+                    f"got report_to {tracker}, which is not installed: {TRACKERS[tracker]}, or leave report_to out"
+                )
         if self.remove_unused_columns:
             raise ValueError("got remove_unused_columns true, which drops the borders of packed rows: leave it out")
         if self.step_decay is not None and not 0 < self.step_decay <= 1:
@@ -114,13 +145,10 @@ class HeadsTrainingArguments(TrainingArguments):
             )
         if self.muon_learning_rate is not None and self.muon_learning_rate <= 0:
             raise ValueError(f"got muon_learning_rate {self.muon_learning_rate}: it must be above 0")
+        if self.eval_strategy == "steps" and not self.eval_steps:
+            raise ValueError("got eval_strategy steps without eval_steps: give the steps between two evaluations")
         if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
             raise ValueError(f"got early_stopping_patience {self.early_stopping_patience}: it must be at least 1")
-        if self.early_stopping_patience is not None and self.eval_strategy in (IntervalStrategy.NO, "no"):
-            raise ValueError(
-                f"got early_stopping_patience {self.early_stopping_patience} without evaluations: give eval_strategy "
-                "(steps or epoch) as well"
-            )
 
     def _validate_args(self) -> None:
         """On a machine without accelerators transformers refuses `bf16` without `use_cpu`, which says nothing there."""

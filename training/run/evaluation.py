@@ -9,7 +9,7 @@ from typing import Any
 import datasets
 import torch
 from transformers import TrainingArguments
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, GenerationStats, Target
@@ -83,6 +83,39 @@ class AcceptanceMeter:
         for prompt in self.prompts:
             stats += decode_prompt(decoder, prompt, self.tokenizer, max_new_tokens=self.max_new_tokens)
         return {"acceptance_length": stats.acceptance_length}
+
+
+def settle_evaluations(args: Any, *, has_rows: bool, has_prompts: bool) -> None:
+    """Settles `eval_strategy` and `load_best_model_at_end` where they are left open.
+
+    Raises:
+        ValueError: an option needs evaluations, and there are none.
+    """
+    has_metric = has_prompts or args.metric_for_best_model not in (None, "acceptance_length")
+    saves: SaveStrategy = args.save_strategy
+    if args.eval_strategy is None:
+        args.eval_strategy = IntervalStrategy.NO
+        if has_rows and args.eval_steps is not None:
+            args.eval_strategy = IntervalStrategy.STEPS
+        elif has_rows and has_metric and saves != SaveStrategy.NO:
+            is_epoch = saves == SaveStrategy.EPOCH
+            args.eval_strategy = IntervalStrategy.EPOCH if is_epoch else IntervalStrategy.STEPS
+            args.eval_steps = args.save_steps
+    if args.load_best_model_at_end is None:
+        args.load_best_model_at_end = has_metric and _evaluates_each_checkpoint(args)
+    for name in ("load_best_model_at_end", "early_stopping_patience"):
+        if args.eval_strategy == IntervalStrategy.NO and (value := getattr(args, name, None)):
+            raise ValueError(
+                f"got {name} {str(value).lower()} without evaluations: give eval_strategy (steps or epoch), and "
+                "validation_fraction or eval_dataset"
+            )
+
+
+def _evaluates_each_checkpoint(args: Any) -> bool:
+    evaluates, saves = args.eval_strategy, args.save_strategy
+    if evaluates == saves == SaveStrategy.STEPS:
+        return float(args.save_steps / args.eval_steps).is_integer()
+    return evaluates != IntervalStrategy.NO and saves in (evaluates, SaveStrategy.BEST)
 
 
 def check_best_metric(args: TrainingArguments, *, num_depths: int, has_prompts: bool, is_joint: bool) -> None:

@@ -24,8 +24,8 @@ from draftsmith.training.run.trainer import HeadsTrainer
 class JointTrainer(HeadsTrainer):
     """Trains a `JointModel`.
 
-    In the logs `loss` is the minimised sum, and `heads_loss` and `target_loss` are its parts. `eval_loss` is the heads'
-    loss, as without adapters.
+    In the logs `loss` is the minimised sum, `heads_loss` the heads' mean over drafted tokens, and `target_loss` the
+    target's. `eval_loss` is the heads' loss, as without adapters.
     """
 
     logged_metrics = (*HeadsTrainer.logged_metrics, "heads_loss", "target_loss", "adapter_learning_rate")

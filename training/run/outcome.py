@@ -21,19 +21,23 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import TrainerState
 
+from draftsmith.inference import Decoder, GenerationStats
+from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.features.sharded_target import count_held
-from draftsmith.training.reporting.examples import Example, decode_examples
+from draftsmith.training.reporting.examples import Example, Prompt, decode_examples, decode_prompt
 from draftsmith.training.reporting.model_card import render_card
 from draftsmith.training.reporting.report import count_rows, render_report
 from draftsmith.training.reporting.trackers import send_examples
 from draftsmith.training.run.checkpoints import read_run_file, write_file
 from draftsmith.training.run.evaluation import AcceptanceMeter
-from draftsmith.training.run.resume import is_finished
+from draftsmith.training.run.pace import CHAIN, describe_expected
+from draftsmith.training.run.resume import find_newest, is_finished
 from draftsmith.training.run.stopping import explain_full_disk
 from draftsmith.training.run.trainer import HeadsTrainer
 from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
 logger = logging.getLogger(__name__)
+USUAL_TOKENS = 3e6  # that heads learn from: docs/choosing-heads.md
 NUM_EXAMPLES = 4  # prompts that the report shows with their replies
 _SECRET = re.compile(r"(--\w*token[= ])('[^']*'|\S+)")  # records are uploaded
 
@@ -65,6 +69,8 @@ class PreparedRun:
         with explain_full_disk(trainer, "the trained heads"):
             trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
         record = {**make_record(trainer, metrics, seconds), "data": dict(self.counts)}
+        if isinstance(trainer.measure_acceptance, AcceptanceMeter):
+            record |= measure_drafting(trainer.measure_acceptance)
         if trainer.args.process_index == 0:
             # transformers' pickle of the options, which training_config.yaml holds as text
             (self.output_dir / "training_args.bin").unlink(missing_ok=True)
@@ -117,9 +123,9 @@ def written_command(arguments: Sequence[str]) -> str:
     """The command of a run as its record has it, with tokens of hubs and trackers cut off.
 
     >>> written_command(["--target", "T", "--hub_token", "hf_secret"])
-    'train_heads.py --target T --hub_token ...'
+    'draftsmith train --target T --hub_token ...'
     """
-    return _SECRET.sub(r"\1...", shlex.join(["train_heads.py", *arguments]))
+    return _SECRET.sub(r"\1...", shlex.join(["draftsmith", "train", *arguments]))
 
 
 def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
@@ -139,7 +145,7 @@ def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float
             "threads": torch.get_num_threads(),
             "steps": state.global_step,
             "tokens": state.num_input_tokens_seen,
-            "epochs": state.epoch,
+            "epochs": round(state.epoch or 0, 2),
         },
         "distributed": {
             **distributed,
@@ -237,22 +243,60 @@ def _render_report(
     )
 
 
-def describe_outcome(output_dir: Path, target: str, metrics: Mapping[str, float], *, has_target: bool = True) -> str:
-    """The last lines of a run: the files it wrote, the acceptance length, the next command to type.
+def describe_outcome(output_dir: Path, target: str, *, has_target: bool = True) -> str:
+    """The last lines of a run: the files it wrote, how good the heads are, the next command to type.
 
     Args:
         has_target: the whole target was here, not on a server.
     """
+    record = json.loads((output_dir / "training_record.json").read_text(encoding="utf-8"))
     weights = ("model.safetensors", "token_counts.safetensors", "adapter")
     names = (*weights, "training_record.json", "report.html", "README.md")
-    written = ", ".join(name for name in names if (output_dir / name).exists())
-    length = metrics.get("eval_acceptance_length")
-    reason = "no held-out prompts" if has_target else "the target is on the server"
-    measured = f"not measured ({reason})" if length is None else f"{length:.2f} tokens per verify step"
+    lines = [f"wrote {output_dir}: {', '.join(name for name in names if (output_dir / name).exists())}"]
+    length = record["metrics"].get("eval_acceptance_length")
+    if length is None:
+        reason = "no held-out prompts" if has_target else "the target is on the server"
+        lines.append(f"acceptance length: not measured ({reason})")
+    else:
+        tokens = record["training"]["tokens"]
+        lines.append(f"acceptance length: {length:.2f} tokens per verify step after {tokens:,} tokens")
+        lines.append(f"  {describe_expected(tokens, record.get('chain_acceptance_length'))}")
+        if tokens < USUAL_TOKENS:
+            lines.append(f"  more tokens help most: {USUAL_TOKENS / 1e6:.0f} million are usual")
+    if (speed := record.get("speed_over_plain")) is not None:
+        cure = "" if speed > 1 else "; --tree auto drafts only where that is faster"
+        lines.append(f"speed on this machine: {speed:.2f} times plain decoding{cure}")
     heads = f"--target {shlex.quote(target)} --heads {shlex.quote(str(output_dir))}"
-    return (
-        f"wrote {output_dir}: {written}\n"
-        f"acceptance length: {measured}\n"
-        f'next: python scripts/generate.py {heads} --compare true --prompt "Hello"\n'
-        f"  or: python scripts/benchmark.py {heads} --prompts examples/prompts.jsonl"
-    )
+    lines.append(f'next: draftsmith chat {heads} --compare --prompt "Hello"')
+    lines.append(f"  or: draftsmith bench {heads} --prompts examples/prompts.jsonl")
+    return "\n".join(lines)
+
+
+def describe_interrupted(output_dir: Path) -> str:
+    """What an interrupted run has left, and the command that continues it."""
+    newest = find_newest(output_dir)
+    if newest is None:
+        return ""
+    config = shlex.quote(str(output_dir / "training_config.yaml"))
+    return f"{newest} is kept. Continue: draftsmith train --config {config} --resume_from_checkpoint true"
+
+
+def measure_drafting(meter: AcceptanceMeter) -> dict[str, float]:
+    """How many times as fast as plain decoding the heads decode a few held-out prompts, one at a time, and the
+    acceptance length of chains on all of them. Collective."""
+    heads, seconds = whole_heads(meter.heads), []
+
+    def decode(decoder: Decoder, prompts: list[Prompt]) -> float:
+        stats = GenerationStats()
+        for prompt in prompts:
+            stats += decode_prompt(decoder, prompt, meter.tokenizer, max_new_tokens=meter.max_new_tokens)
+        return stats.acceptance_length
+
+    for drafter in (heads, None):
+        decoder = Decoder(meter.target, drafter)
+        decode(decoder, meter.prompts[:1])  # warms up
+        start = time.perf_counter()
+        decode(decoder, meter.prompts[:NUM_EXAMPLES])
+        seconds.append(time.perf_counter() - start)
+    length = decode(Decoder(meter.target, heads, tree=f"chain:{min(CHAIN, heads.max_depth or CHAIN)}"), meter.prompts)
+    return {"speed_over_plain": round(seconds[1] / seconds[0], 3), "chain_acceptance_length": round(length, 3)}

@@ -15,20 +15,36 @@ from torch import nn
 from draftsmith.heads.modules.host_tensors import read_on_host
 from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.features.sources import FeatureSource
+from draftsmith.training.run.progress import describe_time
 from draftsmith.training.run.stopping import FiniteWatch
 from draftsmith.training.run.trainer import HeadsTrainer
 
 # Whole rows are measured while they fit into these seconds; before them a row of about so many tokens, twice.
 MEASURED_SECONDS = 15.0
 SHORT = 512
-# Of a time budget, for evaluations, checkpoints and the optimizer.
+# Of a time budget, for steps; the rest is for evaluations and checkpoints.
 USED_SHARE = 0.9
 FEWEST_STEPS = 20  # fewer than these learn nothing
 LONG = 2 * 3600.0  # then `describe` says what to do; its factors: docs/benchmarks/README.md
-# Acceptance length of a chain of 4 at T = 0 after so many tokens, of EAGLE-3 and MTP heads on small targets:
-# docs/choosing-heads.md.
-EXPECTED = ((1.5e6, "below 1.5"), (3e6, "1.5 to 1.9"), (12e6, "1.9 to 2.3"))
-MORE = "above 2.3"
+# Least and most acceptance length of a chain of CHAIN at T = 0, of EAGLE-3 and MTP heads on small targets that learned
+# from fewer tokens than the first number: docs/choosing-heads.md.
+CHAIN = 4
+EXPECTED = ((1.5e6, 1.0, 1.5), (3e6, 1.5, 1.9), (12e6, 1.9, 2.3), (math.inf, 2.3, math.inf))
+
+
+def describe_expected(tokens: float, length: float | None = None) -> str:
+    """What to expect from heads after so many tokens, and whether an acceptance length is as good.
+
+    >>> describe_expected(2e6, 1.4).partition(";")[0]
+    'a chain of 4 gives 1.40, less than usual'
+    """
+    _, least, most = next(bounds for bounds in EXPECTED if tokens < bounds[0])
+    usual = f"below {most}" if least == 1 else f"above {least}" if most == math.inf else f"{least} to {most}"
+    usual = f"after as many tokens EAGLE-3 and MTP heads had {usual} on small targets (docs/choosing-heads.md)"
+    if length is None:
+        return f"acceptance length of chains of {CHAIN}: {usual}"
+    verdict = "less than usual" if length < least else "more than usual" if length > most else "as usual"
+    return f"a chain of {CHAIN} gives {length:.2f}, {verdict}; {usual}"
 
 
 @dataclass(frozen=True)
@@ -36,7 +52,7 @@ class Pace:
     """The speed of a run, and its size.
 
     Attributes:
-        tokens_per_second: of all processes together, without evaluations and optimizer.
+        tokens_per_second: of all processes together, without evaluations.
         tokens_per_step: the mean of an optimizer step of all processes.
         num_steps: that the options ask for.
     """
@@ -68,12 +84,10 @@ class Pace:
     def describe(self) -> str:
         """What the run costs and what to expect from it; for a long run also what to do."""
         tokens = self.num_steps * self.tokens_per_step
-        expected = next((words for most, words in EXPECTED if tokens < most), MORE)
         lines = [
             f"measured {self.tokens_per_second:,.0f} tokens/s: {tokens / 1e6:,.3g} M tokens ({self.num_steps:,} steps) "
             f"take about {describe_time(self.seconds)}, without evaluations",
-            f"after as many tokens, chains of 4 had acceptance lengths of {expected} on small targets "
-            "(docs/choosing-heads.md)",
+            describe_expected(tokens),
         ]
         if self.seconds > LONG:
             fitting = USED_SHARE * LONG * self.tokens_per_second
@@ -84,21 +98,8 @@ class Pace:
         return "\n".join(lines)
 
 
-def describe_time(seconds: float) -> str:
-    """
-    >>> describe_time(40), describe_time(1500), describe_time(9000), describe_time(540000)
-    ('40 seconds', '25 minutes', '2.5 hours', '150 hours (6.2 days)')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} seconds"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} minutes"
-    hours = f"{seconds / 3600:.3g} hours"
-    return hours if seconds < 2 * 86400 else f"{hours} ({seconds / 86400:.1f} days)"
-
-
 def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
-    """Times forward and backward passes, and leaves the heads and the random numbers as they were. Collective.
+    """Times passes and an optimizer step, and leaves the heads and the random numbers as they were. Collective.
 
     Args:
         source: of the target's states; it writes nothing.
@@ -113,13 +114,20 @@ def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
     model: Any = trainer.model
     was_training = model.training
     model.train()
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the newer name first; Trainer does so later
+        if getattr(args, name, None):
+            getattr(model, f"{name}_enable")()
+            break
     with torch.random.fork_rng():
         speed = _measure_speed(trainer, source, rows)
+        optimizer_seconds = _time_optimizer(trainer)
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     trainer.watch = FiniteWatch()
-    slowest = min(gather_object([speed]))  # the same number in every process: a time budget sets steps by it
-    return Pace(slowest * args.world_size, per_step * sum(lengths) / len(lengths), num_steps)
+    tokens = per_step * sum(lengths) / len(lengths)
+    seconds = tokens / args.world_size / speed + optimizer_seconds
+    slowest = max(gather_object([seconds]))  # the same number in every process: a time budget sets steps by it
+    return Pace(tokens / slowest, tokens, num_steps)
 
 
 def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> float:
@@ -153,11 +161,34 @@ def _shorten(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _time_optimizer(trainer: HeadsTrainer) -> float:
+    """Seconds of an optimizer step that changes nothing: its gradients and learning rates are 0. FSDP and DeepSpeed
+    make their optimizers when they train, so theirs takes no time here."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return 0.0
+    optimizer = trainer.create_optimizer()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight)
+    trainer.optimizer = None  # the run makes its own
+    optimizer.step()  # makes the moments
+    _wait()
+    start = time.perf_counter()
+    optimizer.step()
+    _wait()
+    return time.perf_counter() - start
+
+
 def _time_batch(trainer: HeadsTrainer, source: FeatureSource, rows: list[dict[str, Any]]) -> float:
     """Tokens per second of a forward and a backward pass."""
     inputs = trainer._prepare_inputs(trainer.data_collator(rows))
     start = time.perf_counter()
     trainer.draft_from(source(inputs), inputs, trainer.heads, cast(nn.Module, trainer.model), None).loss.backward()
+    _wait()
+    return int(read_on_host(inputs["attention_mask"]).sum()) / (time.perf_counter() - start)
+
+
+def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return int(read_on_host(inputs["attention_mask"]).sum()) / (time.perf_counter() - start)

@@ -18,6 +18,7 @@ from transformers import EarlyStoppingCallback, TrainerState, set_seed
 from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.checkpoint import is_published
 from draftsmith.heads.config import name_of_target
+from draftsmith.heads.formats.registry import check_place
 from draftsmith.inference import Target
 from draftsmith.inference.kernels.packed_weights import has_bfloat16
 from draftsmith.inference.targets.files import read_tokenizer
@@ -25,6 +26,7 @@ from draftsmith.inference.targets.model_config import LengthLimit, find_length_l
 from draftsmith.training.data.collation import ConversationCollator, count_tokens
 from draftsmith.training.data.options import seed_of_data
 from draftsmith.training.data.packing import pack_rows
+from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.data.streaming import ConversationStream
 from draftsmith.training.data.training_sets import cut_to_limit, load_datasets
 from draftsmith.training.distributed.waiting import one_process_first
@@ -45,11 +47,10 @@ from draftsmith.training.features.target_options import FeatureArguments
 from draftsmith.training.images.processor import ImageCollator, load_processor, refuse_placeholders
 from draftsmith.training.options.command_line import resolve_arguments
 from draftsmith.training.options.run_options import RunOptions, check_options, parse_seconds, refuse_with_images
-from draftsmith.training.reporting.examples import Prompt
-from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts
+from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts, settle_evaluations
 from draftsmith.training.run.joint_model import JointModel, adapt_target
 from draftsmith.training.run.joint_trainer import JointTrainer
-from draftsmith.training.run.outcome import PreparedRun, write_text
+from draftsmith.training.run.outcome import USUAL_TOKENS, PreparedRun, write_text
 from draftsmith.training.run.pace import measure_pace
 from draftsmith.training.run.resume import check_same_run, describe_run, find_checkpoint
 from draftsmith.training.run.trainer import HeadsTrainer
@@ -102,6 +103,8 @@ def prepare_run(*parts: Any) -> PreparedRun:
     is_main_process = args.process_index == 0
     checkpoint = find_checkpoint(args.output_dir, args.resume_from_checkpoint, is_main_process=is_main_process)
     models = _load_models(options, checkpoint)
+    if options.model.served_by is not None:
+        check_place(models.heads, models.target, options.model.served_by)
     has_states = options.features.features is not None or options.features.features_endpoint is not None
     is_new = checkpoint is None and is_main_process
     if is_new and args.device.type == "cpu" and not has_bfloat16():
@@ -111,19 +114,15 @@ def prepare_run(*parts: Any) -> PreparedRun:
         args.learning_rate = models.heads.default_learning_rate / multiplier
     limit = find_length_limit(models.target.text_config)
     options = replace(options, data=cut_to_limit(options.data, limit, has_warning=is_main_process))
-    rows = _load_rows(options, models)
+    rows = _load_rows(options, models, checkpoint)
+    meter = _make_meter(options, models, rows, limit)
+    settle_evaluations(args, has_rows=rows.eval_set is not None, has_prompts=meter is not None)
     settings = resolve_arguments(*options.parts())
-    prompts = _find_prompts(options, models, rows, limit)
     description = describe_run(settings, rows.train_set, args.world_size)
     if checkpoint is not None:
         check_same_run(checkpoint, description, may_differ=args.resume_with_changes)
     num_depths = models.heads.num_unrolled_steps
-    check_best_metric(args, num_depths=num_depths, has_prompts=bool(prompts), is_joint=options.joint.is_on)
-    meter = None
-    if prompts:
-        meter = AcceptanceMeter(
-            models.target, models.heads, prompts, models.tokenizer, options.data.eval_max_new_tokens
-        )
+    check_best_metric(args, num_depths=num_depths, has_prompts=meter is not None, is_joint=options.joint.is_on)
     features = _prepare_features(options, models, rows)
     _arrange_rows(options, rows)  # after everything that reads single conversations
     trainer = _make_trainer(options, models, rows, features, meter, description)
@@ -131,6 +130,8 @@ def prepare_run(*parts: Any) -> PreparedRun:
         check_first_row(models.target, features.peek, features.collate, rows.train_set, models.heads.feature_layers)
     if isinstance(rows.train_set, OnPolicyRows) and checkpoint is not None:
         rows.train_set.load(checkpoint)
+    if is_new:
+        _announce_few_tokens(trainer, options.model.target)
     if options.run.time_budget is not None or ((options.run.choose or options.run.dry_run) and checkpoint is None):
         _settle_time(options, trainer, features, checkpoint)
     if is_main_process and not options.run.dry_run:  # now, so that an interrupted run has its configuration
@@ -146,6 +147,23 @@ def prepare_run(*parts: Any) -> PreparedRun:
         wants_report=options.run.report,
         makes_folder=makes_folder,
     )
+
+
+def _announce_few_tokens(trainer: HeadsTrainer, target: str) -> None:
+    """Says at the start that a run is too short for heads to learn much."""
+    args, rows = trainer.args, trainer.train_dataset
+    if not isinstance(rows, datasets.Dataset):
+        return  # a stream, whose length is not known, or replies that are not written yet
+    tokens = sum(row_lengths(rows)) * args.num_train_epochs
+    if args.max_steps > 0:
+        per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        tokens = args.max_steps * per_step * sum(row_lengths(rows)) / len(rows)
+    if tokens < USUAL_TOKENS:
+        logger.info(
+            "this run reads %s tokens, and %.0f million are usual: raise the steps or epochs, or let the target write "
+            "more conversations (draftsmith data --target %s)",
+            *(f"{tokens:,.0f}", USUAL_TOKENS / 1e6, target),
+        )
 
 
 def _settle_time(
@@ -220,8 +238,9 @@ def _name_target(heads: DraftHeads, target: Target) -> None:
     config.target_name_or_path, config.target_model_type = name, family
 
 
-def _load_rows(options: RunOptions, models: _Models) -> _Rows:
-    """Tokenized conversations. The heads note how often these have each token, for a reduced draft vocabulary."""
+def _load_rows(options: RunOptions, models: _Models, checkpoint: Path | None) -> _Rows:
+    """Tokenized conversations. New heads note how often these have each token, for a reduced draft vocabulary; those of
+    a checkpoint have noted it."""
     args, counts = options.training, Counter[str]()
     with one_process_first():
         train_set, eval_set = load_datasets(
@@ -232,9 +251,10 @@ def _load_rows(options: RunOptions, models: _Models) -> _Rows:
             num_processes=args.world_size,
             counts=counts,
         )
-    is_stream = isinstance(train_set, ConversationStream)
-    counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
-    models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
+    if checkpoint is None or args.resume_with_changes or models.heads.token_counts is None:
+        is_stream = isinstance(train_set, ConversationStream)
+        counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
+        models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
     for stored in (train_set, eval_set):
         refuse_placeholders(stored, models.target.model.config)
     if not any("media" in getattr(rows, "column_names", ()) for rows in (train_set, eval_set)):
@@ -243,17 +263,19 @@ def _load_rows(options: RunOptions, models: _Models) -> _Rows:
     return _Rows(train_set, eval_set, counts, load_processor(options.model.target))
 
 
-def _find_prompts(options: RunOptions, models: _Models, rows: _Rows, limit: LengthLimit) -> list[Prompt]:
-    """The prompts of evaluations; none without the whole target, which would decode them."""
+def _make_meter(options: RunOptions, models: _Models, rows: _Rows, limit: LengthLimit) -> AcceptanceMeter | None:
+    """Measures the acceptance length; None without prompts, and without the whole target, which would decode them."""
     if options.features.features_endpoint is None:
-        return eval_prompts(options.data, rows.eval_set, models.tokenizer, limit, rows.processor)
+        prompts = eval_prompts(options.data, rows.eval_set, models.tokenizer, limit, rows.processor)
+        length = options.data.eval_max_new_tokens
+        return AcceptanceMeter(models.target, models.heads, prompts, models.tokenizer, length) if prompts else None
     if rows.eval_set is not None and options.training.process_index == 0:
         logger.warning(
             "evaluations measure the loss and the accuracies only: the acceptance length needs the whole target, which "
-            "is on the server. Measure it later where the target is (scripts/benchmark.py --heads %s)",
+            "is on the server. Measure it later where the target is (draftsmith bench --heads %s)",
             options.training.output_dir,
         )
-    return []
+    return None
 
 
 def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> PreparedFeatures:

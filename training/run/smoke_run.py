@@ -25,7 +25,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.run.joint_trainer import JointTrainer
 from draftsmith.training.run.outcome import PreparedRun
-from draftsmith.training.run.pace import describe_time
+from draftsmith.training.run.progress import describe_time
 from draftsmith.training.run.trainer import HeadsTrainer
 from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
 

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback, Trainer
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, Trainer
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -40,6 +40,7 @@ from draftsmith.training.losses.draft_loss import LossOutput, check_loss, draft_
 from draftsmith.training.losses.teacher import compute_teacher
 from draftsmith.training.run.checkpoints import ExactEpochs, remove_old, write_run_file, write_whole
 from draftsmith.training.run.optimizer import MuonWithAdamW
+from draftsmith.training.run.progress import ProgressLines, SaveOnInterrupt
 from draftsmith.training.run.stopping import FiniteWatch, explain_full_disk, explain_lost_states
 from draftsmith.training.synthesis.on_policy import OnPolicyRows
 
@@ -96,7 +97,11 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.watch = FiniteWatch()
         self._ahead: tuple[Iterator[Any], Iterator[Any]] | None = None  # of the epoch: its batches, and the same ahead
         self._checkpoint_parent: Path | None = None  # set while a checkpoint is written aside
-        self.add_callback(ExactEpochs())
+        for printer in (PrinterCallback, ProgressCallback):  # transformers' own, which print the logs as mappings
+            self.remove_callback(printer)
+        self._interrupts = SaveOnInterrupt()
+        for callback in (ExactEpochs(), ProgressLines(), self._interrupts):
+            self.add_callback(callback)
 
     def create_accelerator_and_postprocess(self) -> None:
         if self.args.ddp_find_unused_parameters is None:
@@ -151,7 +156,8 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().train(*args, **kwargs)
+            with self._interrupts.watch():
+                return super().train(*args, **kwargs)
         finally:
             if (source := self._read_features) is not None:
                 source.forget()
@@ -307,8 +313,8 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
         """Adds our metrics before the logs, early stopping and the choice of the best checkpoint read them.
 
-        They are the accuracies by depth, the acceptance length measured by decoding, and the loss as one mean over all
-        positions (Trainer's own loss is the mean of batch means, which depends on the batch size).
+        They are the accuracies by depth, the acceptance length measured by decoding, and the loss as one weighted mean
+        over all drafted tokens (Trainer's own loss is the mean of batch means, each a sum over the depths).
         """
         kwargs["metric_key_prefix"] = metric_key_prefix
         devices = [self.args.device] if self.args.device.type == "cuda" else []
@@ -329,7 +335,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self._read_num_input_tokens()
         if "loss" in logs:
             metrics = self._take_metrics(is_training=True)
-            logs = {**logs, **{k: v for k, v in metrics.items() if k.startswith(self.logged_metrics)}}
+            logs = {**logs, **{k: v for k, v in metrics.items() if k.startswith(self.logged_metrics) or k == "loss"}}
         super().log({k: round(v, 4) if "top" in k else v for k, v in logs.items()}, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -409,7 +415,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         weights = fixed_weights(num_steps, step_decay=self.step_decay, depth_weights=self.depth_weights)
         metrics = {"loss": 0.0}
         for k, positions in enumerate(total["positions"]):
-            metrics["loss"] += weights[k] * total["loss_sums"][k] / max(positions, 1)
+            metrics["loss"] += weights[k] / sum(weights) * total["loss_sums"][k] / max(positions, 1)
             metrics[f"top1_depth{k + 1}"] = total["top1"][k] / max(positions, 1)
             metrics[f"top5_depth{k + 1}"] = total["top5"][k] / max(positions, 1)
         return metrics

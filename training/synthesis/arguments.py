@@ -1,4 +1,4 @@
-"""The options of `scripts/generate_data.py`."""
+"""The options of `draftsmith data`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class SynthesisArguments:
     )
     prompts: str | None = option(
         default=None,
-        help="regenerate: conversations, as --dataset of train_heads.py takes them, or JSON lines of {'turns': "
-        "['...']}.",
+        help="regenerate: conversations, as draftsmith train takes them, or JSON lines of {'turns': ['...']}.",
     )
     prompts_split: str = option(default="train", help="Split of a hub id in --prompts. Files have no splits.")
     columns: list[str] = option(
@@ -44,8 +43,9 @@ class SynthesisArguments:
         default=None, help="Most user turns per conversation; none = all given ones (regenerate), or 1 (self)."
     )
     keep_truncated: bool = option(
-        default=False,
-        help="Keep a reply that was cut at --max_new_tokens as the last one of its conversation.",
+        default=True,
+        help="Keep a reply that was cut at --max_new_tokens as the last one of its conversation. Training does not "
+        "learn its end. Without such replies the set has short ones only.",
     )
     heads: str | None = option(
         default=None,
@@ -54,15 +54,14 @@ class SynthesisArguments:
     )
     tree: str | None = option(
         default=None,
-        help="The tree that --heads draft, as in scripts/generate.py; none = chain:3: wide trees cost too much in a "
-        "batch.",
+        help="The tree that --heads draft, as in draftsmith chat; none = chain:3: wide trees cost too much in a batch.",
     )
     batch_size: int = option(default=64, help="Conversations to decode together.")
     temperature: float = option(default=1.0, help="Sampling temperature; 0 = greedy.")
     top_p: float = option(default=1.0, help="Nucleus sampling: probability mass to keep; 1 = all of it.")
     top_k: int = option(default=0, help="Keep the N most likely tokens; 0 = all.")
     max_new_tokens: int = option(
-        default=256, help="Longest turn in tokens; a longer one is dropped (see --keep_truncated)."
+        default=256, help="Longest turn in tokens; a longer one is cut (see --keep_truncated)."
     )
     seed: int = option(default=0, help="Seed of the choice of prompts and of the sampling of every turn.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(

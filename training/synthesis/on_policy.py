@@ -224,7 +224,7 @@ class WriteReplies(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if trainer.num_groups is not None:
             raise ValueError(
                 "got on_policy_fraction where processes share weights (FSDP, ZeRO-3, shard_target) and cannot decode "
-                "on their own: train under DDP, ZeRO-1 or ZeRO-2, or write the replies before (generate_data.py)"
+                "on their own: train under DDP, ZeRO-1 or ZeRO-2, or write the replies before (draftsmith data)"
             )
         self.trainer, self.rows, self.args = trainer, rows, args
         self.max_length, self.drafts_at_once = max_length, drafts_at_once

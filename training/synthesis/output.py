@@ -1,4 +1,4 @@
-"""The output of `scripts/generate_data.py`: one journal per process; the last process to finish merges them.
+"""The output of `draftsmith data`: one journal per process; the last process to finish merges them.
 
 Until then, OUT.shard-00000-of-00002 and so on hold finished conversations, good and bad, in the order of completion.
 Finished conversations are known by their ids, so a run may continue with another number of shards. When nothing is
@@ -142,7 +142,7 @@ class SynthesisOutput:
             "shortened": {reason: _share(count, total) for reason, count in shortened.most_common()},
             "settings": self.settings,
             "versions": {name: version(name) for name in ("torch", "transformers")},
-            "command": shlex.join(["generate_data.py", *sys.argv[1:]]),
+            "command": shlex.join(["draftsmith", "data", *sys.argv[1:]]),
         }
 
 

@@ -72,8 +72,9 @@ class Conversation:
             return encode_prompt(tokenizer, self.messages_before_reply(), tools=self.tools)
         return list(tokenizer(self.messages_before_reply()[-1]["content"])["input_ids"])
 
-    def add_turn(self, role: Role, text: str, num_tokens: int, thoughts: str = "") -> None:
-        self.messages.append({"role": role, "content": text} | ({"reasoning_content": thoughts} if thoughts else {}))
+    def add_turn(self, role: Role, text: str, num_tokens: int, thoughts: str = "", *, is_cut: bool = False) -> None:
+        more = {"reasoning_content": thoughts} if thoughts else {}
+        self.messages.append({"role": role, "content": text, **more, **({"truncated": True} if is_cut else {})})
         self.turn_tokens.append(num_tokens)
 
     def end(self, problem: str) -> None:

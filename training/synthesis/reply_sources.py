@@ -16,6 +16,8 @@ from draftsmith.training.data.layouts import Messages
 from draftsmith.training.synthesis.reply_decoding import TurnDecoder
 from draftsmith.training.synthesis.turn_template import Role, TurnTemplate
 
+NUM_BATCHES = 8  # that wait at a time
+
 # The problem of a reply with marks that the chat template would write differently in training.
 UNWRITABLE = "with thoughts or calls that the chat template does not write back"
 
@@ -71,6 +73,8 @@ def make_reply(template: TurnTemplate, request: TurnRequest, written: Reply, tok
     A reply whose marked thoughts or calls the template would write differently is useless.
     """
     problem = written.problem
+    if problem == "truncated":  # perhaps within a character
+        written = replace(written, text=written.text.rstrip("\ufffd"))
     if request.role == "assistant" and problem in ("", "truncated") and template.has_marks(token_ids):
         parts = None if written.thoughts else template.split_reply(request.messages, written.text, request.tools)
         if parts is None:
@@ -80,38 +84,41 @@ def make_reply(template: TurnTemplate, request: TurnRequest, written: Reply, tok
 
 
 class DecodedReplies:
-    """Lets the target write turns; takes two batches at a time, so that rows of similar lengths can share one.
+    """Lets the target write turns, a batch at a time. Many requests wait, so that the rows of a batch are about as long
+    as the one that has waited longest: each row is padded to the longest.
 
     `stop_ids` are the tokens that end a turn of each role (`TurnTemplate.find_stop_ids`).
     """
 
     def __init__(self, writer: TurnDecoder, template: TurnTemplate, stop_ids: Mapping[Role, set[int]]) -> None:
         self.writer, self.template, self.stop_ids = writer, template, stop_ids
-        self.capacity = 2 * writer.batch_size
+        self.capacity = NUM_BATCHES * writer.batch_size
+        self._waiting: dict[TurnRequest, list[int]] = {}  # the prompts, the oldest first
 
     def exchange(self, requests: Sequence[TurnRequest]) -> list[tuple[TurnRequest, Reply]]:
         replies: list[tuple[TurnRequest, Reply]] = []
-        for role, stop_ids in self.stop_ids.items():
-            prompts: dict[TurnRequest, list[int]] = {}
-            for request in requests:
-                if request.role == role:
-                    try:
-                        prompts[request] = self.template.encode_prompt(request.messages, role, request.tools)
-                    except ConversationError as error:
-                        replies.append((request, Reply("", 0, f"rejected by the chat template ({error.kind})")))
-            if not prompts:
-                continue
-            turns = self.writer.write(
-                [*prompts.values()],
-                stop_ids=stop_ids,
-                seeds=[request.seed for request in prompts],
-                marks=self.template.marks if role == "assistant" else (),
-            )
-            for request, turn in zip(prompts, turns, strict=True):
-                has_end = bool(turn.token_ids) and turn.token_ids[-1] in stop_ids
-                ids = turn.token_ids[: -1 if has_end else None]
-                written = Reply(self.template.decode(ids), len(turn.token_ids), turn.problem)
-                replies.append((request, make_reply(self.template, request, written, ids)))
+        for request in requests:
+            try:
+                self._waiting[request] = self.template.encode_prompt(request.messages, request.role, request.tools)
+            except ConversationError as error:
+                replies.append((request, Reply("", 0, f"rejected by the chat template ({error.kind})")))
+        if not self._waiting:
+            return replies
+        oldest, length = next((request, len(prompt)) for request, prompt in self._waiting.items())
+        alike = [request for request in self._waiting if request.role == oldest.role]
+        alike.sort(key=lambda request: abs(len(self._waiting[request]) - length))
+        batch, stop_ids = alike[: self.writer.batch_size], self.stop_ids[oldest.role]
+        turns = self.writer.write(
+            [self._waiting.pop(request) for request in batch],
+            stop_ids=stop_ids,
+            seeds=[request.seed for request in batch],
+            marks=self.template.marks if oldest.role == "assistant" else (),
+        )
+        for request, turn in zip(batch, turns, strict=True):
+            has_end = bool(turn.token_ids) and turn.token_ids[-1] in stop_ids
+            ids = turn.token_ids[: -1 if has_end else None]
+            written = Reply(self.template.decode(ids), len(turn.token_ids), turn.problem)
+            replies.append((request, make_reply(self.template, request, written, ids)))
         return replies
 
     @property

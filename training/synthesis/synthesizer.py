@@ -20,7 +20,7 @@ class Synthesizer:
     """Writes conversations turn by turn, as many at a time as the capacity of its source.
 
     A useless turn ends its conversation, which keeps its messages up to the last reply; with `keep_truncated` also a
-    reply that was cut at the length limit.
+    reply that was cut at the length limit, marked so that training does not learn its end.
     """
 
     def __init__(self, source: ReplySource, *, seed: int, keep_truncated: bool = False) -> None:
@@ -40,11 +40,9 @@ class Synthesizer:
             requests, finished = [], []
             for request, reply in replies:
                 conversation = self._owners.pop(request)
-                is_kept = not reply.problem or (
-                    reply.problem == "truncated" and request.role == "assistant" and self.keep_truncated
-                )
-                if is_kept:
-                    conversation.add_turn(request.role, reply.text, reply.num_tokens, reply.thoughts)
+                is_cut = reply.problem == "truncated" and request.role == "assistant" and self.keep_truncated
+                if is_cut or not reply.problem:
+                    conversation.add_turn(request.role, reply.text, reply.num_tokens, reply.thoughts, is_cut=is_cut)
                 if reply.problem:
                     conversation.end(f"{request.role} turn {reply.problem}")
                 following = self._request_next(conversation)

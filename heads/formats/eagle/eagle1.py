@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads.formats.eagle.llama_keys import (
+    SILU,
     Reading,
     authors_code,
     authors_limits,
@@ -133,6 +134,7 @@ def scale_embeddings(fc: Tensor, factor: float) -> Tensor:
 class VLLMEagle1(Eagle1):
     name = "vllm"
     title = "EAGLE-1 for vLLM"
+    settings = SILU
     file = "model.safetensors"
     architecture = "EagleLlamaForCausalLM"
     python = ""
@@ -154,6 +156,7 @@ class VLLMEagle1(Eagle1):
 class SGLangEagle1(Eagle1):
     name = "sglang"
     title = "EAGLE-1 for SGLang"
+    settings = SILU
     file = "model.safetensors"
     architecture = _SGLANG
     python = ""

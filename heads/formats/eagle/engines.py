@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from draftsmith.heads.formats.eagle.eagle3 import FLAGS, IDS, LAYER, Eagle3, authors_layers, own_settings
-from draftsmith.heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, write_decoder
+from draftsmith.heads.formats.eagle.llama_keys import SILU, name_dtype, refuse_unwritable, write_decoder
 from draftsmith.heads.formats.format import Exported
 from draftsmith.heads.formats.published import OWN_KEY
 from draftsmith.heads.formats.tensors import target_table
@@ -43,6 +43,7 @@ def write_masks(config: Any, tensors: dict[str, Tensor], target: Target) -> tupl
 class VLLMEagle3(Eagle3):
     name = "vllm"
     title = "EAGLE-3 for vLLM"
+    settings = SILU
     kinds: ClassVar[tuple[str, ...]] = ("eagle3", "parallel")
     file = "model.safetensors"
 
@@ -80,6 +81,7 @@ UNREAD = "norm_before_residual"  # the one flag that SGLang does not know
 class SGLangEagle3(Eagle3):
     name = "sglang"
     title = "EAGLE-3 for SGLang"
+    settings = SILU
     file = "model.safetensors"
     python = ""
     commands: tuple[str, ...] = (

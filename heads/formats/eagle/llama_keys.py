@@ -296,6 +296,9 @@ def _find_wrong_map(d2t: Tensor, t2d: Tensor | None, size: int, total: int) -> s
     return None
 
 
+SILU = {"hidden_act": "silu"}  # the only activation that the engines know in these heads
+
+
 def authors_code(*, is_eagle3: bool) -> str:
     """Python that decodes with heads in the authors' own repository. Their web page and their scripts disagree about
     the flag that tells EAGLE-3 from EAGLE-1."""

@@ -77,6 +77,7 @@ class GgufEagle3(Format):
 
     name = "gguf"
     title = "EAGLE-3 heads in GGUF"
+    settings = _FIXED
     kinds = ("eagle3",)
 
     def __init__(self, target_gguf: str | None = None) -> None:

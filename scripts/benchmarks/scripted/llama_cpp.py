@@ -27,16 +27,17 @@ LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+NORMAL, CONTROL = 1, 3  # types of tokens
 ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def write_llama(file: Path, target: Target) -> None:
-    """Writes a Llama without a tokenizer."""
+def write_llama(file: Path, target: Target, tokenizer: Any = None) -> None:
+    """Writes a Llama; tokenizer: a fast one of transformers that splits texts as SmolLM's does; None = without."""
     config, state = target.text_config, target.model.state_dict()
     rope, factors = write_rope(config)
     metadata: dict[str, Any] = {
         "general.architecture": "llama",
-        "tokenizer.ggml.model": "none",
+        **({"tokenizer.ggml.model": "none"} if tokenizer is None else describe_tokenizer(tokenizer)),
         "llama.vocab_size": config.vocab_size,
         "llama.block_count": config.num_hidden_layers,
         "llama.context_length": config.max_position_embeddings,
@@ -49,6 +50,8 @@ def write_llama(file: Path, target: Target) -> None:
         **{f"llama.{key}": value for key, value in rope.items()},
     }
     tensors = {f"{theirs}.weight": state[f"{ours}.weight"] for ours, theirs in ENDS.items()}
+    if config.tie_word_embeddings:
+        del tensors["output.weight"]
     for index in range(config.num_hidden_layers):
         for ours, theirs in LAYER.items():
             weight: Tensor = state[f"model.layers.{index}.{ours}.weight"]
@@ -57,6 +60,25 @@ def write_llama(file: Path, target: Target) -> None:
     if factors is not None:
         tensors["rope_freqs.weight"] = factors
     write_gguf(file, metadata, tensors)
+
+
+def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
+    """A byte-level BPE tokenizer and its chat template, as metadata."""
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    special = set(tokenizer.all_special_ids) | {
+        place for place, one in tokenizer.added_tokens_decoder.items() if one.special
+    }
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": sorted(vocabulary, key=vocabulary.__getitem__),
+        "tokenizer.ggml.token_type": [CONTROL if place in special else NORMAL for place in range(len(vocabulary))],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": tokenizer.chat_template,
+    }
 
 
 def measure_llama_cpp(

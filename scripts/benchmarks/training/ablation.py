@@ -29,10 +29,10 @@ from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.measure import Batch, Settings, load_prompts
 from draftsmith.scripts.measuring.table import Grid
 from draftsmith.scripts.shared.model_loading import TREE_HELP, load_heads, load_target
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.run.outcome import written_command
 
 TRAINING_PROGRAM = Path(__file__).resolve().parents[3] / "training" / "train_heads.py"
@@ -244,7 +244,7 @@ def run(args: AblationArguments, options: Sequence[str], console: Console) -> di
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with one_line_errors("ablation.py"):
+    with one_line_errors("ablation.py", kept="finished runs are kept"):
         parser = ProgramParser([AblationArguments], doc=__doc__)
         args, options = parser.parse_args_into_dataclasses(
             argv, return_remaining_strings=True, look_for_args_file=False

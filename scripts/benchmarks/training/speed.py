@@ -39,7 +39,6 @@ from draftsmith.scripts.measuring.environment import describe_machine, describe_
 from draftsmith.scripts.measuring.operations import count_operations
 from draftsmith.scripts.measuring.table import Grid
 from draftsmith.scripts.shared.clock import read_clock
-from draftsmith.scripts.shared.one_line_errors import one_line_errors
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.collation import ConversationCollator, find_documents
 from draftsmith.training.data.options import option
@@ -56,6 +55,7 @@ from draftsmith.training.features.target_identity import identify_target
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
 from draftsmith.training.options.command_line import ProgramParser
+from draftsmith.training.options.one_line_errors import one_line_errors
 
 MIB = 1 << 20
 OURS, PLAIN, PLAIN_SDPA = IMPLEMENTATIONS = ("ours", "plain", "plain, sdpa")

@@ -140,15 +140,11 @@ def test_refusals() -> None:
     model = tiny_target("llama")
     drafter = StagedDrafter(SmallModelDrafter(model))
     for one in (drafter, MergedDrafter(drafter, NgramDrafter())):
-        for tree in (None, "auto", DynamicTree(2, 2, 4), [[0], [1], [0, 0], [1, 0]]):
+        for tree in ("auto", DynamicTree(2, 2, 4), [[0], [1], [0, 0], [1, 0]]):
             with pytest.raises(ValueError, match="Drafter drafts chains only: pass tree='chain'"):
                 Decoder(model, one, tree=tree)
-        for tree in (
-            "chain",
-            "gamma",
-            DynamicTree(3, 1, 4),
-            [[0], [1], [0, 0]],
-        ):  # of each level, one node has children
+        # None is a chain; of each level of the others, one node has children.
+        for tree in (None, "chain", "gamma", DynamicTree(3, 1, 4), [[0], [1], [0, 0]]):
             Decoder(model, one, tree=tree)
     with pytest.raises(ValueError, match="num_guesses is 0"):
         StagedDrafter(SmallModelDrafter(model), num_guesses=0)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from draftsmith.heads import create_heads
 from draftsmith.inference import Target
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
@@ -63,3 +65,21 @@ def test_what_is_learned_belongs_to_drafters_trees_and_runners(tmp_path: Path, m
     assert one == same
     assert len({one, other, name(), name(num=3), name(runner="CompiledExecutor"), name(is_coupled=True)}) == 6
     assert json.dumps(str(one)).find(str(tmp_path)) > 0
+
+
+def test_what_is_learned_belongs_to_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained further, heads of one config, or a target, have other drafts accepted."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    target = Target.of(tiny_target("llama"))
+    heads = create_heads("medusa", target, num_heads=2)
+
+    def name() -> Path:
+        return memory_file(target, heads.for_target(target), gamma_chain(2).candidates, "Executor")
+
+    names = [name(), name()]
+    assert names[0] == names[1]
+    for module in (heads, target.model):
+        with torch.no_grad():
+            [*module.parameters()][-1].mul_(1.5)
+        names.append(name())
+    assert len({*names}) == 3

@@ -60,19 +60,30 @@ class Running:
 
 @contextmanager
 def running(
-    target: Target, tokenizer: Any, *, limits: Limits, api_key: str | None = None, drain_seconds: float = 0.0
+    target: Target,
+    tokenizer: Any,
+    *,
+    limits: Limits,
+    api_key: str | None = None,
+    drain_seconds: float = 0.0,
+    metrics: str = "summary",
 ) -> Iterator[Running]:
     drafters = name_drafters({"oracle": SmallModelDrafter(target)})
     scheduler = Scheduler(target, drafters, tree="chain:3", limits=limits)
-    with serve_in_thread(scheduler, tokenizer, api_key=api_key, drain_seconds=drain_seconds) as one:
+    with serve_in_thread(scheduler, tokenizer, api_key=api_key, drain_seconds=drain_seconds, metrics=metrics) as one:
         yield one
 
 
 @contextmanager
 def serve_in_thread(
-    scheduler: Scheduler, tokenizer: Any, *, api_key: str | None = None, drain_seconds: float = 0.0
+    scheduler: Scheduler,
+    tokenizer: Any,
+    *,
+    api_key: str | None = None,
+    drain_seconds: float = 0.0,
+    metrics: str = "summary",
 ) -> Iterator[Running]:
-    app = create_app(scheduler, tokenizer, model=MODEL, api_key=api_key)
+    app = create_app(scheduler, tokenizer, model=MODEL, api_key=api_key, metrics=metrics)
     server = new_server(app, host="127.0.0.1", port=0, drain_seconds=drain_seconds)
     addresses: list[str] = []
     started = threading.Event()

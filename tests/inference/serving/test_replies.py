@@ -291,6 +291,75 @@ def test_models_health_and_metrics(served: Running) -> None:
     assert served.metric("num_requests_running") == served.metric("cache_rows_used") == 0
 
 
+def count_drafting(served: Running) -> dict[str, float]:
+    """As `vllm bench serve` adds up its metrics: by the first of these names that a line contains."""
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos", "num_accepted_tokens")
+    counts = dict.fromkeys(names, 0.0)
+    for line in httpx.get(f"{served.address}/metrics").text.splitlines():
+        if line.startswith("vllm:spec_decode"):
+            counts[next(name for name in names if name in line)] += float(line.split()[-1])
+    return counts
+
+
+def test_other_programs_count_drafting_by_the_names_of_vllm(served: Running) -> None:
+    before = count_drafting(served)
+    with served.client() as client:
+        client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=9, temperature=0)
+    served.wait_until_idle()
+    after = count_drafting(served)
+    assert {name: after[name] - before[name] for name in after} == {
+        "num_drafts": 2,
+        "num_draft_tokens": 6,
+        "num_accepted_tokens": 6,
+        "num_accepted_tokens_per_pos": 6,
+    }
+
+
+def test_replies_tell_what_drafting_did_as_those_of_vllm(
+    served_target: Target, chat_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A token comes from the prompt; a step accepts three drafts, and the last one may keep no more than one."""
+    expected = {
+        "mean_acceptance_length": 4.0,
+        "draft_acceptance_rate": 1.0,
+        "acceptance_histogram": [0, 0, 0, 2],
+        "acceptance_histogram_by_draft_length": {"3": [0, 0, 0, 2]},
+        "num_spec_steps": 2,
+        "num_accepted_draft_tokens": 6,
+        "num_draft_tokens": 6,
+        "num_spec_tokens": 3,
+    }
+    more = {"per_step_accepted": [3, 3], "per_step_drafted": [3, 3]}
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 9, "temperature": 0}
+    limits = Limits(max_rows=2, max_length=64, max_waiting=4)
+    for metrics in ("none", "summary", "detailed"):
+        with running(served_target, chat_tokenizer, limits=limits, metrics=metrics) as served:
+            url = f"{served.url}/completions"
+            whole = [httpx.post(url, json=body | own).json() for own in ({}, {"n": 2}, {"heads": "none"})]
+            streamed = httpx.post(url, json=body | {"stream": True, "stream_options": {"include_usage": True}}).text
+        last = json.loads(streamed.split("data: ")[-2])
+        if metrics == "none":
+            assert all("metrics" not in one for one in (*whole, last))
+            continue
+        own = {"speculative_decoding": expected | (more if metrics == "detailed" else {})}
+        assert [one["metrics"] for one in (*whole, last)] == [own, *[{"speculative_decoding": None}] * 2, own]
+
+
+def test_min_tokens_puts_off_every_end(served: Running) -> None:
+    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0}
+    with served.client() as client:
+        words = client.completions.create(**options).choices[0].logprobs.tokens
+        ids = [number for number in range(4096) if tokenizer_of(served).decode([number]) == words[3]]
+        for end in ({"stop_token_ids": ids}, {"stop": [words[3]]}):
+            early, late = (
+                client.completions.create(**options, extra_body=end | least).usage.completion_tokens
+                for least in ({}, {"min_tokens": 6})
+            )
+            assert early < 6 <= late
+        with pytest.raises(openai.BadRequestError, match="min_tokens is 13"):
+            client.completions.create(**options, extra_body={"min_tokens": 13})
+
+
 def test_json_schemas(served: Running) -> None:
     pytest.importorskip("xgrammar", reason="replies by a grammar need xgrammar")
     schema = {

@@ -69,7 +69,7 @@ def test_a_text_depends_on_nobody_else_in_the_batch(name: str) -> None:
     family, make = DRAFTERS[name]
     target = target_of(family)
     drafter = make(target)
-    tree = "chain:3" if name == "staged" else None
+    tree = "chain:3" if name == "staged" else "dynamic"
     scheduler = Scheduler(target, drafters_of(drafter), tree=tree if drafter else None, limits=LIMITS)
     arrivals = draw_arrivals(target, 12)
     for arrival in arrivals[4::5]:
@@ -164,7 +164,7 @@ def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: py
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
     assert len(held) > 4 * CATCH_UP
     assert max(held) == CATCH_UP
-    assert all(one.row is not None and one.row.num_drafts == 0 for one in arrivals)
+    assert all(one.row is not None and not one.row.drafts for one in arrivals)
 
 
 def test_more_lanes_than_fit_take_turns(oracle: Scheduler) -> None:
@@ -289,18 +289,19 @@ def test_cancelled_rows_leave_before_the_next_step(oracle: Scheduler) -> None:
     options = {"max_new_tokens": 150, "do_sample": False}
     arrivals = [Arrival(oracle.target, [number + 3], options) for number in range(4)]
 
-    def cancel() -> None:
+    done = threading.Event()
+
+    def look() -> None:
         if len(arrivals[1].pieces) == 2:
             for number in (1, 3):
                 row = arrivals[number].row
                 assert row is not None
                 row.cancel()
+        if all(arrivals[number].pieces and arrivals[number].pieces[-1].is_last for number in (0, 2)):
+            done.set()
 
-    done = threading.Event()
     oracle.start()
-    rows = [one.make_row(cancel) for one in arrivals[:2]]
-    rows += [one.make_row(lambda: done.set() if arrivals[2].pieces[-1].is_last else None) for one in arrivals[2:]]
-    oracle.submit(rows, ("draft", None))
+    oracle.submit([one.make_row(look) for one in arrivals], ("draft", None))
     assert done.wait(SECONDS)
     assert arrivals[1].pieces[-1].error == "cancelled"
     assert len(arrivals[1].pieces) == 3

@@ -243,7 +243,8 @@ def test_refused_sizes(sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize(
     ("tree", "limit", "size"),
     [
-        (None, None, (6, 32)),
+        ("dynamic", None, (6, 32)),
+        ("auto", 2, (2, 25)),
         ("dynamic", 2, (2, 32)),
         ("dynamic:4,6,16", None, (4, 16)),
         ("chain", None, (5, 6)),

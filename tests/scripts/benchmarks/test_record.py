@@ -31,6 +31,7 @@ def test_the_picture_shows_measured_times() -> None:
     drafted = Recording([Step(0.1, [1, 2], 1), Step(0.2, [3, 4], 1)], seconds=0.2)
     picture = draw([plain, drafted], Letters(), ["plain", "heads"], RecordArguments(slow_down=10.0), "a <CPU>")
     ElementTree.fromstring(picture)
+    assert "white-space:pre" in picture, "browsers join the spaces at the ends of pieces"
     assert "10 tokens/s<" in picture
     assert "20 tokens/s, 2.00 × plain decoding<" in picture
     assert "a &lt;CPU&gt;" in picture

@@ -213,6 +213,19 @@ def test_an_opening_by_the_assistant_answers_no_prompt(tokenizer: Any) -> None:
     assert learned_text([{**GOOD, "content": "Hello."}, USER, GOOD], tokenizer) == ["There.<|im_end|>"]
 
 
+@pytest.mark.parametrize("template", [CHATML.jinja, MARKED_TEMPLATE, MARKED_LAST, THINKING.jinja])
+def test_the_end_of_a_reply_that_was_cut_off_is_not_learned(template: str, tokenizer: Any) -> None:
+    tokenizer.chat_template = template
+    messages = [USER, GOOD, USER, GOOD]
+    *earlier, whole = learned_text(messages, tokenizer)
+    assert whole.endswith("There.<|im_end|>")
+    cut = parse_record({"messages": [*messages[:-1], {**GOOD, "truncated": True}]})["messages"]
+    assert learned_text(cut, tokenizer) == [*earlier, whole.removesuffix("<|im_end|>")]
+    assert (
+        tokenize({"messages": cut}, tokenizer)["input_ids"] == tokenize({"messages": messages}, tokenizer)["input_ids"]
+    )
+
+
 def test_what_is_left_out_is_counted(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     empty = {"role": "assistant", "content": ""}
     excluded = {**GOOD, "learn": False}

@@ -20,6 +20,7 @@ from draftsmith.training.data.records import Share
 from draftsmith.training.data.streaming import ConversationStream, NoConversationError, message_of
 from draftsmith.training.data.training_sets import load_datasets
 from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.run import preparation
 from draftsmith.training.run.preparation import prepare_run
 from tests.training.conversation_cases import replies, sharegpt, write
 from tests.training.runner import WORDS, Runner, assert_same
@@ -238,6 +239,11 @@ class TestRuns:
         assert not (train.output_dir / "model.safetensors").exists()
         train(**self.STREAMED, **options, resume_from_checkpoint=True)
         assert_same(train.weights(), uninterrupted)
+
+    def test_tokens_are_counted_once(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        train.break_off(3, **self.STREAMED)
+        monkeypatch.setattr(preparation, "count_tokens", lambda *_: pytest.fail("counts again"))
+        train(**self.STREAMED, resume_from_checkpoint=True)
 
     @pytest.mark.parametrize("option", ["dataloader_num_workers", "eval_dataset"])
     def test_what_changes_the_order_is_refused_on_resuming(self, train: Runner, option: str) -> None:

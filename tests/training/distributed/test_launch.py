@@ -95,7 +95,8 @@ def test_a_wrong_option_ends_it_in_one_line_and_a_foreign_package_is_not_importe
     )
     assert result.returncode == 1
     assert (
-        "train_heads.py: unknown key 'learning_rat' on the command line; did you mean 'learning_rate'" in result.stderr
+        "draftsmith train: unknown key 'learning_rat' on the command line; did you mean 'learning_rate'"
+        in result.stderr
     )
     assert "Traceback" not in result.stderr
 

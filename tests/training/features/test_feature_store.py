@@ -53,7 +53,7 @@ def test_a_shard_that_is_cut_off(target: Target, tmp_path: Path) -> None:
 
 
 def test_no_store(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no features .* write them with scripts/extract_features.py"):
+    with pytest.raises(ValueError, match=r"holds no features .* write them with draftsmith features"):
         FeatureStore(tmp_path)
     (tmp_path / "index.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(ValueError, match="has format 99, this release reads 3"):

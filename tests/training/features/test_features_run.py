@@ -137,7 +137,7 @@ def test_a_kill_leaves_whole_shards(
     folder = tmp_path / "features"
     assert len(list(folder.glob("shard-*.safetensors"))) == 2
     before = FeatureStore(folder)
-    with pytest.raises(ValueError, match=r"is not finished: it has 2 of \d+ shards\. Run the same extract_features.py"):
+    with pytest.raises(ValueError, match=r"is not finished: it has 2 of \d+ shards\. Run the same draftsmith features"):
         train(features=folder)
     assert 0 < extract(**options) < total
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name in whole} == whole
@@ -184,7 +184,7 @@ class TestRefusals:
                 {**medusa, "feature_mode": "hybrid"},
                 "holds hidden.2, last, .* fill another folder, or train",
             ),
-            ({"features": tmp_path / "nowhere"}, "holds no features .* scripts/extract_features.py --output_dir"),
+            ({"features": tmp_path / "nowhere"}, "holds no features .* draftsmith features --output_dir"),
         ):
             with pytest.raises(ValueError, match=message):
                 train(**options)
@@ -219,7 +219,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"head_type": "medusas"}, "unknown head_type 'medusas'; known kinds: .*medusa"),
+            ({"head_type": "medusas"}, "unknown head_type 'medusas'; did you mean medusa; known kinds: .*medusa"),
             ({"shard_target": "fsdp2"}, "got shard_target fsdp2: each process extracts its own texts"),
             ({"shard_mb": 0}, "got shard_mb 0.0: it must be above 0"),
         ],

@@ -84,7 +84,7 @@ def test_bfloat16_on_cpus_needs_no_further_option() -> None:
         ([*REQUIRED, "--loss_type", "hinge"], "loss_type is 'hinge'.*cross_entropy"),
         ([*REQUIRED, "--depth_weights", "d_pac"], "depth_weights.*d_pac"),
         ([*REQUIRED, "--depth_weights", "d_pace", "--step_decay", "0.8"], "depth_weights 'd_pace'.*step_decay 0.8"),
-        ([*REQUIRED, "--early_stopping_patience", "2"], "early_stopping_patience.*eval_strategy"),
+        ([*REQUIRED, "--eval_strategy", "steps"], "eval_strategy steps without eval_steps"),
         ([*REQUIRED, "--remove_unused_columns"], "remove_unused_columns true"),
         ([*REQUIRED, "--init_heads", "h"], "head_type.*init_heads"),
         (["--target", "t", "--dataset", "d", "--init_heads", "h", "--head_overrides", "a=1"], "head_overrides"),
@@ -254,3 +254,35 @@ class TestBase:
         (tmp_path / "other.yaml").write_text("base: nowhere.yaml\n")
         with pytest.raises(ValueError, match=r"nowhere.yaml: cannot read it"):
             parse_arguments(["--config", str(tmp_path / "one.yaml")])
+
+
+def test_hyphens_and_bare_flags(tmp_path: Path) -> None:
+    config = write(tmp_path, {"head_type": "medusa", "head_overrides": {"num_heads": 2}})
+    words = ["--target", "t", "--dataset", "d", "--use-cpu", "--no-bf16", "--config", config, "--max-length=7"]
+    model, data, training, _, run, *_ = parse_arguments(
+        [*words, "--init-heads", "a-b", "--packing", "--choose", "false"]
+    )
+    assert (model.init_heads, model.head_type, data.max_length, data.packing) == ("a-b", None, 7, True)
+    assert (training.use_cpu, training.bf16, run.choose) == (True, False, False)
+
+
+def test_every_flag_needs_no_value() -> None:
+    for cls in ARGUMENT_CLASSES:
+        flags = [key.name for key in dataclasses.fields(cls) if str(key.type) in ("bool", "bool | None")]
+        parser = ProgramParser([cls], doc="")
+        for flag in flags:
+            (action,) = (one for one in parser._actions if f"--{flag}" in one.option_strings)
+            assert (action.nargs, action.const) == ("?", True), flag
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"report_to wandb.*pip install 'draftsmith\[wandb\]'"):
+        parse_arguments([*REQUIRED, "--report_to", "wandb"])
+
+
+def test_logging_by_time_is_read_back(tmp_path: Path) -> None:
+    for words, expected in (([], None), (["--logging_steps", "7"], 7)):
+        settings = resolve_arguments(*parse_arguments([*REQUIRED, *words]))
+        assert settings.get("logging_steps") == expected
+        assert parse_arguments(["--config", write(tmp_path, settings)])[2].logging_steps == expected

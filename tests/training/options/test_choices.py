@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from draftsmith.heads import DraftHeads
-from draftsmith.training.options.choices import Machine, choose_options
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.heads.formats.registry import PLACES, check_place
+from draftsmith.inference import Target
+from draftsmith.training.features.target_options import parse_overrides
+from draftsmith.training.options.choices import SERVED, Machine, choose_options
 from draftsmith.training.options.command_line import parse_arguments
 from tests.conftest import needs_muon
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
@@ -29,6 +32,10 @@ LLAMA_70B = LLAMA | {
 }
 
 
+SMALL = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     def be(found: Machine) -> None:
@@ -40,8 +47,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def choose(target: Path, dataset: Path, overrides: dict[str, Any] | None = None, **given: str) -> dict[str, str]:
     words = {name: [value] for name, value in given.items()}
-    chosen = choose_options({"target": [str(target)], "dataset": [str(dataset)], **words}, overrides or {})
-    return {one.name: one.value for one in chosen}
+    choices = choose_options({"target": [str(target)], "dataset": [str(dataset)], **words}, overrides or {})
+    choices.tell()
+    chosen = {one.name: one.value for one in choices.options}
+    return chosen | ({"head_overrides": " ".join(choices.overrides)} if choices.overrides else {})
 
 
 def write_shape(folder: Path, **shape: Any) -> Path:
@@ -140,6 +149,43 @@ def test_modules_in_the_targets_checkpoint_come_first(
     with caplog.at_level(logging.INFO):
         assert choose(target, conversations)["head_type"] == "eagle3"
     assert "are quantized, so they are left out" in caplog.text
+
+
+GELU = {**SMALL, "hidden_act": "gelu_pytorch_tanh"}
+
+
+@pytest.mark.parametrize("shape", [SMALL, GELU], ids=["silu", "gelu"])
+@pytest.mark.parametrize("place", [None, *PLACES])
+def test_chosen_heads_can_be_exported_to_where_they_are_served(
+    machine: Any, tmp_path: Path, conversations: Path, shape: dict[str, Any], place: str | None
+) -> None:
+    folder = write_shape(tmp_path / "t", **shape)
+    found = choose(folder, conversations, **({} if place is None else {"served_by": place}))
+    overrides = parse_overrides(found.get("head_overrides", "").split())
+    target = Target(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval().requires_grad_(False))
+    heads = create_heads(found["head_type"], target, **overrides)
+    for name in SERVED if place is None else [place]:
+        check_place(heads, target, name)
+    assert overrides.get("norm_output", True) == (place != "llama.cpp")
+
+
+def test_heads_that_cannot_go_there_are_refused_at_the_start(
+    machine: Any, train: Runner, tmp_path: Path, conversations: Path
+) -> None:
+    folder = write_shape(tmp_path / "t", **SMALL)
+    with pytest.raises(ValueError, match="medusa heads are not written as gguf, which takes eagle3"):
+        choose(folder, conversations, head_type="medusa", served_by="llama.cpp")
+    for options, message in (
+        ({"head_type": "mtp", "served_by": "vllm"}, "--for vllm: .* train eagle3"),
+        (
+            {"head_type": "block", "served_by": "sglang", "head_overrides": ["mask_token_id=null"]},
+            "--for sglang: .*mask was trained.*choose vllm",
+        ),
+        ({"served_by": "llama.cpp"}, "--for llama.cpp: .*fc_norm"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            train(**{"head_overrides": None, **options})
+    assert not train.output_dir.exists()
 
 
 def test_a_run_with_nothing_but_a_target_and_data(train: Runner, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback
 
 from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.run.checkpoints import remove_old
+from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.preparation import prepare_run
-from tests.training.runner import Runner
+from tests.training.runner import Runner, assert_same
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
@@ -28,6 +30,52 @@ def test_without_prompts_there_is_nothing_to_go_by(train: Runner) -> None:
     assert prepare(train, num_eval_prompts=0).args.metric_for_best_model is None  # nothing reads it
     with pytest.raises(ValueError, match="which follows a metric: give one of the steps"):
         prepare(train, lr_scheduler_type="reduce_lr_on_plateau")
+
+
+@pytest.mark.parametrize(
+    ("options", "strategy", "every", "is_best_kept"),
+    [
+        ({}, "steps", 2, True),
+        ({"save_steps": 0.5}, "steps", 0.5, True),
+        ({"save_strategy": "epoch"}, "epoch", None, True),
+        ({"save_strategy": "best"}, "steps", 2, True),
+        ({"save_strategy": "no"}, "no", None, False),
+        ({"eval_steps": 1}, "steps", 1, True),
+        ({"eval_steps": 3}, "steps", 3, False),
+        ({"eval_strategy": "no"}, "no", None, False),
+        ({"load_best_model_at_end": False}, "steps", 2, False),
+        ({"load_best_model_at_end": True}, "steps", 2, True),
+        ({"validation_fraction": 0}, "no", None, False),
+        ({"num_eval_prompts": 0}, "no", None, False),
+        ({"num_eval_prompts": 0, "metric_for_best_model": "loss"}, "steps", 2, True),
+    ],
+)
+def test_every_checkpoint_is_evaluated(
+    options: dict[str, Any], strategy: str, every: float | None, is_best_kept: bool, train: Runner
+) -> None:
+    """Where there is something to go by."""
+    trainer = prepare(train, **{"eval_strategy": None, "eval_steps": None, **options})
+    assert trainer.args.eval_strategy == strategy
+    assert strategy != "steps" or trainer.args.eval_steps == every
+    assert trainer.args.load_best_model_at_end is is_best_kept
+
+
+@pytest.mark.parametrize("option", [{"early_stopping_patience": 2}, {"load_best_model_at_end": True}])
+def test_what_needs_evaluations_is_refused_without(option: dict[str, Any], train: Runner) -> None:
+    (name,) = option
+    for without in ({"eval_strategy": "no"}, {"eval_strategy": None, "eval_steps": None, "validation_fraction": 0}):
+        if name == "load_best_model_at_end" and without["eval_strategy"] == "no":
+            continue  # transformers refuses it
+        with pytest.raises(ValueError, match=f"{name} .*eval_strategy"):
+            prepare(train, **option, **without)
+
+
+def test_the_checkpoint_of_the_best_acceptance_is_the_result(train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = iter([1.5, 1.7, 1.6])
+    monkeypatch.setattr(AcceptanceMeter, "__call__", lambda _: {"acceptance_length": next(lengths)})
+    metrics = train(save_strategy="steps", save_steps=2, max_steps=5)
+    assert metrics["eval_acceptance_length"] == 1.7
+    assert_same(train.weights(), load_file(train.output_dir / "checkpoint-4" / "model.safetensors"))
 
 
 @pytest.mark.parametrize("metric", ["top1_depth3", "acceptance", "target_loss"])

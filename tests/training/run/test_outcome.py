@@ -29,21 +29,25 @@ class TestLastWords:
         self, train: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert run_program(train, monkeypatch, max_steps=1) == 0
-        wrote, length, command, other = capsys.readouterr().out.splitlines()[-4:]
+        wrote, length, chain, few, speed, command, other = capsys.readouterr().out.splitlines()[-7:]
         assert (
             wrote
             == f"wrote {train.output_dir}: model.safetensors, token_counts.safetensors, training_record.json, README.md"
         )
-        measured = json.loads((train.output_dir / "training_record.json").read_text())["metrics"]
-        assert length == f"acceptance length: {measured['eval_acceptance_length']:.2f} tokens per verify step"
-        assert "python scripts/benchmark.py" in other
+        record = json.loads((train.output_dir / "training_record.json").read_text())
+        assert length.startswith(f"acceptance length: {record['metrics']['eval_acceptance_length']:.2f} tokens per ")
+        assert f"a chain of 4 gives {record['chain_acceptance_length']:.2f}, less than usual" in chain
+        assert "3 million" in few
+        assert f"{record['speed_over_plain']:.2f} times plain decoding" in speed
+        assert "draftsmith bench" in other
         words = shlex.split(command.removeprefix("next: "))
-        assert words[:2] == ["python", "scripts/generate.py"]
+        assert words[:2] == ["draftsmith", "chat"]
         run_python(*words[1:-1], "word1", "--max_new_tokens", "3")
 
     def test_without_prompts_nothing_was_measured(self, tmp_path: Path) -> None:
         for has_target, reason in ((True, "no held-out prompts"), (False, "the target is on the server")):
-            words = describe_outcome(tmp_path, "t", {"eval_loss": 1.0}, has_target=has_target)
+            (tmp_path / "training_record.json").write_text('{"metrics": {"eval_loss": 1.0}}')
+            words = describe_outcome(tmp_path, "t", has_target=has_target)
             assert f"acceptance length: not measured ({reason})" in words
 
 
@@ -54,7 +58,7 @@ class TestBadInput:
             ({"dataset": "nowhere.jsonl"}, "dataset nowhere.jsonl does not exist"),
             ({"dataset": "wrong.jsonl"}, "line 1: expected an object, got int. Correct it"),
             ({"config": "nowhere.yaml"}, "got --config nowhere.yaml: cannot read it (No such file or directory)"),
-            ({"head_type": "eagle9"}, "unknown head_type 'eagle9'; known kinds: "),
+            ({"head_type": "eagle9"}, "unknown head_type 'eagle9'; did you mean eagle; known kinds: "),
             ({"head_overrides": ["ttt_stepz=2"]}, "ttt_stepz"),
             ({"target": "./nowhere"}, "./nowhere"),
             ({"resume_from_checkpoint": "nowhere"}, "cannot resume from nowhere: config.json is missing"),
@@ -69,7 +73,7 @@ class TestBadInput:
         monkeypatch.chdir(tmp_path)
         with pytest.raises(SystemExit) as exit_:
             run_program(train, monkeypatch, **options)
-        assert str(exit_.value.code).startswith("train_heads.py: ")
+        assert str(exit_.value.code).startswith("draftsmith train: ")
         assert message in str(exit_.value.code)
 
     def test_an_error_of_the_training_itself_keeps_its_traceback(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from draftsmith.training import train_heads
 from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.run import outcome
 from draftsmith.training.run.outcome import PreparedRun
@@ -63,6 +64,13 @@ class TestNotFinite:
         run = prepare(train)
         run.trainer.model.fc.weight.register_hook(lambda gradient: gradient * torch.inf)
         assert "stopped at step 1: the gradient (its norm is " in self.stop(run)
+
+    def test_the_program_ends_in_one_line(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = {**SAVED, "learning_rate": 1e30, "warmup_steps": 0}
+        monkeypatch.setattr("sys.argv", ["train_heads.py", *train.arguments(**options)])
+        monkeypatch.setattr("sys.path", ["."])
+        with pytest.raises(SystemExit, match=r"^draftsmith train: stopped at step 2: the loss"):
+            train_heads.main()
 
     @pytest.mark.slow
     def test_of_one_process_all_stop(self, train: Runner) -> None:

@@ -76,6 +76,25 @@ def test_own_replies_stay_in_the_context(source: DecodedReplies, model: PreTrain
     assert {"", "assistant turn truncated"} <= {conversation.problem for conversation in finished}
 
 
+def test_rows_of_a_batch_are_of_similar_lengths(source: DecodedReplies, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[list[int]] = []
+    write = source.writer.write
+
+    def note(prompts: Any, **options: Any) -> Any:
+        batches.append([len(prompt) for prompt in prompts])
+        return write(prompts, **options)
+
+    monkeypatch.setattr(source.writer, "write", note)
+    texts = [" ".join(["word1"] * (1 + 10 * (number % 3))) for number in range(9)]
+    requests = [TurnRequest([{"role": "user", "content": text}], "assistant", seed=1) for text in texts]
+    replies = source.exchange(requests)
+    while len(replies) < len(requests):
+        replies += source.exchange([])
+    assert {request for request, _ in replies} == {*requests}
+    assert [len({*batch}) for batch in batches] == [1, 1, 1]
+    assert batches[0][0] < batches[1][0] < batches[2][0], "the oldest first"
+
+
 def test_a_template_that_refuses_a_conversation_drops_it(source: DecodedReplies) -> None:
     source.template.tokenizer.chat_template = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
@@ -212,6 +231,8 @@ def test_a_turn_of_no_use_ends_its_conversation(
         assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * (num_messages // 2)
         assert conversation.problem == problem
         assert conversation.is_of_use == (num_messages > 0)
+        cut = [place for place, message in enumerate(conversation.messages) if message.get("truncated")]
+        assert cut == [place for place in problems if keep_truncated and place % 2]
     assert source.most_open == 4
     assert {request.seed for request in source.asked} == {
         turn_seed(5, f"c{i}", place) for i in range(9) for place in range(len(source.asked) // 9)

@@ -1,0 +1,116 @@
+"""What a run says while it trains, and Ctrl-C: a checkpoint first, and the run goes on from it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from draftsmith.training import train_heads
+from draftsmith.training.run import progress
+from draftsmith.training.run.outcome import describe_interrupted
+from draftsmith.training.run.trainer import HeadsTrainer
+from tests.interrupting import interrupt
+from tests.training.runner import Runner, assert_same
+
+
+@pytest.fixture(autouse=True)
+def _restore_handler() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+EVERY_EPOCH: dict[str, Any] = {"eval_strategy": "epoch", "num_train_epochs": 2, "max_steps": -1}
+
+
+def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, *, step: int, times: int = 1) -> None:
+    """In the middle of the step after `step` steps."""
+    training_step = HeadsTrainer.training_step
+
+    def interrupted(self: HeadsTrainer, *args: Any, **kwargs: Any) -> Tensor:
+        if self.state.global_step == step:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+        return training_step(self, *args, **kwargs)
+
+    monkeypatch.setattr(HeadsTrainer, "training_step", interrupted)
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(1e-6, [1, 2, 3, 4, 5]), (1e6, [1, 5])])
+def test_lines_follow_the_clock(
+    seconds: float,
+    expected: list[int],
+    train: Runner,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", seconds)
+    with caplog.at_level(logging.INFO):
+        metrics = train(logging_steps=None, max_steps=5)
+    lines = [line.getMessage() for line in caplog.records if line.name == progress.__name__]
+    steps = [int(found[1]) for line in lines if (found := re.match(r"step (\d+) of 5 \(epoch \d\.\d\d\): loss ", line))]
+    assert steps == expected
+    assert all("right at depth 1" in line and " tokens/s, " in line for line in lines if line.startswith("step"))
+    assert "left" in lines[0]
+    assert lines[-1].startswith(f"held out: acceptance length {metrics['eval_acceptance_length']:.2f}, loss ")
+
+
+def test_short_runs_are_announced(train: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        train(max_steps=1)
+    assert re.search(r"this run reads \d+ tokens, .* 3 million", caplog.text)
+
+
+@pytest.mark.parametrize("step", [2, 4])  # in the middle of an epoch of 5 steps, and at its end
+def test_ctrl_c_saves_a_checkpoint_from_which_the_run_goes_on(
+    step: int, train: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(**EVERY_EPOCH)
+    expected = train.weights()
+    handler = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        press_ctrl_c(patch, step=step)
+        with pytest.raises(KeyboardInterrupt):
+            train(**EVERY_EPOCH)
+    assert signal.getsignal(signal.SIGINT) is handler
+    newest = train.output_dir / f"checkpoint-{step + 1}"
+    assert newest.is_dir()
+    words = shlex.split(describe_interrupted(train.output_dir).partition("Continue: ")[2])
+    assert words[:3] == ["draftsmith", "train", "--config"]
+    monkeypatch.setattr(sys, "argv", words[1:])
+    assert train_heads.main() == 0
+    assert_same(expected, train.weights())
+
+
+def test_a_second_ctrl_c_ends_at_once(
+    train: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    press_ctrl_c(monkeypatch, step=2, times=2)
+    monkeypatch.setattr(sys, "argv", ["draftsmith train", *train.arguments()])
+    with pytest.raises(SystemExit) as ended:
+        train_heads.main()
+    assert ended.value.code == 130
+    assert not [*Path(train.output_dir).glob("checkpoint-*")]
+    assert shlex.split(capsys.readouterr().err.partition("Again: ")[2])[:2] == ["draftsmith", "train"]
+
+
+def test_ctrl_c_in_a_process_of_its_own(train: Runner) -> None:
+    """While it trains, and when it has been continued."""
+    words = ["train", *train.arguments(max_steps=100_000, logging_steps=1)]
+    steps = [0]
+    for _ in range(2):
+        _, found, again = re.split(r"interrupted; |\. Continue: ", interrupt(words, when=r"step [\d,]+ of 100,000 "))
+        steps.append(int(re.findall(r"checkpoint-(\d+)", found)[0]))
+        assert (train.output_dir / f"checkpoint-{steps[-1]}" / "optimizer.pt").is_file()
+        words = shlex.split(again)[1:]
+    assert steps[2] > steps[1] > 0
