@@ -120,6 +120,8 @@ class HeadsTrainingArguments(TrainingArguments):
             self.dataloader_num_workers = 2 if torch.accelerator.is_available() and not self.use_cpu else 0
         # Here None leaves a choice to the run; transformers compares numbers, and wants values.
         left_open = dict.fromkeys(name for name in UNSETTLED if getattr(self, name) is None)
+        if "eval_strategy" in left_open:  # transformers would compare it with that of the checkpoints
+            left_open["load_best_model_at_end"] = self.load_best_model_at_end
         vars(self).update({name: UNSETTLED[name] for name in left_open})
         super().__post_init__()
         vars(self).update(left_open)
