@@ -14,8 +14,6 @@ from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.draft_vocabulary import COUNTS_FILE, take_lm_head_rows
 from draftsmith.inference import Decoder, Target, generate
 from draftsmith.inference.drafters.base import DraftLogits
-from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.kernels.packed_weights import PackedLinear
 from tests.heads.tiny_heads import FIRST_BY_DEFAULT, tiny_heads
 from tests.tiny_targets import random_prompt, target_of, tiny_target
@@ -73,13 +71,6 @@ def test_the_text_is_that_of_plain_decoding(
         assert draft.token_ids.tolist() == known[columns].tolist()
         assert draft.logits.shape[-1] == SIZE
     assert all(torch.equal(tensor, whole[name]) for name, tensor in heads.state_dict().items())
-
-
-def test_merged_with_columns_of_another_drafter() -> None:
-    target, prompt = target_of("llama"), random_prompt(9)
-    drafter = MergedDrafter(tiny_heads("mtp", target).limit_vocabulary(SIZE, torch.arange(128)), NgramDrafter())
-    output = Decoder(target, drafter, tree="dynamic:3,4,12").generate(prompt, **SAMPLED)
-    assert torch.equal(output.sequences, generate(target, None, prompt, **SAMPLED).sequences)
 
 
 @pytest.mark.parametrize(("head_type", "is_packed"), [("medusa", True), ("mtp", False)], ids=["packed", "bfloat16"])

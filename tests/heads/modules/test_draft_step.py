@@ -117,11 +117,3 @@ class TestReadAhead:
         assert step.read_ahead(values, 1, fill=-9).tolist() == [[1, -9, 3, -9, 5, 6, -9, -9]]
         assert step.read_ahead(values, 2, fill=-9).tolist() == [[-9, -9, -9, -9, 6, -9, -9, -9]]
         assert step.read_ahead(values, 0, fill=-9).tolist() == [[0, 1, 2, 3, 4, 5, 6, -9]]
-
-    @pytest.mark.parametrize("distance", [0, 2, 5, 8])
-    def test_of_all_slots(self, distance: int) -> None:
-        values, hidden = torch.tensor([[5, 6, 7, 8, 9]]), torch.zeros(1, 5, 4)
-        named = DraftStep(2, hidden, nn.Identity(), slots=torch.arange(5)[None])
-        expected = [*[5, 6, 7, 8, 9][distance:], *[-1] * min(distance, 5)]
-        for step in (DraftStep(2, hidden, nn.Identity()), named):
-            assert step.read_ahead(values, distance, fill=-1).tolist() == [expected]
