@@ -135,6 +135,8 @@ def test_the_text_of_compiled_steps(num_rows: int, options: dict[str, Any], capl
     assert not [message for message in caplog.messages if "accept" in message], "acceptance is one graph"
 
 
+@pytest.mark.ci
+@pytest.mark.slow  # makes its graphs anew for several lengths
 @pytest.mark.usefixtures("traced_alone")
 def test_another_prompt_makes_no_other_graph() -> None:
     decoder = Decoder(tiny_target("llama", num_hidden_layers=1), compile=True)
