@@ -86,25 +86,6 @@ class TestHybrid:
             write_settings(folder, StoreSettings(identity, tensors))
         return HybridFeatures(OnlineFeatures(target, layers), FeatureStore(folder), shard_bytes=shard_bytes)
 
-    def test_each_text_is_computed_and_written_once(
-        self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        computed = count_computed(monkeypatch)
-        features = self.make(target, tmp_path, shard_bytes=10**4)
-        collate = TextsCollator(COLLATE)
-        wanted = [OnlineFeatures(target, (2,))(COLLATE([row])) for row in ROWS]
-        computed.clear()
-        for epoch in range(2):
-            for row, states in zip(ROWS, wanted, strict=True):
-                found, size = features(collate([row])), len(row["input_ids"])
-                assert torch.equal(found.features[0, :size], states.features[0, :size])
-                assert torch.equal(found.last_hidden[0, :size], states.last_hidden[0, :size])
-            features.flush()
-            features.store.refresh()
-            assert len(computed) == len(ROWS), epoch
-        assert len(features.store) == len(ROWS)
-        assert 1 < len(list(tmp_path.glob("cache-0-*.safetensors"))) < len(ROWS)
-
     def test_what_a_kill_lost_is_computed_again(
         self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
