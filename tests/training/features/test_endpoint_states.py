@@ -242,7 +242,7 @@ def test_texts_that_the_server_does_not_take(extract: Extract, server: StatesSer
         extract()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_first_layers_are_known_as_the_whole_target(family: str, tmp_path: Path) -> None:
     """The same identity; the final norm gives the last state."""
     tiny_target(family).save_pretrained(tmp_path)
