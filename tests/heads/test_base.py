@@ -50,10 +50,6 @@ class TestLoading:
         assert not info["missing_keys"]
         assert DraftHeads.from_pretrained(saved.parent, subfolder="heads").config.draft_vocab_size == 40
 
-    def test_heads_keep_the_dtype_they_were_saved_in(self, saved: Path) -> None:
-        DraftHeads.from_pretrained(saved).to(torch.bfloat16).save_pretrained(saved)
-        assert DraftHeads.from_pretrained(saved).dtype == torch.bfloat16
-
     @pytest.mark.parametrize(
         ("name", "tensor", "message"),
         [
@@ -83,14 +79,21 @@ class TestLoading:
         with pytest.raises(ValueError, match="weights file is damaged or truncated"):
             DraftHeads.from_pretrained(saved)
 
+    def test_what_is_no_folder_of_heads(self, saved: Path) -> None:
+        (saved / "config.json").unlink()
+        hub = "here, and no config.json could be read from a hub repository"
+        for path, message in {
+            str(saved): r"has no config\.json: give a directory written by DraftHeads",
+            str(saved / "model.safetensors"): r"model\.safetensors is a file: give its folder",
+            **{path: f"^the folder {path} does not exist$" for path in ("./nope", "/nope", "a/b/c", "~/nope")},
+            **{name: f"there is no folder {name} {hub}" for name in ("nope", "org/nope")},
+        }.items():
+            with pytest.raises(ValueError, match=message):
+                DraftHeads.from_pretrained(path)
+
     def test_no_weights_file(self, saved: Path) -> None:
         (saved / "model.safetensors").unlink()
         with pytest.raises(OSError, match=r"model\.safetensors"):
-            DraftHeads.from_pretrained(saved)
-
-    def test_no_config(self, saved: Path) -> None:
-        (saved / "config.json").unlink()
-        with pytest.raises(ValueError, match=r"has no config\.json: give a directory written by DraftHeads"):
             DraftHeads.from_pretrained(saved)
 
     @pytest.mark.parametrize(
@@ -106,21 +109,6 @@ class TestLoading:
         (saved / "config.json").write_text(json.dumps(config | changes))
         with pytest.raises(ValueError, match=message):
             DraftHeads.from_pretrained(saved)
-
-    @pytest.mark.parametrize("path", ["./nope", "/nope", "../nope", "a/b/c", "~/nope"])
-    def test_no_folder(self, path: str) -> None:
-        with pytest.raises(ValueError, match=f"^the folder {path} does not exist$"):
-            DraftHeads.from_pretrained(path)
-
-    @pytest.mark.parametrize("name", ["nope", "org/nope"])
-    def test_neither_a_folder_nor_on_the_hub(self, name: str) -> None:
-        message = f"there is no folder {name} here, and no config.json could be read from a hub repository"
-        with pytest.raises(ValueError, match=message):
-            DraftHeads.from_pretrained(name)
-
-    def test_a_file(self, saved: Path) -> None:
-        with pytest.raises(ValueError, match=r"model\.safetensors is a file: give its folder"):
-            DraftHeads.from_pretrained(saved / "model.safetensors")
 
 
 class TestSaving:

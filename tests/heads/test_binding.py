@@ -19,24 +19,22 @@ import draftsmith.heads as heads_package
 from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.inference import Decoder, Target, generate
 from tests.heads.tiny_heads import tiny_heads
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import random_prompt, target_of, tiny_target
 
 
 class TestBinding:
     @pytest.mark.parametrize("head_type", heads_package.HEAD_TYPES)
-    @pytest.mark.parametrize(
-        ("overrides", "message"),
-        [
+    def test_another_target(self, target: Target, head_type: str) -> None:
+        heads = create_heads(head_type, target)
+        others: list[tuple[dict[str, Any], str]] = [
             ({"hidden_size": 64, "head_dim": 8}, "hidden size 32, this target .* has 64"),
             ({"vocab_size": 100}, "vocabulary size 128, this target .* has 100"),
             ({"num_hidden_layers": 7}, "number of layers 6, this target .* has 7"),
-        ],
-    )
-    def test_another_target(self, target: Target, head_type: str, overrides: dict[str, Any], message: str) -> None:
-        heads = create_heads(head_type, target)
-        with pytest.raises(ValueError, match=message + ".*: load the target the heads were trained for"):
-            heads.bind(tiny_target("llama", **overrides))
-        assert heads.target is target, "a refused target must not replace the one that fits"
+        ]
+        for overrides, message in others:
+            with pytest.raises(ValueError, match=message + ".*: load the target the heads were trained for"):
+                heads.bind(target_of("llama", **overrides))
+            assert heads.target is target, "a refused target must not replace the one that fits"
 
     @pytest.mark.parametrize("head_type", sorted(heads_package.HEAD_TYPES))
     def test_a_target_of_several_widths(self, head_type: str) -> None:

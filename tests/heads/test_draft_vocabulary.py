@@ -14,8 +14,6 @@ from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.draft_vocabulary import COUNTS_FILE, take_lm_head_rows
 from draftsmith.inference import Decoder, Target, generate
 from draftsmith.inference.drafters.base import DraftLogits
-from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.kernels.packed_weights import PackedLinear
 from tests.heads.tiny_heads import FIRST_BY_DEFAULT, tiny_heads
 from tests.tiny_targets import random_prompt, target_of, tiny_target
@@ -75,15 +73,7 @@ def test_the_text_is_that_of_plain_decoding(
     assert all(torch.equal(tensor, whole[name]) for name, tensor in heads.state_dict().items())
 
 
-def test_merged_with_columns_of_another_drafter() -> None:
-    target, prompt = target_of("llama"), random_prompt(9)
-    drafter = MergedDrafter(tiny_heads("mtp", target).limit_vocabulary(SIZE, torch.arange(128)), NgramDrafter())
-    output = Decoder(target, drafter, tree="dynamic:3,4,12").generate(prompt, **SAMPLED)
-    assert torch.equal(output.sequences, generate(target, None, prompt, **SAMPLED).sequences)
-
-
-@pytest.mark.parametrize("head_type", ["medusa", "mtp"])
-@pytest.mark.parametrize("is_packed", [False, True], ids=["bfloat16", "packed"])
+@pytest.mark.parametrize(("head_type", "is_packed"), [("medusa", True), ("mtp", False)], ids=["packed", "bfloat16"])
 def test_in_another_dtype_and_packed(head_type: str, is_packed: bool) -> None:
     """Heads in float32; the target's view of them has the rows in its own dtype, packed where its weights are."""
     target = Target(tiny_target("llama", dtype=torch.float32 if is_packed else torch.bfloat16))
@@ -141,22 +131,19 @@ class TestCounts:
         kept = loaded.token_counts[ids]
         assert (loaded.token_counts[loaded.draft_token_ids] > kept.min()).sum() == 6
 
+    def test_what_is_refused(self, own_kind: Any) -> None:
+        for kind, size, num_counts, message in (
+            ("mtp", 0, 128, "draft_vocab_size is 0; allowed is 1 to 128"),
+            ("mtp", 129, 128, "draft_vocab_size is 129; allowed is 1 to 128"),
+            ("mtp", 5, 100, r"token_counts has the shape \[100\]; allowed is \[128\]"),
+            ("bigram", 5, 128, "draft_vocab_size 5 for bigram heads"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                create_heads(kind, target_of("llama")).limit_vocabulary(size, torch.arange(num_counts))
+
     def test_all_tokens_are_no_limit(self) -> None:
         heads = create_heads("mtp", target_of("llama")).limit_vocabulary(128)
         assert heads.for_target(target_of("llama")).draft_token_ids is None
-
-    @pytest.mark.parametrize(("size", "allowed"), [(0, 128), (-3, 128), (129, 128)])
-    def test_impossible_sizes(self, size: int, allowed: int) -> None:
-        with pytest.raises(ValueError, match=f"draft_vocab_size is {size}; allowed is 1 to {allowed}"):
-            create_heads("mtp", target_of("llama")).limit_vocabulary(size, torch.arange(128))
-
-    def test_of_another_tokenizer(self) -> None:
-        with pytest.raises(ValueError, match=r"token_counts has the shape \[100\]; allowed is \[128\]"):
-            create_heads("mtp", target_of("llama")).limit_vocabulary(5, torch.arange(100))
-
-    def test_of_a_kind_that_does_not_say_where_its_lm_head_is(self, own_kind: Any) -> None:
-        with pytest.raises(ValueError, match="draft_vocab_size 5 for bigram heads"):
-            create_heads("bigram", target_of("llama")).limit_vocabulary(5, torch.arange(128))
 
 
 def test_measured_costs_know_the_size() -> None:

@@ -96,15 +96,7 @@ def test_settings_that_do_not_go_together(target: Target, kind: str, overrides: 
 
 @pytest.mark.parametrize(
     ("kind", "key", "meant"),
-    [
-        ("block", "blok_size", "block_size"),
-        ("eagle", "draft_vocab_size", "target_vocab_size"),
-        ("eagle3", "vocab_size_draft", "draft_vocab_size"),
-        ("hydra", "num_layer", "num_layers"),
-        ("medusa", "num_head", "num_heads"),
-        ("mtp", "share_blocks", "share_block"),
-        ("parallel", "num_depth", "num_depths"),
-    ],
+    [("block", "blok_size", "block_size"), ("eagle", "draft_vocab_size", "target_vocab_size")],
 )
 def test_a_key_that_does_not_exist(target: Target, kind: str, key: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"'{key}' .* '{meant}'"):

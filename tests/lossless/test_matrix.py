@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from draftsmith.heads import HEAD_TYPES
 from tests.lossless.matrix import __main__ as program
 from tests.lossless.matrix import cases, render
 from tests.lossless.matrix.cases import Case, run_case
-from tests.lossless.matrix.cells import BATCHES, FACTORS, Cell, calls_of, makes_sense, pair_cells, seed_of
-from tests.lossless.matrix.covering import cover, pairs_of
+from tests.lossless.matrix.cells import BATCHES, FACTORS, Cell, calls_of, makes_sense, seed_of
+from tests.lossless.matrix.covering import cover
 from tests.lossless.matrix.drafters import POLICIES
-from tests.lossless.matrix.references import attentions_of, reference_of
+from tests.lossless.matrix.references import reference_of
 from tests.lossless.matrix.results import (
     DIFFERENT,
     SAME,
@@ -30,25 +29,22 @@ from tests.tiny_targets import FAMILIES, LEFT_OUT
 
 NEW_TOKENS = 16
 GREEDY_TOKENS = 32  # enough for every branch
-# References take most of the time: one target decodes in batches of 32, there are few ways to sample, and random heads
-# draft together with the scripted drafter only.
+# References take most of the time: there are no batches of 32, few ways to sample, and random heads draft together with
+# the scripted drafter only.
 WIDE = FAMILIES[0]
 REDUCED = FACTORS | {
     "drafter": tuple(name for name in FACTORS["drafter"] if name not in HEAD_TYPES),
     "sampling": ("greedy", "T=0.7", "repetition penalty 1.3"),
+    "batch": BATCHES[:-1],
     "prefill_chunk": (512, 5),
 }
 # What is special about a family does not depend on who drafts for it.
 APART = [frozenset(pair) for pair in itertools.product(["family"], ["drafter", "policy", "acceptance", "sampling"])]
 
 
-def is_cheap(values: Mapping[str, Any]) -> bool:
-    return makes_sense(values) and (values["batch"] != 32 or (values["family"], values["attention"]) == (WIDE, "sdpa"))
-
-
 def reduced_cells() -> list[Cell]:
     cells = []
-    for values in cover(REDUCED, is_cheap, apart=APART):
+    for values in cover(REDUCED, makes_sense, apart=APART):
         batch = values.pop("batch")
         values["seed"] = seed_of(values["family"], values["attention"])
         cells.append(Cell("reduced", batch, Case(calls=calls_of(batch, NEW_TOKENS), text_length=NEW_TOKENS, **values)))
@@ -130,34 +126,8 @@ def with_a_wrong_token(*args: Any) -> torch.Tensor:
 
 def test_a_wrong_token_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "reference_of", with_a_wrong_token)
-    for cell in greedy_cells_of(WIDE)[:8:3]:
+    for cell in greedy_cells_of(WIDE)[:2]:
         result = run_cell(cell)
         assert result.status == DIFFERENT
         assert result.reason is not None
         assert "has score" in result.reason
-
-
-def test_every_pair_of_the_matrix_that_makes_sense_occurs() -> None:
-    """What is possible is looked up among all combinations of values that `makes_sense` tells apart; the padding and
-    the prefill chunk it does not read."""
-    representatives = FACTORS | {
-        "family": [next(family for family in FAMILIES if len(attentions_of(family)) == number) for number in (1, 2)],
-        "drafter": ["scripted", "staged"],
-        "sampling": ["greedy", "greedy, no repeated bigram", "T=0.7", "T=1"],
-        "batch": [1, max(BATCHES)],
-        "padding": ["left"],
-        "prefill_chunk": [512],
-    }
-    designed = [vars(cell.case) | {"batch": cell.batch} for cell in pair_cells()]
-    designed = [{name: values[name] for name in FACTORS} for values in designed]
-    assert all(map(makes_sense, designed))
-    occurring = set().union(*map(pairs_of, designed))
-    num_impossible = 0
-    for one, other in itertools.combinations(sorted(FACTORS), 2):
-        for pair in itertools.product(FACTORS[one], FACTORS[other]):
-            fixed = representatives | {one: [pair[0]], other: [pair[1]]}
-            every = (dict(zip(fixed, values, strict=True)) for values in itertools.product(*fixed.values()))
-            is_possible = any(map(makes_sense, every))
-            num_impossible += not is_possible
-            assert ((one, pair[0], other, pair[1]) in occurring) == is_possible, (one, other, pair)
-    assert num_impossible > 0

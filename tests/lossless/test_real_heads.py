@@ -68,7 +68,7 @@ def check_greedy(target: Target, decoder: Decoder, prompt: Tensor, **options: An
 
 
 GREEDY_CASES = {f"{kind}-{policy}": (kind, policy) for kind in TRAINED_KINDS for policy in ("chain", "dynamic")}
-QUICK = {name for name in GREEDY_CASES if "dynamic" in name} | {"eagle3-chain", "mtp-chain"}
+QUICK = {name for name in GREEDY_CASES if "dynamic" in name}
 
 
 @pytest.mark.parametrize(("kind", "policy"), slow_but(QUICK, GREEDY_CASES))
@@ -104,7 +104,7 @@ def plain_text(target: Target, prompt: int, options: tuple[tuple[str, Any], ...]
     ],
     ids=["static", "dynamic"],
 )
-@pytest.mark.parametrize("kind", slow_but({"eagle3", "kangaroo", "mtp"}, TRAINED_KINDS))
+@pytest.mark.parametrize("kind", slow_but({"kangaroo", "mtp"}, TRAINED_KINDS))
 def test_chat_sampled(kind: str, policy: str, is_coupled: bool, settings: list[dict[str, Any]]) -> None:
     target = chat_target(torch.float32)
     decoder = Decoder(target, chat_heads(kind, target), tree=POLICIES[policy], is_coupled=is_coupled)
@@ -118,7 +118,7 @@ def test_chat_bfloat16_flips_are_near_ties() -> None:
     """In bf16 a pass over a tree may round otherwise than one over a single token: texts may part at near-ties only."""
     target = chat_target(torch.bfloat16)
     decoder = Decoder(target, chat_heads("eagle3", target), tree=POLICIES["dynamic"])
-    for prompt in chat_prompts()[:4]:
+    for prompt in chat_prompts()[:2]:
         expected = target.model.generate(prompt, do_sample=False, max_new_tokens=60)
         output = decoder.generate(prompt, do_sample=False, max_new_tokens=60)
         difference = explain_difference(target.model, expected[0], output.sequences[0])

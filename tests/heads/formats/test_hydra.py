@@ -35,7 +35,7 @@ PLUS = {**PLAIN, "num_layers": 2, "use_prefix_attention": True, "use_prefix_norm
 @pytest.mark.parametrize(
     "settings",
     slow_but(
-        {"two blocks, biases", "Hydra++"},
+        {"Hydra++"},
         {
             "one block": PLAIN,
             "two blocks, biases": {**PLAIN, "num_layers": 2, "use_biases": True},

@@ -14,12 +14,10 @@ import torch
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Format
 from draftsmith.heads.formats.registry import FORMATS, find_format
-from draftsmith.inference import Target, generate
-from tests.conftest import REPOSITORY
+from draftsmith.inference import Target
 from tests.heads.test_contract import assert_same_tensors, config_of
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
-from tests.params import slow_but
-from tests.tiny_targets import random_prompt, target_of
+from tests.tiny_targets import target_of
 
 # What a format does not take, per variant, and the words of its reason. The other pairs must come back as they were.
 REFUSED: dict[tuple[str, str], str] = {
@@ -156,28 +154,3 @@ def test_rope_and_sizes_of_its_own(kind: str, rope: dict[str, Any], tmp_path: Pa
         again = DraftHeads.from_pretrained(export(known, heads, target, tmp_path / known.name), target=target)
         assert config_of(again) == config_of(heads)
         assert_same_tensors(dict(heads.state_dict()), dict(again.state_dict()))
-
-
-SHIPPED = {
-    kind: known  # the last of those that take it
-    for known in WRITERS
-    for kind in known.kinds
-    if (REPOSITORY / "examples" / "heads" / kind / "config.json").exists() and (known.name, f"{kind}-0") not in REFUSED
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "known"), slow_but({"eagle3", "mtp"}, {kind: (kind, known) for kind, known in SHIPPED.items()})
-)
-def test_shipped_heads_come_back_and_decode_the_same(
-    known: Format, kind: str, chat_target: Any, tmp_path: Path
-) -> None:
-    target = Target(chat_target)
-    heads = DraftHeads.from_pretrained(REPOSITORY / "examples" / "heads" / kind, target=target)
-    folder = export(known, heads, target, tmp_path / "out")
-    again = DraftHeads.from_pretrained(folder, target=target)
-    assert_same_tensors(dict(heads.state_dict()), dict(again.state_dict()))
-    prompt = random_prompt(12, vocab_size=target.vocab_size)
-    outputs = [generate(target, each, prompt, max_new_tokens=24, do_sample=False) for each in (heads, again)]
-    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-    assert outputs[0].stats.accepted_histogram == outputs[1].stats.accepted_histogram

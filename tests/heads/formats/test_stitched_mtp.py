@@ -77,7 +77,8 @@ def test_heads_come_back_and_the_target_is_as_it_was(checkpoint: Path, name: str
     ):
         assert_same_tensors(dict(heads.state_dict()), dict(found.state_dict()))
         assert config_of(found)["num_steps"] == 4
-    texts = [generate(target, one, prompt, max_new_tokens=12, do_sample=False) for one in (heads, found.bind(target))]
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "tree": "dynamic"}
+    texts = [generate(target, one, prompt, **options) for one in (heads, found.bind(target))]
     assert torch.equal(texts[0].sequences, texts[1].sequences)
     assert texts[0].stats.accepted_histogram == texts[1].stats.accepted_histogram
 

@@ -71,12 +71,6 @@ def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, A
 
 
 class TestWhatIsBorrowed:
-    def test_only_fc_and_one_layer_without_an_input_norm_are_its_own(self, target: Target) -> None:
-        names = set(create_heads("eagle", target).state_dict())
-        blocks = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-        blocks |= {"post_attention_layernorm"}
-        assert names == {"fc.weight", *(f"layers.0.{name}.weight" for name in blocks)}
-
     def test_the_targets_head_reads_the_output_without_a_norm(self) -> None:
         model: Any = tiny_target("gemma3", final_logit_softcapping=2.0)
         target = Target(model)

@@ -36,12 +36,6 @@ class TestFeatureLayers:
         assert default_feature_layers(32) == [2, 16, 29]
         assert default_feature_layers(5) == [1, 2, 3]
 
-    def test_are_stored_in_the_order_given(self, target: Target, tmp_path: Path) -> None:
-        heads = eagle3(target, feature_layers=[5, 0, 6])
-        heads.save_pretrained(tmp_path)
-        assert DraftHeads.from_pretrained(tmp_path).feature_layers == (5, 0, 6)
-        assert heads.fc.weight.shape == (32, 96)
-
 
 def unroll_slowly(heads: Eagle3Heads, features: Tensor, token_ids: list[int]) -> list[list[Tensor]]:
     """[K][T'] outputs, those that are fed to the next step, for one sequence: one slot and one step at a time, straight

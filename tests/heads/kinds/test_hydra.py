@@ -98,15 +98,6 @@ class TestSettings:
         assert create_heads("hydra", target).default_loss == "cross_entropy"
         assert create_heads("hydra", target, **PLUS).default_loss == "distillation"
 
-    def test_one_lm_head_for_all(self, target: Target) -> None:
-        own, tied = (create_heads("hydra", target, num_heads=4, tie_lm_head=flag) for flag in (False, True))
-        counts = [sum(parameter.numel() for parameter in heads.parameters()) for heads in (own, tied)]
-        assert counts[0] - counts[1] == 3 * 128 * 32
-        assert [name for name in tied.state_dict() if name.startswith("lm_head")] == ["lm_head.0.weight"]
-        for heads in (own, tied):
-            for lm_head in heads.lm_head:
-                assert torch.equal(lm_head.weight, target.lm_head.weight)
-
     def test_the_prefix_layer_has_the_targets_shape(self, target: Target) -> None:
         heads: Any = create_heads("hydra", target, **PLUS)
         assert heads.prefix.mlp.up_proj.weight.shape == (target.text_config.intermediate_size, 32)

@@ -14,7 +14,6 @@ from draftsmith.heads import create_heads
 from draftsmith.heads.config import decoder_settings
 from draftsmith.heads.kinds.eagle3 import Eagle3Config
 from draftsmith.heads.modules.layers import DraftCache, RMSNorm, RotaryEmbedding, rotate
-from draftsmith.inference import Target
 from tests.tiny_targets import tiny_target
 
 
@@ -131,14 +130,6 @@ class TestDecoderSettings:
         settings = decoder_settings(config)  # type: ignore[arg-type]
         rope = RotaryEmbedding(Eagle3Config(**settings))
         assert rope(torch.tensor([[3]]))[0].shape[-1] == settings["head_dim"] == 16
-
-    def test_overrides_win(self) -> None:
-        heads = create_heads(
-            "eagle3", Target(tiny_target("llama")), head_dim=16, num_attention_heads=2, hidden_act="relu"
-        )
-        assert heads.config.head_dim == 16
-        assert heads.config.num_key_value_heads == 2
-        assert heads.config.hidden_act == "relu"
 
 
 class TestRMSNorm:

@@ -36,7 +36,7 @@ def random_parents(num_nodes: int, generator: torch.Generator) -> list[int]:
     return [-1] + [int(torch.randint(node, (), generator=generator)) for node in range(1, num_nodes)]
 
 
-@pytest.mark.parametrize("num_nodes", [1, 16, 64, 65, 150])
+@pytest.mark.parametrize("num_nodes", [1, 64, 65, 150])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
 def test_a_tree_in_the_cache(family: str, num_nodes: int) -> None:
     """Ragged rows, each layer type's window and view: the same mask as `TreeMasks` makes without packing."""
@@ -70,7 +70,7 @@ def test_a_prompt(window: int | None, origin: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(5,), (140,), (200, 200), (200, 90)])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_prompts_get_the_same_bits(family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one length, and of several; in one chunk and in chunks of 64."""
     monkeypatch.setattr("draftsmith.inference.targets.masks.FEW_SLOTS", 0)

@@ -17,8 +17,7 @@ from draftsmith.inference import Decoder, Target
 from draftsmith.inference.kernels import packed_weights
 from draftsmith.inference.kernels.packed_weights import PackedLinear, pack
 from tests.params import slow_but
-from tests.scripted_drafter import ScriptedDrafter
-from tests.tiny_targets import FAMILIES, random_prompt, tiny_target
+from tests.tiny_targets import CORE_FAMILIES, FAMILIES, random_prompt, tiny_target
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,7 +112,7 @@ def test_compiled_layers_with_one_input_are_one_product() -> None:
     assert sum("packed_linear" in str(node.target) for node in graphs[0].graph.nodes) == 1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but({*CORE_FAMILIES, "gpt2", "deepseek_v3", "gpt_oss"}, FAMILIES))
 def test_a_model_and_its_twin_say_the_same(family: str) -> None:
     model = tiny_target(family)
     prompt, twin = random_prompt(20), pack(model)
@@ -127,21 +126,12 @@ def test_a_model_and_its_twin_say_the_same(family: str) -> None:
     assert {id(weight) for weight in twin.parameters()} == {id(weight) for weight in model.parameters()}
 
 
-@pytest.mark.parametrize("kind", slow_but({"eagle3", "kangaroo", "block", "mtp"}, list(HEAD_TYPES)))
+@pytest.mark.parametrize("kind", slow_but({"kangaroo", "block"}, list(HEAD_TYPES)))
 def test_texts_are_those_of_transformers(kind: str) -> None:
     model = tiny_target("llama")
     heads, prompt = create_heads(kind, Target.of(model)), random_prompt(9)
     text = Decoder(model, heads, pack_weights=True).generate(prompt, max_new_tokens=24, do_sample=False).sequences
     assert torch.equal(text, model.generate(prompt, max_new_tokens=24, do_sample=False))
-
-
-def test_drafts_are_accepted_with_packed_weights() -> None:
-    model, prompt = tiny_target("llama"), random_prompt(9)
-    text = model.generate(prompt, max_new_tokens=40, do_sample=False)
-    decoder = Decoder(model, ScriptedDrafter([text[0]], model.config.vocab_size), pack_weights=True)
-    output = decoder.generate(prompt, max_new_tokens=40, do_sample=False)
-    assert torch.equal(output.sequences, text)
-    assert output.stats.acceptance_length > 1.5
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -151,14 +141,6 @@ def test_adapters_work_on_packed_weights() -> None:
     prompt = random_prompt(9)
     text = Decoder(model, pack_weights=True).generate(prompt, max_new_tokens=12, do_sample=False).sequences
     assert torch.equal(text, model.generate(input_ids=prompt, max_new_tokens=12, do_sample=False))
-
-
-def test_compiled_code_calls_packed_products() -> None:
-    torch.manual_seed(0)
-    linear = nn.Linear(32, 8).requires_grad_(False)
-    packed, states = pack(linear), torch.randn(2, 3, 32)
-    compiled = torch.compile(packed, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(states), linear(states))
 
 
 def test_packed_weights_are_not_packed_again() -> None:

@@ -102,13 +102,17 @@ def check(
     return stats
 
 
-@pytest.mark.parametrize("tree", [chain(3), StaticTree([[0], [1], [0, 0], [1, 0]]), DynamicTree(3, 3, 10)])
-@pytest.mark.parametrize("options", [{"do_sample": False}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("num_rows", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_the_text_is_that_of_transformers_processors(num_rows: int, options: dict[str, Any], tree: Any) -> None:
-    stats = check(
-        num_rows, options, lambda target, texts: Decoder(target, ScriptedDrafter(texts, VOCAB_SIZE), tree=tree)
-    )
+@pytest.mark.parametrize(
+    ("tree", "options"),
+    [
+        (chain(3), {"do_sample": False}),
+        (StaticTree([[0], [1], [0, 0], [1, 0]]), SAMPLED),
+        (DynamicTree(3, 3, 10), SAMPLED),
+    ],
+    ids=["chain", "static", "dynamic"],
+)
+def test_the_text_is_that_of_transformers_processors(tree: Any, options: dict[str, Any]) -> None:
+    stats = check(3, options, lambda target, texts: Decoder(target, ScriptedDrafter(texts, VOCAB_SIZE), tree=tree))
     assert sum(stats.accepted_histogram[2:]) > 0, "paths of several drafts were accepted"
 
 
@@ -131,6 +135,8 @@ def test_the_text_of_compiled_steps(num_rows: int, options: dict[str, Any], capl
     assert not [message for message in caplog.messages if "accept" in message], "acceptance is one graph"
 
 
+@pytest.mark.ci
+@pytest.mark.slow  # makes its graphs anew for several lengths
 @pytest.mark.usefixtures("traced_alone")
 def test_another_prompt_makes_no_other_graph() -> None:
     decoder = Decoder(tiny_target("llama", num_hidden_layers=1), compile=True)
@@ -144,8 +150,7 @@ def test_another_prompt_makes_no_other_graph() -> None:
     assert counts[-1] == counts[1]
 
 
-@pytest.mark.parametrize("num_rows", [1, 3])
-def test_greedy_text_is_that_of_transformers_generate(num_rows: int) -> None:
+def test_greedy_text_is_that_of_transformers_generate() -> None:
     model = tiny_target("llama", num_hidden_layers=2, initializer_range=0.3)
     options: dict[str, Any] = {
         "do_sample": False,
@@ -159,9 +164,9 @@ def test_greedy_text_is_that_of_transformers_generate(num_rows: int) -> None:
         "num_return_sequences": 1,
     }
     options |= {"max_new_tokens": NEW_TOKENS, "eos_token_id": EOS, "pad_token_id": 0}
-    inputs = pad_prompts(PROMPTS[:num_rows])
+    inputs = pad_prompts(PROMPTS)
     expected = model.generate(**inputs, **options)
-    drafter = ScriptedDrafter(trim(expected, num_rows), VOCAB_SIZE)
+    drafter = ScriptedDrafter(trim(expected, len(PROMPTS)), VOCAB_SIZE)
     output = Decoder(model, drafter, tree=DynamicTree(3, 3, 10)).generate(**inputs, **options)
     assert output.sequences.tolist() == expected.tolist()
     assert sum(output.stats.accepted_histogram[2:]) > 0

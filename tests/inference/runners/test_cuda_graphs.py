@@ -202,13 +202,23 @@ def test_conversations_streams_and_scores() -> None:
 
 
 def test_processors_that_read_the_text() -> None:
+    """One of each kind: none of them reads a value on the host."""
     target, prompts = Target(tiny_target("llama")), long_prompts(2)
     decoder, eager = (Decoder(target, NgramDrafter(), tree=chain(2)) for _ in range(2))
     recorded = capture(decoder)
+    settings: dict[str, Any] = {
+        "max_new_tokens": 30,
+        "no_repeat_ngram_size": 4,
+        "encoder_repetition_penalty": 1.1,
+        "encoder_no_repeat_ngram_size": 5,
+        "bad_words_ids": [[3], [5, 7]],
+        "min_new_tokens": 9,
+        "exponential_decay_length_penalty": (4, 1.01),
+        "eos_token_id": 2,
+        **GREEDY,
+    }
     for penalty in (1.3, 1.3, 1.1):
-        expected, found = (
-            one.generate(**prompts, max_new_tokens=30, repetition_penalty=penalty, **GREEDY) for one in (eager, decoder)
-        )
+        expected, found = (one.generate(**prompts, repetition_penalty=penalty, **settings) for one in (eager, decoder))
         assert found.sequences.tolist() == expected.sequences.tolist()
     assert recorded.num_replays > 100
     assert not recorded.eager

@@ -20,7 +20,9 @@ from tests.inference.plain_passes import (
     random_tree,
     run_plainly,
 )
+from tests.params import slow_but
 from tests.tiny_targets import (
+    CORE_FAMILIES,
     FAMILIES,
     FAMILIES_AND_ATTENTION,
     SLIDING_WINDOW,
@@ -30,6 +32,7 @@ from tests.tiny_targets import (
 )
 
 IMPLEMENTATIONS = ("sdpa", "eager")
+ORDINARY = (*CORE_FAMILIES, "deepseek_v3", "gpt_oss")
 BELOW_WINDOW, BEYOND_WINDOW = (1, 3, 4), (9, 14, 21)
 
 
@@ -71,7 +74,8 @@ def check_tree(
         pytest.param(BEYOND_WINDOW, id="beyond-window"),
     ],
 )
-# By default each family with transformers' own choice, and two of them with both.
+# By default the core families, latent attention and sinks with transformers' own choice, and two of them with both:
+# `tests/lossless` decodes with all.
 @pytest.mark.parametrize(
     ("family", "implementation"),
     [
@@ -79,7 +83,8 @@ def check_tree(
             family,
             implementation,
             marks=()
-            if family in ("llama", "gemma3") or implementation == attention_implementations(family)[0]
+            if family in ("llama", "gemma3")
+            or (family in ORDINARY and implementation == attention_implementations(family)[0])
             else pytest.mark.slow,
         )
         for family, implementation in FAMILIES_AND_ATTENTION
@@ -136,7 +141,8 @@ def test_a_tree_deeper_than_the_window(family: str) -> None:
     check_tree(model, texts, tree, output.logits, output.features)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# `tests/lossless` and the test above have passes of the others.
+@pytest.mark.parametrize("family", slow_but(CORE_FAMILIES, FAMILIES))
 def test_encode_equals_the_models_own_hidden_states(family: str) -> None:
     model = calm_target(family)
     target = Target(model)

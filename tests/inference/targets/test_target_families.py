@@ -39,19 +39,19 @@ HALVES = (torch.bfloat16, torch.float16)
             pytest.param(
                 family,
                 torch.bfloat16,
-                marks=() if family in (*CORE_FAMILIES, "mixtral", "gpt_oss") else pytest.mark.slow,
+                marks=() if family in ("llama", "mixtral", "gpt_oss") else pytest.mark.slow,
             )
             for family in FAMILIES
         ),
         *(
-            pytest.param(family, torch.float16, marks=() if family in ("llama", "gemma3") else pytest.mark.slow)
+            pytest.param(family, torch.float16, marks=() if family == "gemma3" else pytest.mark.slow)
             for family in CORE_FAMILIES
         ),
         *(
             pytest.param(
                 family,
                 dtype,
-                marks=() if family in ("qwen3_5", "mamba2", "lfm3") and dtype == torch.bfloat16 else pytest.mark.slow,
+                marks=() if family in ("qwen3_5", "lfm3") and dtype == torch.bfloat16 else pytest.mark.slow,
             )
             for family in RECURRENT_FAMILIES
             for dtype in HALVES

@@ -273,35 +273,6 @@ def test_layers_whose_weights_need_a_gpu(kind: Any, family: str) -> None:
     check_greedy_text(model)
 
 
-def test_a_gguf_file(tmp_path: Path) -> None:
-    """transformers reads its weights as plain ones: the target is not quantised."""
-    gguf = pytest.importorskip("gguf", reason="gguf is not a dependency")
-    model: Any = tiny_target("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, initializer_range=0.3)
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
-    writer.add_vocab_size(VOCAB_SIZE)
-    writer.add_context_length(256)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(128)
-    writer.add_block_count(2)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_rope_dimension_count(16)
-    writer.add_layer_norm_rms_eps(1e-6)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
-    for name, weight in model.state_dict().items():
-        kind = gguf.GGMLQuantizationType.Q8_0 if weight.dim() > 1 else gguf.GGMLQuantizationType.F32
-        values = gguf.quants.quantize(weight.float().numpy(), kind)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)) + ".weight", values, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
-    assert {type(module) for module in loaded.modules() if "Linear" in type(module).__name__} == {nn.Linear}
-    assert loaded.lm_head.weight.dtype == torch.float32
-    check_greedy_text(loaded)
-
-
 def test_states_that_change_with_the_pass_are_told_from_broken_masks(caplog: pytest.LogCaptureFixture) -> None:
     """What the test above shows with bitsandbytes: weights of 8 bits, and activations scaled by the pass's largest."""
 

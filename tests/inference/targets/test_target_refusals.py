@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -54,15 +53,19 @@ class TestRefusals:
         "intermediate_size": 64,
     }
 
-    def test_states_in_a_place_of_their_own(self) -> None:
-        config = RecurrentGemmaConfig(**self.tiny, num_attention_heads=2, lru_width=32, attention_window_size=8)
-        with pytest.raises(ValueError, match=r"rolled back|4-D mask"):
-            Target(RecurrentGemmaForCausalLM(config).eval())
-
-    def test_rwkv(self) -> None:
-        config = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=32)
-        with pytest.raises(ValueError, match=r"place of their own|no cache"):
-            Target(RwkvForCausalLM(config).eval())
+    def test_states_that_cannot_be_rolled_back(self) -> None:
+        """In a place of their own, and in a cache of its own."""
+        griffin = RecurrentGemmaConfig(**self.tiny, num_attention_heads=2, lru_width=32, attention_window_size=8)
+        rwkv = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=32)
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}
+        minimax = MiniMaxConfig(**self.tiny, **heads, layer_types=["linear_attention", "full_attention"])
+        for model, message in (
+            (RecurrentGemmaForCausalLM(griffin), r"rolled back|4-D mask"),
+            (RwkvForCausalLM(rwkv), r"place of their own|no cache"),
+            (MiniMaxForCausalLM(minimax), "rolled back"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                Target(model.eval())
 
     @pytest.mark.skipif("inkling_text" not in CONFIG_MAPPING, reason="this release of transformers has no Inkling")
     def test_several_states_in_a_layer(self) -> None:
@@ -72,18 +75,6 @@ class TestRefusals:
         config = CONFIG_MAPPING["inkling_text"](**self.tiny, **sizes, **heads, **pairs, n_shared_experts=1)
         with pytest.raises(ValueError, match="layer 0"):
             Target(AutoModelForCausalLM.from_config(config).eval())
-
-    def test_a_cache_of_its_own(self) -> None:
-        config = MiniMaxConfig(
-            **self.tiny,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_local_experts=2,
-            layer_types=["linear_attention", "full_attention"],
-        )
-        with pytest.raises(ValueError, match="rolled back"):
-            Target(MiniMaxForCausalLM(config).eval())
 
     @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
     def test_attention_that_takes_no_tree_mask(self, implementation: str) -> None:
@@ -116,7 +107,7 @@ class TestRefusals:
     @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
     def test_a_model_that_ignores_masks_or_positions(self, ignored: str) -> None:
         """Whatever the dtype and the weights: weak ones let positions change the last states by less than rounding."""
-        for dtype, weights in product(DTYPES, (0.02, 0.1, 0.5)):
+        for dtype, weights in zip(DTYPES, (0.02, 0.1, 0.5), strict=True):
             model = tiny_target("llama", dtype=dtype, initializer_range=weights)
             ignore_argument(model, ignored)
             with pytest.raises(ValueError, match=NO_TREE):
@@ -153,7 +144,7 @@ class TestRefusals:
     @pytest.mark.parametrize("leak", [0.02, 1.0])
     def test_a_model_that_looks_ahead(self, leak: float) -> None:
         """Even a little; a model that is no causal LM does not become one by rounding."""
-        for dtype, weights in product(DTYPES, (0.02, 0.1, 0.5)):
+        for dtype, weights in zip(DTYPES, (0.02, 0.1, 0.5), strict=True):
             model = tiny_target("llama", dtype=dtype, initializer_range=weights)
             model.model.norm.register_forward_hook(
                 lambda module, args, states: states + leak * states.mean(1, keepdim=True)

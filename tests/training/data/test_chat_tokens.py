@@ -23,25 +23,6 @@ from tests.training.conversation_cases import (
 )
 
 
-def test_mask_of_the_embedded_target_by_hand(tokenizer: Any) -> None:
-    input_ids, loss_mask = tokenize(TWO_TURNS[:2], tokenizer)
-    tokens = tokenizer.convert_ids_to_tokens(input_ids)
-    assert list(zip(tokens, loss_mask, strict=True)) == [
-        ("<|im_start|>", 0),
-        ("user", 0),
-        ("Ċ", 0),
-        ("Hi", 0),
-        ("<|im_end|>", 0),
-        ("Ċ", 0),
-        ("<|im_start|>", 0),
-        *[(token, 0) for token in tokenizer.tokenize("assistant")],
-        ("Ċ", 0),
-        *[(token, 1) for token in tokenizer.tokenize("Yo")],
-        ("<|im_end|>", 1),
-        ("Ċ", 0),
-    ]
-
-
 def test_an_end_of_turn_behind_the_markers_is_learned(tokenizer: Any) -> None:
     within = "<|im_end|>{% endgeneration %}"
     assert within in MARKED_TEMPLATE

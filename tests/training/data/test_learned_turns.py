@@ -179,20 +179,6 @@ def test_thoughts_alone_are_context_where_thoughts_are_not_learned(tokenizer: An
     assert learned_text([USER, THOUGHT], tokenizer) == ["<think>\nHm\n</think>\n\n<|im_end|>"]
 
 
-EMPTY_RECORDS: list[dict[str, Any]] = [
-    {"instruction": "Add.", "input": "", "output": ""},
-    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": ""}]},
-    {"messages": [USER, {"role": "assistant", "content": "", "reasoning_content": "Hm"}]},
-]
-
-
-@pytest.mark.parametrize("record", EMPTY_RECORDS)
-def test_conversations_of_nothing_but_empty_replies_are_dropped(record: dict[str, Any], tokenizer: Any) -> None:
-    row = tokenize(record, tokenizer)
-    assert row["problem"] == f"nothing to learn: {EMPTY}"
-    assert not any(row["loss_mask"])
-
-
 @pytest.mark.parametrize("template", [CHATML.jinja, MARKED_TEMPLATE])
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"loss": 0}, {"loss": False}, {"train": False}, {"training": False}])
 def test_turns_that_the_data_exclude_are_context(template: str, mark: dict[str, Any], tokenizer: Any) -> None:

@@ -11,7 +11,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from draftsmith.training.data.thoughts import find_thought_end
 from tests.conftest import CHAT_TARGET
 from tests.training.chat_templates import END, TEMPLATES, ChatTemplate, RefusedError
 from tests.training.conversation_cases import learned_text, tokenize
@@ -114,21 +113,6 @@ def test_the_mask_is_what_the_assistant_writes(name: str) -> None:
     compare()
     assert num_learned > 8  # `merging` refuses those that do not alternate
     assert (num_thoughts > 0) == (name != "forgetting")
-
-
-@pytest.mark.parametrize(
-    ("text", "begin", "expected"),
-    [
-        ("<think>a</think>b", 0, 16),
-        ("<think>a</think>b", 7, 16),
-        ("x \n<think>a b", 1, 13),
-        ("[THINK]a[/THINK]b", 0, 16),
-        ("b <think>a</think>", 0, None),
-        ("b", 0, None),
-    ],
-)
-def test_thoughts_are_found_at_the_beginning(text: str, begin: int, expected: int | None) -> None:
-    assert find_thought_end(text, begin, len(text)) == expected
 
 
 def test_tools_are_rendered_and_calls_are_learned() -> None:

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +14,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from draftsmith.heads import DraftHeads
-from draftsmith.training.run.resume import find_newest
-from tests.conftest import REPOSITORY
 from tests.processes import run_python
 from tests.training.runner import Runner, assert_same, write_conversations
 
@@ -206,52 +199,3 @@ def test_a_shipped_configuration_trains_without_muon(config: str, conversations:
     assert DraftHeads.from_pretrained(tmp_path / "heads").config.head_type == "eagle3"
     with pytest.raises(AssertionError, match=r"train_heads\.py: got muon_learning_rate 0\.04 under DeepSpeed or FSDP"):
         run_python(*words)
-
-
-def test_a_killed_process_ends_the_run_and_its_checkpoint_goes_on(train: Runner, alone: Result) -> None:
-    """DDP, with a split target: the processes also wait for each other in its passes."""
-
-    def run(**options: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, *command("multi_gpu", train, **options)],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    process = run(max_steps=100_000, shard_target="fsdp2")
-    deadline = time.monotonic() + 200
-    while not (train.output_dir / "checkpoint-4").is_dir():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    (worker,) = (child for child in children if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes())
-    os.kill(int(worker), signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "rank      : 1 (local_rank: 1)\n  exitcode  : -9" in output, "the launcher names the process"
-    checkpoint = find_newest(train.output_dir)
-    assert checkpoint is not None
-    step = int(checkpoint.name.removeprefix("checkpoint-"))
-
-    launch(
-        "multi_gpu",
-        train,
-        resume_from_checkpoint=True,
-        resume_with_changes=True,
-        shard_target="fsdp2",
-        max_steps=step + 2,
-    )
-    state = json.loads((train.output_dir / f"checkpoint-{step + 2}" / "trainer_state.json").read_text())
-    logged = [entry for entry in state["log_history"] if "loss" in entry]
-    assert [entry["step"] for entry in logged] == [*range(1, step + 3)]
-    assert [entry["loss"] for entry in logged[:4]] == pytest.approx(alone.losses, rel=1e-5)
-    record = json.loads((train.output_dir / "training_record.json").read_text())
-    assert (
-        record["distributed"]["target_parameters_per_process"]
-        < alone.record["distributed"]["target_parameters_per_process"]
-    )
-    DraftHeads.from_pretrained(train.output_dir)

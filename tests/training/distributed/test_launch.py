@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +17,6 @@ from draftsmith.training.distributed.waiting import one_process_at_a_time, one_p
 from draftsmith.training.features.target_loading import load_model, loading_whole
 from draftsmith.training.features.target_options import ModelArguments, PlacementArguments
 from draftsmith.training.options.training_options import HeadsTrainingArguments
-from tests.conftest import REPOSITORY
 
 
 @pytest.fixture
@@ -78,27 +75,6 @@ def test_a_target_is_not_split_in_one_process(sharding: Any) -> None:
     placement = PlacementArguments(shard_target=sharding)
     with pytest.raises(ValueError, match=f"got shard_target {sharding} in a run of one process"):
         load_model(ModelArguments("any", head_type="medusa"), placement, torch.device("cpu"), num_processes=1)
-
-
-@pytest.mark.slow
-def test_a_wrong_option_ends_it_in_one_line_and_a_foreign_package_is_not_imported(tmp_path: Path) -> None:
-    """Another distribution ships a package named `inference` as well."""
-    (tmp_path / "inference").mkdir()
-    (tmp_path / "inference" / "__init__.py").write_text("raise SystemExit('the foreign package was imported')\n")
-    result = subprocess.run(
-        [sys.executable, "training/train_heads.py", "--learning_rat", "0.1"],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 1
-    assert (
-        "draftsmith train: unknown key 'learning_rat' on the command line; did you mean 'learning_rate'"
-        in result.stderr
-    )
-    assert "Traceback" not in result.stderr
 
 
 def run_in_turns(rank: int, folder: Path) -> None:

@@ -208,15 +208,6 @@ def test_a_server_without_the_method_or_with_other_layers(extract: Extract, serv
         extract()
 
 
-def test_a_server_of_other_weights(extract: Extract, server: StatesServer) -> None:
-    right, server.model = server.model, tiny_target("llama", vocab_size=60, num_hidden_layers=4)
-    try:
-        with pytest.raises(ValueError, match=r"hidden\.1 .*other weights"):
-            extract()
-    finally:
-        server.model = right
-
-
 def test_a_continued_run_compares_the_server_with_the_store(
     extract: Extract, server: StatesServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +242,7 @@ def test_texts_that_the_server_does_not_take(extract: Extract, server: StatesSer
         extract()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_the_first_layers_are_known_as_the_whole_target(family: str, tmp_path: Path) -> None:
     """The same identity; the final norm gives the last state."""
     tiny_target(family).save_pretrained(tmp_path)

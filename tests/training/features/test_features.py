@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.heads import DraftHeads
 from draftsmith.inference import Target
 from draftsmith.training.features.sources import (
     HybridFeatures,
     OnlineFeatures,
     StoredFeatures,
-    TargetStates,
     Texts,
     TextsCollator,
     look_ahead,
 )
 from draftsmith.training.features.store import FeatureStore, StoreSettings, name_tensors, write_settings
 from draftsmith.training.features.target_identity import identify_target
-from draftsmith.training.losses.draft_loss import draft_loss
-from draftsmith.training.losses.teacher import compute_teacher
 from tests.training.feature_cases import (
     COLLATE,
     ROWS,
@@ -33,60 +28,12 @@ from tests.training.feature_cases import (
     limited_file_size,
     store_rows,
 )
-from tests.training.run.test_trainer import make_heads
-from tests.training.runner import assert_same
-
-
-def loss_and_gradients(
-    heads: DraftHeads, states: TargetStates, batch: Mapping[str, Tensor], loss_type: str
-) -> dict[str, Tensor]:
-    target = heads.target
-    teacher = compute_teacher(
-        target,
-        states.last_hidden,
-        batch["input_ids"],
-        batch["loss_mask"],
-        heads.draft_token_ids,
-        loss_type=loss_type,
-    )
-    torch.manual_seed(3)  # of noise on features, and of drawn slots
-    loss_fn = partial(
-        draft_loss,
-        teacher=teacher,
-        loss_mask=batch["loss_mask"],
-        loss_type=loss_type,
-        step_decay=heads.default_step_decay,
-    )
-    heads.train()
-    heads.zero_grad()
-    loss = heads(states.features, batch["input_ids"], loss_fn=loss_fn, loss_mask=batch["loss_mask"]).loss
-    loss.backward()
-    named = {name: weight.grad for name, weight in heads.named_parameters() if weight.grad is not None}
-    assert named
-    return {"loss": loss.detach(), **named}
 
 
 @pytest.fixture(scope="module")
 def everything(target: Target, tmp_path_factory: pytest.TempPathFactory) -> FeatureStore:
     """All hidden states of the rows."""
     return store_rows(target, tmp_path_factory.mktemp("store"), list(range(target.num_layers)))
-
-
-@pytest.mark.parametrize("kind", ["medusa", "eagle3", "kangaroo", "eagle3 with a draft vocabulary"])
-def test_offline_equals_online_for_every_kind(target: Target, everything: FeatureStore, kind: str) -> None:
-    """Bit for bit, gradients included: the stored dtype is the target's, and the batch has the same shape."""
-    reduced = {"draft_vocab_size": 40} if " " in kind else {}
-    heads = make_heads(target, kind.split()[0], **reduced)
-    online, stored = (
-        OnlineFeatures(target, heads.feature_layers),
-        StoredFeatures(target, heads.feature_layers, everything),
-    )
-    batch = TextsCollator(COLLATE)(ROWS)
-    for loss_type in {heads.default_loss, "distillation"}:
-        computed = loss_and_gradients(heads, online(batch), batch, loss_type)
-        read = loss_and_gradients(heads, stored(batch), batch, loss_type)
-        assert computed["loss"] > 0
-        assert_same(computed, read)
 
 
 def test_packed_documents_are_found_one_by_one(target: Target, everything: FeatureStore) -> None:
@@ -105,13 +52,6 @@ def test_packed_documents_are_found_one_by_one(target: Target, everything: Featu
         assert row is not None
         assert torch.equal(found.features[0, start : start + len(text)], row["hidden.2"])
         assert torch.equal(found.last_hidden[0, start : start + len(text)], row["last"])
-
-
-def test_a_text_that_is_not_stored(target: Target, everything: FeatureStore) -> None:
-    stored = StoredFeatures(target, (2,), everything)
-    rows = [ROWS[0], {**ROWS[1], "input_ids": ROWS[1]["input_ids"][:-1], "loss_mask": ROWS[1]["loss_mask"][:-1]}]
-    with pytest.raises(ValueError, match=r"lacks a text of this batch: extract .* or train with --feature_mode hybrid"):
-        stored(TextsCollator(COLLATE)(rows))
 
 
 def test_a_thread_reads_the_next_batch_while_one_trains(target: Target, everything: FeatureStore) -> None:
@@ -145,25 +85,6 @@ class TestHybrid:
             identity = identify_target(target, "tiny")
             write_settings(folder, StoreSettings(identity, tensors))
         return HybridFeatures(OnlineFeatures(target, layers), FeatureStore(folder), shard_bytes=shard_bytes)
-
-    def test_each_text_is_computed_and_written_once(
-        self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        computed = count_computed(monkeypatch)
-        features = self.make(target, tmp_path, shard_bytes=10**4)
-        collate = TextsCollator(COLLATE)
-        wanted = [OnlineFeatures(target, (2,))(COLLATE([row])) for row in ROWS]
-        computed.clear()
-        for epoch in range(2):
-            for row, states in zip(ROWS, wanted, strict=True):
-                found, size = features(collate([row])), len(row["input_ids"])
-                assert torch.equal(found.features[0, :size], states.features[0, :size])
-                assert torch.equal(found.last_hidden[0, :size], states.last_hidden[0, :size])
-            features.flush()
-            features.store.refresh()
-            assert len(computed) == len(ROWS), epoch
-        assert len(features.store) == len(ROWS)
-        assert 1 < len(list(tmp_path.glob("cache-0-*.safetensors"))) < len(ROWS)
 
     def test_what_a_kill_lost_is_computed_again(
         self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -39,12 +39,9 @@ class Wrong:
     [
         (family, dtype)
         for family, dtype in (
-            ("llama", torch.float32),
             ("gemma3", torch.float32),
             ("gemma2", torch.bfloat16),
             ("granite", torch.float32),
-            ("cohere2", torch.bfloat16),
-            ("olmo2", torch.bfloat16),
             ("qwen3_next", torch.float32),
             ("mamba2", torch.bfloat16),
         )

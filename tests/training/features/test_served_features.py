@@ -46,16 +46,30 @@ def wait_for_threads() -> None:
     "options", slow_but({"rows"}, {"rows": {}, "packed": {"packing": True, "per_device_train_batch_size": 1}})
 )
 def test_heads_learn_as_online(
-    options: dict[str, Any], train: Runner, server: StatesServer, caplog: pytest.LogCaptureFixture
+    options: dict[str, Any],
+    train: Runner,
+    server: StatesServer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same losses; requests run ahead of training, and no file stays. The acceptance length is not measured."""
+    """The same losses; requests run ahead of training, and no file stays. Of the target only embedding, norm and LM
+    head are here, and the acceptance length is not measured."""
     online = train(**{**OPTIONS, **options})
     weights = train.weights()
+    held: list[list[str]] = []
+    make = preparation._make_trainer
+
+    def noted(options: Any, models: Any, *args: Any) -> Any:
+        held.append(sorted(name for name, _ in models.target.model.named_parameters()))
+        return make(options, models, *args)
+
+    monkeypatch.setattr(preparation, "_make_trainer", noted)
     metrics = train(**served(server, **options))
     assert metrics["eval_loss"] == pytest.approx(online["eval_loss"], rel=CLOSE)
     assert metrics.keys() == online.keys()
     for name, weight in train.weights().items():
         torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=1e-3)
+    assert held == [["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]]
     assert "the acceptance length needs the whole target" in caplog.text
     assert 1 < server.max_in_flight <= 6
     wait_for_threads()
@@ -69,21 +83,6 @@ def test_heads_that_run_layers_of_the_target_learn_as_online(train: Runner, serv
     server.reset(server.folder, [1, 4])
     metrics = train(**{**served(server), **options})
     assert metrics["eval_loss"] == pytest.approx(online["eval_loss"], rel=CLOSE)
-
-
-def test_only_embedding_norm_and_lm_head_stay_here(
-    train: Runner, server: StatesServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = []
-    make = preparation._make_trainer
-
-    def noted(options: Any, models: Any, *args: Any) -> Any:
-        held.append(sorted(name for name, _ in models.target.model.named_parameters()))
-        return make(options, models, *args)
-
-    monkeypatch.setattr(preparation, "_make_trainer", noted)
-    train(**served(server, max_steps=1))
-    assert held == [["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]]
 
 
 def test_a_server_that_dies_and_comes_back(train: Runner, server: StatesServer, tmp_path: Path) -> None:

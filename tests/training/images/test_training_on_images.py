@@ -84,18 +84,6 @@ def test_rows_masks_and_features_are_those_of_the_processor_and_the_model(
         assert torch.allclose(encoded.last_hidden[number, : len(ids)], expected.hidden_states[-1][0], atol=1e-4)
 
 
-def test_another_image_gives_other_features(family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
-    folder, processor = seeing
-    row = load_rows(folder, write_squares(tmp_path))[0]
-    collate = ImageCollator(ConversationCollator(pad_token_id=0), processor)
-    other = {**row, "media": [row["media"][0].replace("square0", "square6")]}  # of the same size
-    one, two = (
-        encode(multimodal_target(family), batch["input_ids"], batch["attention_mask"], media=batch["media"])
-        for batch in (collate([row]), collate([other]))
-    )
-    assert not torch.allclose(one.last_hidden, two.last_hidden, atol=1e-2)
-
-
 def run_on_squares(folder: Path, tmp_path: Path, **options: Any) -> dict[str, float]:
     run = Runner(folder, write_squares(tmp_path), tmp_path / "heads")
     return run(**{"max_steps": 3, "max_length": 128, "num_eval_prompts": 3, "head_overrides": None, **options})
@@ -129,7 +117,7 @@ def test_a_target_that_is_trained_too(family: str, seeing: tuple[Path, Any], tmp
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
-@pytest.mark.parametrize("kind", slow_but({"mtp", "block"}, ["medusa", "hydra", "eagle", "mtp", "block", "parallel"]))
+@pytest.mark.parametrize("kind", slow_but({"block"}, ["medusa", "hydra", "eagle", "mtp", "block", "parallel"]))
 def test_every_kind_trains(kind: str, family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
     metrics = run_on_squares(seeing[0], tmp_path, head_type=kind, max_steps=2)
     assert metrics["eval_acceptance_length"] >= 1

@@ -30,8 +30,8 @@ def make_batch(seed: int) -> dict[str, Tensor]:
     return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
 
 
-# By default one configuration of each kind, and two with a vocabulary of their own.
-QUICK = {name for name in VARIANT_IDS if name.endswith("-0")} | {"eagle3-1", "parallel-1"}
+# By default all slots, and drawn ones, of all tokens and of a vocabulary of their own.
+QUICK = {"medusa-0", "eagle3-1", "block-0", "parallel-1"}
 
 
 @pytest.mark.parametrize(("head_type", "overrides"), slow_but(QUICK, dict(zip(VARIANT_IDS, VARIANTS, strict=True))))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import yaml
 from transformers import TrainingArguments
 
 from draftsmith.training.data.options import DataArguments
-from draftsmith.training.options.command_line import ProgramParser, parse_arguments, resolve_arguments
+from draftsmith.training.options.command_line import parse_arguments, resolve_arguments
 from draftsmith.training.options.run_options import ARGUMENT_CLASSES, RunOptions
 
 REQUIRED = ["--target", "t", "--head_type", "medusa", "--dataset", "d.jsonl", "--bf16", "false", "--use_cpu", "true"]
@@ -162,20 +162,6 @@ def test_none_unsets_an_option(tmp_path: Path, word: str) -> None:
     assert again[2].to_dict() == training.to_dict()
 
 
-@dataclasses.dataclass
-class ProgramArguments:
-    limit: int | None = dataclasses.field(default=3, metadata={"help": "Of any program."})
-    mode: Literal["slow", "fast"] | None = dataclasses.field(default="fast", metadata={"help": "Of any program."})
-
-
-def test_none_unsets_an_option_of_any_program() -> None:
-    parser = ProgramParser([ProgramArguments], doc="")
-    assert parser.read(["--limit", "none", "--mode", "none"]) == (ProgramArguments(None, None),)
-    assert parser.read(["--limit", "4"]) == (ProgramArguments(4, "fast"),)
-    with pytest.raises(ValueError, match=r"limit.*'four'"):
-        parser.read(["--limit", "four"])
-
-
 def test_a_text_may_be_the_word_none() -> None:
     parts = parse_arguments([*REQUIRED, "--report_to", "none", "--shard_target", "none"])
     options = RunOptions.collect(parts)
@@ -264,15 +250,6 @@ def test_hyphens_and_bare_flags(tmp_path: Path) -> None:
     )
     assert (model.init_heads, model.head_type, data.max_length, data.packing) == ("a-b", None, 7, True)
     assert (training.use_cpu, training.bf16, run.choose) == (True, False, False)
-
-
-def test_every_flag_needs_no_value() -> None:
-    for cls in ARGUMENT_CLASSES:
-        flags = [key.name for key in dataclasses.fields(cls) if str(key.type) in ("bool", "bool | None")]
-        parser = ProgramParser([cls], doc="")
-        for flag in flags:
-            (action,) = (one for one in parser._actions if f"--{flag}" in one.option_strings)
-            assert (action.nargs, action.const) == ("?", True), flag
 
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

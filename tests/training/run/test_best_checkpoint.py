@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback
 
 from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.run.checkpoints import remove_old
-from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.preparation import prepare_run
-from tests.training.runner import Runner, assert_same
+from tests.training.runner import Runner
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
@@ -68,14 +66,6 @@ def test_what_needs_evaluations_is_refused_without(option: dict[str, Any], train
             continue  # transformers refuses it
         with pytest.raises(ValueError, match=f"{name} .*eval_strategy"):
             prepare(train, **option, **without)
-
-
-def test_the_checkpoint_of_the_best_acceptance_is_the_result(train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = iter([1.5, 1.7, 1.6])
-    monkeypatch.setattr(AcceptanceMeter, "__call__", lambda _: {"acceptance_length": next(lengths)})
-    metrics = train(save_strategy="steps", save_steps=2, max_steps=5)
-    assert metrics["eval_acceptance_length"] == 1.7
-    assert_same(train.weights(), load_file(train.output_dir / "checkpoint-4" / "model.safetensors"))
 
 
 @pytest.mark.parametrize("metric", ["top1_depth3", "acceptance", "target_loss"])

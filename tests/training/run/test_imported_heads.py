@@ -29,7 +29,8 @@ def test_published_heads_are_imported_trained_further_and_exported(train: Runner
     assert import_heads.main(words) == 0
     prompt = random_prompt(9, vocab_size=60)
     heads: list[Any] = [theirs, DraftHeads.from_pretrained(imported, target=target)]
-    one, other = (generate(target, each, prompt, max_new_tokens=24, do_sample=False) for each in heads)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "tree": "dynamic"}
+    one, other = (generate(target, each, prompt, **options) for each in heads)
     assert torch.equal(one.sequences, other.sequences)
     assert one.stats.accepted_histogram == other.stats.accepted_histogram
 

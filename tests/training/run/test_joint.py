@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import draftsmith.training.run.joint_model as joint_module
-from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
+from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.modules.host_tensors import read_on_host
 from draftsmith.inference import Target, generate
 from draftsmith.training.data.collation import ConversationCollator
@@ -345,20 +345,6 @@ class TestRuns:
         joint = self.prepare(train, **{CHECKPOINTING: True}).joint
         with pytest.raises(ValueError, match="use_reentrant"):
             joint.activation_checkpointing_enable({"use_reentrant": True})
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("kind", HEAD_TYPES)
-    def test_every_kind(self, train: Runner, kind: str) -> None:
-        """Trained, evaluated by decoding, stored, and lossless on the adapted target."""
-        options = {"head_type": kind, "head_overrides": None, "max_steps": 4, "learning_rate": 0.01}
-        metrics = train(**{**JOINT, **options, "validation_fraction": 0.25, "num_eval_prompts": 2})
-        assert metrics["eval_target_loss"] > 0
-        heads: DraftHeads = DraftHeads.from_pretrained(train.output_dir)
-        target = heads.apply_adapter(tiny_like(train))
-        prompt = random_prompt(9, vocab_size=60)
-        sampled: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "seed": 3}
-        plain = generate(target, None, prompt, torch.ones_like(prompt), **sampled).sequences
-        assert torch.equal(generate(target, heads, prompt, torch.ones_like(prompt), **sampled).sequences, plain)
 
     def test_continuing_from_stored_heads(self, train: Runner) -> None:
         """With their adapter trained on, or as it is."""

@@ -62,13 +62,8 @@ def test_lines_follow_the_clock(
     assert steps == expected
     assert all("right at depth 1" in line and " tokens/s, " in line for line in lines if line.startswith("step"))
     assert "left" in lines[0]
-    assert lines[-1].startswith(f"held out: acceptance length {metrics['eval_acceptance_length']:.2f}, loss ")
-
-
-def test_short_runs_are_announced(train: Runner, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        train(max_steps=1)
     assert re.search(r"this run reads \d+ tokens, .* 3 million", caplog.text)
+    assert lines[-1].startswith(f"held out: acceptance length {metrics['eval_acceptance_length']:.2f}, loss ")
 
 
 @pytest.mark.parametrize("step", [2, 4])  # in the middle of an epoch of 5 steps, and at its end
@@ -104,6 +99,8 @@ def test_a_second_ctrl_c_ends_at_once(
     assert shlex.split(capsys.readouterr().err.partition("Again: ")[2])[:2] == ["draftsmith", "train"]
 
 
+@pytest.mark.ci
+@pytest.mark.slow  # processes of their own
 def test_ctrl_c_in_a_process_of_its_own(train: Runner) -> None:
     """While it trains, and when it has been continued."""
     words = ["train", *train.arguments(max_steps=100_000, logging_steps=1)]

@@ -100,7 +100,6 @@ class TestARun:
         ("options", "evaluations"),
         [
             ({"eval_strategy": "no"}, 1),
-            ({"eval_strategy": "steps", "eval_steps": 3}, 2),
             ({"eval_strategy": "no", "validation_fraction": 0.0}, 0),
         ],
     )
@@ -143,8 +142,6 @@ class TestARun:
         again(max_steps=2)
         assert torch.equal(again.weights()["d2t"], before["d2t"])
         assert not torch.equal(again.weights()["fc.weight"], before["fc.weight"])
-        train(max_steps=1, dataset=others)
-        assert not torch.equal(train.weights()["d2t"], before["d2t"]), "the data would give another one"
 
     def test_continues_on_a_fine_tuned_target(
         self, train: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture

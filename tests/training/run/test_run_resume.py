@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftsmith.training.run import preparation
 from draftsmith.training.run.trainer import HeadsTrainer
+from tests.params import slow_but
 from tests.training.runner import (
     WORDS,
     Runner,
@@ -41,12 +42,13 @@ class TestResume:
         "save_total_limit": 0,
     }
 
-    @pytest.fixture
-    def uninterrupted(self, train: Runner) -> dict[str, Tensor]:
-        train(**self.SAVED)
-        weights = train.weights()
-        shutil.rmtree(train.output_dir)
-        return weights
+    @pytest.fixture(scope="class")
+    @classmethod
+    def uninterrupted(cls, target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
+        folder = tmp_path_factory.mktemp("uninterrupted")
+        train = Runner(target_path, write_conversations(folder / "conversations.jsonl"), folder / "heads")
+        train(**cls.SAVED)
+        return train.weights()
 
     @pytest.mark.parametrize("step", [pytest.param(5, marks=pytest.mark.slow), 7])
     def test_gives_the_weights_of_an_uninterrupted_run(
@@ -59,7 +61,7 @@ class TestResume:
         state = json.loads((train.output_dir / "checkpoint-8" / "trainer_state.json").read_text())
         assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == list(range(1, 9))
 
-    @pytest.mark.parametrize("kind", DRAWN)
+    @pytest.mark.parametrize("kind", slow_but({"block", "eagle"}, DRAWN.keys()))
     def test_goes_on_with_the_random_draws_of_the_next_step(self, train: Runner, kind: str) -> None:
         """Two steps, an interruption and two more are four steps: also where slots or noise are drawn."""
         options = {"head_type": kind, "head_overrides": DRAWN[kind], "max_steps": 4, "save_strategy": "steps"}
@@ -183,21 +185,3 @@ class TestBestCheckpoint:
         best = json.loads((train.output_dir / "checkpoint-2" / "trainer_state.json").read_text())
         assert best["best_model_checkpoint"] == str(train.output_dir / "checkpoint-2")
         assert_same(train.weights(), load_file(train.output_dir / "checkpoint-2" / "model.safetensors"))
-
-    @pytest.mark.slow
-    def test_early_stopping_goes_on_counting_after_an_interruption(
-        self, train: Runner, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        options = {**self.WORSE, "early_stopping_patience": 3, "metric_for_best_model": "loss", "save_total_limit": 0}
-        expected = train(**options)
-        assert {folder.name for folder in train.output_dir.glob("*-4")} == {"checkpoint-4"}
-        assert not (train.output_dir / "checkpoint-5").exists()
-        weights = train.weights()
-        shutil.rmtree(train.output_dir)
-        train.break_off(3, **options)
-        assert train(**options, resume_from_checkpoint=True)["eval_loss"] == expected["eval_loss"]
-        assert_same(train.weights(), weights)
-        assert not (train.output_dir / "checkpoint-5").exists()
-        interrupt_at_step(4, monkeypatch)  # stopped is finished
-        train(**options, resume_from_checkpoint=True)
-        assert_same(train.weights(), weights)

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "eagle3-labels": ("eagle3", {"draft_vocab_size": 40}, {"loss_type": "cross_entropy"}),
     "parallel-vocabulary": ("parallel", {"draft_vocab_size": 40, "num_depths": 5}, {"depth_weights": "d_pace"}),
 }
-QUICK = {"medusa", "eagle", "block-anchors", "eagle3-vocabulary", "parallel-vocabulary"}
+QUICK = {"eagle", "block-anchors", "eagle3-vocabulary"}
 
 
 class Result(NamedTuple):

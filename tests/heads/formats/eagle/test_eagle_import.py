@@ -143,7 +143,7 @@ MATHS: list[tuple[str, Any, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "speculators"])
+@pytest.mark.parametrize("name", ["eagle", "speculators"])
 @pytest.mark.parametrize(("key", "wrong", "neutral"), MATHS, ids=[key for key, *_ in MATHS])
 def test_keys_that_change_the_maths_are_refused(
     name: str, key: str, wrong: Any, neutral: tuple[Any, ...], target: Target
@@ -190,7 +190,7 @@ NAMED_AS = {
 OTHER_VALUES: tuple[Any, ...] = ("text", -1, 0.5, [], ["text"], {"a": 1}, True)
 
 
-@pytest.mark.parametrize("name", slow_but({"eagle3", "speculators"}, list(CHECKPOINTS)))
+@pytest.mark.parametrize("name", slow_but({"speculators"}, list(CHECKPOINTS)))
 def test_values_of_other_types_are_refused_or_read_and_nothing_else(name: str, target: Target) -> None:
     published = publish(name, target)
     layer = published.config.get("transformer_layer_config", {})
@@ -244,8 +244,9 @@ def test_maps_of_the_draft_vocabulary_that_do_not_fit(target: Target) -> None:
 # What other projects write.
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*zip(CHECKPOINTS, (torch.float16, torch.bfloat16, torch.float32) * 2, strict=False)]
+)
 def test_any_dtype_and_sharded_files(name: str, dtype: torch.dtype, target: Target, tmp_path: Path) -> None:
     published = publish(name, target)
     tensors = {key: x.to(dtype) if x.is_floating_point() else x for key, x in published.items()}
@@ -353,12 +354,3 @@ def test_nothing_is_written_where_something_is_wrong(target: Target, tmp_path: P
     with pytest.raises(ValueError, match=r"Pass target=model to DraftHeads\.from_pretrained"):
         DraftHeads.from_pretrained(tmp_path)
     assert len(open_published(str(tmp_path))) == 2
-
-
-def test_the_kind_that_was_asked_for(target: Target, tmp_path: Path) -> None:
-    heads = heads_of("eagle3", target)
-    find_format("vllm", "eagle3").write(heads.config, heads.state_dict(), target).save(tmp_path)
-    assert type(type(heads).from_pretrained(tmp_path, target=target)) is type(heads)
-    other = type(heads_of("eagle", target))
-    with pytest.raises(ValueError, match="holds eagle3 heads, not EagleHeads: load it with DraftHeads"):
-        other.from_pretrained(tmp_path, target=target)

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, SmallModelDrafter, Target
 from draftsmith.inference.cache.recurrent_states import RecurrentStates
 from draftsmith.inference.targets.recurrent import finding
 from draftsmith.inference.targets.recurrent.proving import check_rollback
 from draftsmith.training.features.encoding import encode
 from tests.conftest import REPOSITORY
-from tests.heads.tiny_heads import tiny_heads
 from tests.inference.targets.recurrent import families_table
 from tests.tiny_targets import RECURRENT_FAMILIES, random_prompt, target_of, tiny_target
 
@@ -137,13 +135,6 @@ def test_a_new_model_has_one_hook_per_layer() -> None:
     for _ in range(2):
         Target(model)
     assert len(model(random_prompt(9), output_hidden_states=True).hidden_states) == 5
-
-
-def test_heads_bind() -> None:
-    heads: DraftHeads = tiny_heads("eagle3", target_of("qwen3_5"))
-    output = Decoder(target_of("qwen3_5"), heads).generate(random_prompt(5), max_new_tokens=6, do_sample=False)
-    plain = Decoder(target_of("qwen3_5")).generate(random_prompt(5), max_new_tokens=6, do_sample=False)
-    assert torch.equal(output.sequences, plain.sequences)
 
 
 @pytest.mark.ci
