@@ -24,7 +24,7 @@ POLICIES: dict[str, TreePolicy] = {
     "dynamic": DynamicTree(depth=4, top_k=6, num_nodes=24),
 }
 TRAINED = REPOSITORY / "examples" / "heads"
-TRAINED_KINDS = sorted(path.parent.name for path in TRAINED.glob("*/config.json"))
+TRAINED_KINDS = sorted(path.parent.name for path in TRAINED.glob("*/config.json") if "-" not in path.parent.name)
 PROMPT_LINES = (REPOSITORY / "examples" / "prompts.jsonl").read_text().splitlines()
 # `make lossless` runs 20 prompts per kind and policy; continuous integration has time for fewer.
 NUM_LONG = int(os.environ.get("LOSSLESS_PROMPTS", "2"))
