@@ -11,8 +11,10 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from draftsmith.inference import Decoder, GenerationStats, chain, generate
+from draftsmith.inference import decoder as decoding
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.targets.forward_names import CACHE_NAMES
+from tests.conftest import DEFAULT_TREE
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -68,6 +70,7 @@ class StopAt(StoppingCriteria):
 def test_the_default_tree_is_fixed_where_texts_depend_on_it(
     width: int, acceptance: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(decoding, "_default_tree", DEFAULT_TREE)
     drafter = scripted()
     drafter.drafts_chains_only = width == 1
     decoder = Decoder(MODEL, drafter, acceptance=acceptance)
