@@ -19,7 +19,7 @@ from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.state import CATCH_UP, DecodeState
-from draftsmith.inference.step import Step
+from draftsmith.inference.step import Step, StepOutput
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import ScriptedChoice, rough_copy
@@ -47,14 +47,15 @@ def scripted(target: Target, drafter: Drafter, is_drafting: Sequence[bool]) -> D
 def trees(monkeypatch: pytest.MonkeyPatch) -> list[TokenTree]:
     """The trees that were drafted."""
     found: list[TokenTree] = []
-    draft = step_module.draft
+    call = Step.__call__
 
-    def note(step: Step, *args: Any) -> Any:
-        tree, noise = draft(step, *args)
-        found.append(tree)
-        return tree, noise
+    def note(step: Step, *args: Any, **options: Any) -> StepOutput:
+        output = call(step, *args, **options)
+        if output.policy is not None:
+            found.append(output.tree)
+        return output
 
-    monkeypatch.setattr(step_module, "draft", note)
+    monkeypatch.setattr(Step, "__call__", note)
     return found
 
 

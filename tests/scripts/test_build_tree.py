@@ -107,5 +107,5 @@ def test_options_that_cannot_work_end_it_before_anything_is_loaded(
 
 
 def test_a_missing_dataset_ends_it_in_one_line(options: dict[str, Any]) -> None:
-    with pytest.raises(SystemExit, match=r"build_tree\.py: dataset .*nowhere\.jsonl does not exist"):
+    with pytest.raises(SystemExit, match=r"draftsmith tree: dataset .*nowhere\.jsonl does not exist"):
         build_tree.main(words({**options, "dataset": "nowhere.jsonl"}))

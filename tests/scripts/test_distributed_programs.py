@@ -55,9 +55,7 @@ def test_one_process_is_too_few(program: Any, monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     own = ["--ngrams"] if program is generate else ["--prompts", str(prompts)]
     monkeypatch.setattr(sys, "argv", ["program", "--target", small_chat, *own, "--distributed"])
-    with pytest.raises(
-        SystemExit, match=r"in a single process.* torchrun --nproc_per_node 2 -m draftsmith\.scripts\.cli"
-    ):
+    with pytest.raises(SystemExit, match=r"in a single process.* torchrun --nproc_per_node 2 -m draftsmith "):
         program.main()
 
 

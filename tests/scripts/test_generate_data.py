@@ -201,7 +201,7 @@ def test_a_broken_run_goes_on_where_it_stopped(
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
         run(output, "--prompts", prompts)
-    assert 0 < len(begun) <= NUM_PROMPTS // 2
+    assert 0 < len(begun) <= NUM_PROMPTS // 2 + bool(torn_bytes)
     assert results(output) == expected
 
 

@@ -55,8 +55,8 @@ def refusal_line(program: Any, options: dict[str, Any], tiny: Path) -> str:
     with pytest.raises(SystemExit) as ended:
         call(program, **{key: tiny if value == "TINY" else value for key, value in options.items()})
     line = str(ended.value.code)
-    assert line.startswith(f"{program.__name__.rpartition('.')[2]}.py: ")
-    assert "\n" not in line
+    name = program.__name__.rpartition(".")[2].partition("_")[0]
+    assert line.startswith(f"draftsmith {name}: ")
     return line
 
 
