@@ -42,7 +42,7 @@ class TestLastWords:
         assert "draftsmith bench" in other
         words = shlex.split(command.removeprefix("next: "))
         assert words[:2] == ["draftsmith", "chat"]
-        run_python(*words[1:-1], "word1", "--max_new_tokens", "3")
+        run_python("-m", *words[:-1], "word1", "--max_new_tokens", "3")
 
     def test_without_prompts_nothing_was_measured(self, tmp_path: Path) -> None:
         for has_target, reason in ((True, "no held-out prompts"), (False, "the target is on the server")):
