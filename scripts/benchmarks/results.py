@@ -200,14 +200,16 @@ def make_contenders(subject: Subject, args: ResultsArguments, folder: Path) -> I
     target, is_compiled = subject.target, is_compiling(subject, args)
     yield Contender(TRANSFORMERS, decode=TransformersDecoding(target))
     yield Contender(PLAIN, decode=OurDecoding(target, None))
-    yield Contender(f"{PLAIN}, packed", decode=OurDecoding(target.with_packed_weights(), None))
+    packed = target.with_packed_weights()
+    yield Contender(f"{PLAIN}, packed", decode=OurDecoding(packed, None))
     if is_compiled:
         yield Contender(f"{PLAIN}, compiled", decode=OurDecoding(target, None, is_compiled=True))
     drafters: dict[str, Drafter] = {NGRAMS: NgramDrafter(), **subject.drafters}
     for (name, drafter), tree in product(drafters.items(), args.tree):
         contender = Contender(name, tree)
         try:
-            contender.decode = OurDecoding(target, drafter, tree=read_tree(tree), is_compiled=is_compiled)
+            own = target if is_compiled else packed  # as the fastest plain decoding
+            contender.decode = OurDecoding(own, drafter, tree=read_tree(tree), is_compiled=is_compiled)
         except ValueError as error:
             contender.problem = str(error)
         yield contender
