@@ -56,7 +56,7 @@ class TestARun:
         }
         record = json.loads((train.output_dir / "training_record.json").read_text())
         assert record["metrics"] == metrics
-        assert record["command"].startswith("draftsmith train ")
+        assert record["command"].startswith("draftsmith train")
         assert {"torch", "transformers"} <= record["versions"].keys()
 
         heads = DraftHeads.from_pretrained(train.output_dir)
