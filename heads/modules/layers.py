@@ -111,6 +111,7 @@ class DraftCache(RowState):
         value_shape: (G, d) of the values where they differ.
         num_slots: accepted slots that a row can hold.
         num_scratch: R.
+        window: how many of the last accepted slots a row sees; None = all.
     """
 
     row_fields = ("keys", "values", "lengths")
@@ -124,9 +125,11 @@ class DraftCache(RowState):
         device: torch.device,
         dtype: torch.dtype,
         value_shape: tuple[int, int] | None = None,
+        window: int | None = None,
     ) -> None:
         batch, groups, size = shape
         self.num_scratch = num_scratch
+        self.window = window
         # One more column than is ever seen: padding of full rows is written there.
         columns = num_scratch + num_slots + 1
         self.keys = torch.zeros(batch, groups, columns, size, device=device, dtype=dtype)
@@ -156,6 +159,8 @@ class DraftCache(RowState):
         columns = (self.num_scratch + slots_BW).clamp(max=self.keys.shape[2] - 1)
         slot_of_column = self.columns[: self.num_scratch + max_slots] - self.num_scratch
         mask_BWS = (slot_of_column >= 0) & (slot_of_column <= slots_BW[..., None])
+        if self.window is not None:
+            mask_BWS = mask_BWS & (slot_of_column > slots_BW[..., None] - self.window)
         self.lengths += counts  # in place: it is what a captured draft keeps from step to step
         self.max_slots = max_slots
         self.used_scratch = torch.zeros_like(self.used_scratch)
@@ -167,15 +172,19 @@ class DraftCache(RowState):
         columns, _ = self.open(keys.shape[2], counts, max_slots)
         self.write(columns, keys, values)
 
-    def append_scratch(self, keys: Tensor, values: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def append_scratch(
+        self, keys: Tensor, values: Tensor, ancestors: Tensor, ahead: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Writes one level's W frontier rows; `ancestors` [B, W, R] are the scratch rows that each sees.
+
+        With a window each row sees what the last accepted slot sees, or [W] `ahead` slots less of it.
 
         The level's first row is a tensor, so that one compiled graph serves every level.
         """
-        columns, mask = self.open_scratch(keys.shape[2], ancestors)
+        columns, mask = self.open_scratch(keys.shape[2], ancestors, ahead)
         return (*self.write(columns, keys, values), mask)
 
-    def open_scratch(self, width: int, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+    def open_scratch(self, width: int, ancestors: Tensor, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The first half of `append_scratch`: returns the columns [W] to write, and the mask [B, 1, W, S]."""
         if not torch.compiler.is_compiling():
             self._num_used += width
@@ -186,8 +195,12 @@ class DraftCache(RowState):
                 )
         columns = self.used_scratch + self.columns[:width]
         self.used_scratch = self.used_scratch + width
-        certain_BS = self.columns[: self.max_slots] < self.lengths[:, None]
-        mask_BWS = torch.cat([ancestors, certain_BS[:, None].expand(-1, width, -1)], dim=-1)
+        slots, ends = self.columns[: self.max_slots], self.lengths[:, None, None]
+        certain = slots < ends
+        if self.window is not None:
+            begins = ends - self.window
+            certain = certain & (slots >= (begins if ahead is None else begins + ahead[:, None]))
+        mask_BWS = torch.cat([ancestors, certain.expand(-1, width, -1)], dim=-1)
         return columns, mask_BWS[:, None]
 
     def copy_rows(self, source: DraftCache, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
@@ -231,6 +244,7 @@ class DraftAttention(nn.Module):
     Args:
         qkv_bias, o_bias: whether the projections to q, k and v, and the one back to the hidden size, have biases. They
             start at 0.
+        window: how many of the last accepted slots a row sees; None = all.
     """
 
     def __init__(
@@ -241,8 +255,10 @@ class DraftAttention(nn.Module):
         *,
         qkv_bias: bool = False,
         o_bias: bool = False,
+        window: int | None = None,
     ) -> None:
         super().__init__()
+        self.window = window
         self.head_dim: int = config.head_dim
         self.num_heads: int = config.num_attention_heads
         self.num_groups: int = config.num_key_value_heads
@@ -267,8 +283,14 @@ class DraftAttention(nn.Module):
 
     def new_cache(self, batch_size: int, *, num_slots: int, num_scratch: int) -> DraftCache:
         weight = self.k_proj.weight
-        shape = (batch_size, self.num_groups, self.head_dim)
-        return DraftCache(shape, num_slots=num_slots, num_scratch=num_scratch, device=weight.device, dtype=weight.dtype)
+        return DraftCache(
+            (batch_size, self.num_groups, self.head_dim),
+            num_slots=num_slots,
+            num_scratch=num_scratch,
+            device=weight.device,
+            dtype=weight.dtype,
+            window=self.window,
+        )
 
     def output(self, attended: Tensor) -> Tensor:
         """[B, H, Q, d] -> [B, Q, D]."""
@@ -280,7 +302,7 @@ class DraftAttention(nn.Module):
 
     def attend_unrolled(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """`draftsmith.heads.modules.unrolled_attention.attend_unrolled` and the output projection: [B, T, D]."""
-        return self.output(attend_unrolled(q, keys, values))
+        return self.output(attend_unrolled(q, keys, values, self.window))
 
 
 class GatedMLP(nn.Module):

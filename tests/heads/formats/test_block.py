@@ -185,7 +185,7 @@ OTHER_SETTINGS: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = 
                 "no list of layers as target_layer_ids",
             ),
             ({"rope_parameters": None, "rope_theta": None}, "config.json has no rope_theta"),
-            ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
+            ({"layer_types": ["sliding_attention"] * 2}, "the config has no sliding_window in use"),
             ({"draft_vocab_size": 40}, "draft_vocab_size is 40"),
             ({"vocab_size": 40}, "vocab_size is 40"),
             ({"num_target_layers": 36}, "num_target_layers is 36, and the target has 6"),
@@ -217,6 +217,27 @@ def test_vllm_keeps_speculators_blocks_whole(target: Target) -> None:
     heads = tiny_heads("block", target)
     config = export_heads(BlockSpeculators(), heads).config
     assert config["sliding_window_non_causal"] is True
+
+
+@pytest.mark.parametrize(
+    ("known", "said", "is_causal", "sliding_is_causal"),
+    [
+        (DFlash(), {}, False, True),
+        (DFlash(), {"is_causal": False}, False, False),
+        (DFlash(), {"dflash_config": {"causal": True}}, True, False),
+        (BlockSpeculators(), {"sliding_window_non_causal": None}, False, True),
+        (BlockSpeculators(), {"sliding_window_non_causal": True}, False, False),
+    ],
+)
+def test_rows_of_a_window_are_causal_unless_it_is_said(
+    known: DFlash, said: dict[str, Any], is_causal: bool, sliding_is_causal: bool, target: Target
+) -> None:
+    heads = tiny_heads("block", target, **FLASH, sliding_window=5, sliding_is_causal=True)
+    published = publish(known, heads)
+    nested = published.config.get("dflash_config", {})
+    keys = {key: {**nested, **value} if isinstance(value, dict) else value for key, value in said.items()}
+    config = import_heads(known, change(published, config=keys), target).config
+    assert (config.sliding_window, config.is_causal, config.sliding_is_causal) == (5, is_causal, sliding_is_causal)
 
 
 def test_a_reduced_vocabulary_of_speculators(target: Target) -> None:
