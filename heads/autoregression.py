@@ -17,10 +17,10 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from draftsmith.heads.base import EXTEND_CHUNK, DraftHeads
+from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import WindowedConfig
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import DecoderLayer, DraftAttention, DraftCache, DraftLayer
+from draftsmith.heads.modules.layers import EXTEND_CHUNK, DecoderLayer, DraftAttention, DraftCache, DraftLayer
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target

@@ -23,14 +23,14 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from draftsmith.heads.base import EXTEND_CHUNK, DraftHeads
+from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import WindowedConfig
 from draftsmith.heads.modules.anchors import draw_slots
 from draftsmith.heads.modules.block_layer import BlockLayer, MarkovBias
 from draftsmith.heads.modules.block_view import BlockView
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.host_tensors import send
-from draftsmith.heads.modules.layers import DraftCache, RMSNorm
+from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftCache, RMSNorm
 from draftsmith.heads.modules.vocabulary import mean_embedding, principal_embeddings, seldom_token
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState

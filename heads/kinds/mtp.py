@@ -40,13 +40,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.heads.base import EXTEND_CHUNK, DraftHeads
+from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.checkpoint import refuse_differences
 from draftsmith.heads.config import WindowedConfig
 from draftsmith.heads.formats.native_mtp import read_native_modules
 from draftsmith.heads.formats.published import HUB_KEYS
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import DraftCache
+from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftCache
 from draftsmith.heads.modules.mtp_block import MTPBlock, Rows
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows

@@ -23,13 +23,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from draftsmith.heads.base import EXTEND_CHUNK
 from draftsmith.heads.kinds.eagle3 import Eagle3Config, Eagle3Heads
 from draftsmith.heads.modules.anchors import draw_slots
 from draftsmith.heads.modules.block_view import BlockView
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.host_tensors import send
-from draftsmith.heads.modules.layers import DraftAttention, DraftCache
+from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftAttention, DraftCache
 from draftsmith.heads.modules.vocabulary import mean_embedding
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
