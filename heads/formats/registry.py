@@ -16,6 +16,7 @@ from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from draftsmith.heads.formats.medusa import Medusa, VLLMMedusa
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
+from draftsmith.heads.formats.transformers_dflash import TransformersDFlash
 from draftsmith.heads.formats.unread import DFlash2, WholeModel
 from draftsmith.inference.targets.target import Target
 
@@ -24,6 +25,7 @@ from draftsmith.inference.targets.target import Target
 FORMATS: tuple[Format, ...] = (
     GgufEagle3(),
     DFlash2(),
+    TransformersDFlash(),
     BlockSpeculators(),
     DFlash(),
     Speculators(),

@@ -47,6 +47,10 @@ REFUSED: dict[tuple[str, str], str] = {
         for index in range(4)
     },
     ("sglang", "mtp-2"): "SGLang reads one module, and these heads have 4",
+    ("transformers", "block-1"): "the mask was trained",
+    ("transformers", "block-2"): "is_causal is true",
+    ("transformers", "block-3"): "its window reaches",
+    ("transformers", "block-4"): "its window reaches",
     ("speculators", "block-2"): "is_causal is true, and speculators' blocks see all of themselves",
     ("vllm", "block-2"): "these are read: DFlash .* and DSpark",
 }
