@@ -131,8 +131,8 @@ def _read_config(path: str, **hub: Any) -> dict[str, Any]:
 def _refuse_other_format(published: Published) -> None:
     if (found := recognize(published)) is not None:
         raise ValueError(
-            f"{published.path} holds {found.title}. Pass target=model to DraftHeads.from_pretrained, which then imports "
-            "them, or write them as heads of this library: draftsmith import --checkpoint "
+            f"{published.path} holds {found.title}. Pass target=model to DraftHeads.from_pretrained, which then "
+            "imports them, or write them as heads of this library: draftsmith import --checkpoint "
             f"{shlex.quote(published.path)}"
         )
 
