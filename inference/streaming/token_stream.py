@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Self
 
@@ -50,7 +51,7 @@ class TokenStream:
         A step that is running ends first; `close` does not wait for it.
         """
         self._is_to_close = True
-        if not self._steps.gi_running:
+        if inspect.getgeneratorstate(self._steps) != inspect.GEN_RUNNING:
             self._steps.close()
             self._release()
 
