@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Self
 
@@ -51,7 +50,7 @@ class TokenStream:
         A step that is running ends first; `close` does not wait for it.
         """
         self._is_to_close = True
-        if inspect.getgeneratorstate(self._steps) != inspect.GEN_RUNNING:
+        if not self._steps.gi_running:
             self._steps.close()
             self._release()
 
