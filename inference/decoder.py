@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -305,7 +305,7 @@ class Decoder:
         begin: Callable[[], Iterator[list[StepTokens]]],
         clock: PhaseClock,
         release: Callable[[], None],
-    ) -> Generator[StepTokens, None, None]:
+    ) -> Iterator[StepTokens]:
         steps: Iterator[list[StepTokens]] | None = None
         try:
             while True:
@@ -391,6 +391,23 @@ class Decoder:
     def holds_text(self) -> bool:
         """Whether the last call has left something in the cache for `reuse_cache`."""
         return self._state is not None and self._state.is_whole
+
+    def costs(self, num_rows: int = 1, length: int = 256, *, do_sample: bool = False) -> list[float]:
+        """What `tree="auto"` has learned of the costs of steps: plain ones first, then those with each candidate, as
+        ratios. Before there were such steps they are guesses.
+
+        Args:
+            num_rows: rows in the batch; length: tokens in the longest of them.
+
+        Raises:
+            ValueError: for a decoder with a fixed tree.
+        """
+        if self.planner is None:
+            raise ValueError(
+                "costs are learned with tree='auto' or 'gamma': give one of them; this decoder's tree is a "
+                f"{type(self.policy).__name__}"
+            )
+        return self.planner.costs(num_rows, length, do_sample=do_sample)
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, Self
@@ -153,10 +153,8 @@ class DistributedDecoder:
     def _new_clock(self) -> PhaseClock:
         return PhaseClock(GenerationStats(), self.target.device)
 
-    def _stream_steps(
-        self, steps: Generator[StepTokens, None, None], clock: PhaseClock
-    ) -> Generator[StepTokens, None, None]:
-        with closing(steps):
+    def _stream_steps(self, steps: Iterator[StepTokens], clock: PhaseClock) -> Iterator[StepTokens]:
+        with closing(steps):  # type: ignore[type-var]  # a generator
             while True:
                 clock.start()
                 with self.target.without_autograd():
@@ -166,7 +164,7 @@ class DistributedDecoder:
                     return
                 yield kept
 
-    def _steps(self, request: Request, prompt: Prompt, clock: PhaseClock) -> Generator[StepTokens, None, None]:
+    def _steps(self, request: Request, prompt: Prompt, clock: PhaseClock) -> Iterator[StepTokens]:
         """Yields what the prompt and each answer commit."""
         (row,) = request.rows
         state = self._step.new_state(1, request.max_length + self._step.num_slots_after, request.max_padded)

@@ -82,6 +82,11 @@ class Planner:
         self._do_sample = do_sample
         self._last = -1  # the next step is not timed
 
+    def costs(self, num_rows: int, length: int, *, do_sample: bool) -> list[float]:
+        """The ratios of costs that the planner decides with under these conditions."""
+        self._costs.enter(do_sample=do_sample, num_rows=num_rows, length=length)
+        return [*self._costs.expect()]
+
     def choose(self, num_rows: int, length: int) -> TreePolicy | None:
         """The next step's policy; None = plain decoding.
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from draftsmith.inference import Decoder
+from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.planning.costs import StepCosts
-from draftsmith.inference.trees.candidates import CandidateTrees
+from draftsmith.inference.trees.candidates import CandidateTrees, gamma_chain
+from tests.tiny_targets import random_prompt, tiny_target
 
 TREES = CandidateTrees().candidates
 
 
-def costs_at(num_rows: int = 1) -> StepCosts:
-    costs = StepCosts(TREES, 0.05)
-    costs.enter(do_sample=False, num_rows=num_rows, length=100)
+def costs_at(
+    num_rows: int = 1, length: int = 100, stored: dict[tuple[bool, int, int], list[float]] | None = None
+) -> StepCosts:
+    costs = StepCosts(TREES, 0.05, stored or {})
+    costs.enter(do_sample=False, num_rows=num_rows, length=length)
     return costs
 
 
@@ -54,9 +59,30 @@ def test_steps_of_another_number_of_rows_tell_nothing() -> None:
 
 def test_new_conditions_begin_with_what_is_known_nearby() -> None:
     simple = [costs_at(rows).expect()[3] for rows in (1, 8)]
-    costs = costs_at()
+    stored = {(False, 1, 3): [1.0, 1.1, 1.2, 3.0 * simple[0], 1.4, 1.5]}
+    assert costs_at(1, 2000, stored).expect()[3] == pytest.approx(3.0 * simple[0])
+    assert costs_at(8, 100, stored).expect()[3] == pytest.approx(3.0 * simple[1])
+
+
+def test_a_first_time_replaces_what_was_stored() -> None:
+    stored = {(False, 1, 3): [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]}
+    costs = costs_at(1, 100, stored)
+    assert costs.learned() == {}, "nothing that was not measured here is stored again with today's date"
     run(costs, 0, 1.0, 1.0)
-    run(costs, 3, 3.0 * simple[0])
-    for num_rows, length, guess in ((1, 2000, simple[0]), (8, 100, simple[1])):
-        costs.enter(do_sample=False, num_rows=num_rows, length=length)
-        assert costs.expect()[3] == pytest.approx(3.0 * guess)
+    run(costs, 5, 4.0)
+    assert costs.expect() == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4, 4.0])
+    assert [*costs.learned()] == [(False, 1, 3)]
+
+
+def test_a_decoder_tells_its_costs() -> None:
+    decoder = Decoder(tiny_target("llama"), NgramDrafter(), tree=gamma_chain(2))
+    guesses = decoder.costs()
+    assert len(guesses) == 3
+    decoder.generate(random_prompt(4), max_new_tokens=100, do_sample=False, eos_token_id=None)
+    assert decoder.costs(length=100) != guesses
+    assert decoder.costs(8, do_sample=True)[0] == pytest.approx(decoder.costs()[0])
+
+
+def test_fixed_trees_have_no_costs() -> None:
+    with pytest.raises(ValueError, match="tree='auto'"):
+        Decoder(tiny_target("llama"), NgramDrafter(), tree="chain:2").costs()
