@@ -4,6 +4,7 @@ if not __name__.startswith("draftsmith."):  # a second copy of the classes must 
     raise ImportError(f"import draftsmith.{__name__}, not {__name__}")
 
 from draftsmith.inference.acceptance.rules import AcceptanceRule
+from draftsmith.inference.custom_generate import CustomGenerate
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.distributed.distributed_decoder import DistributedDecoder
 from draftsmith.inference.distributed.gloo_link import serve_target
@@ -24,6 +25,7 @@ from draftsmith.inference.trees.static import StaticTree, chain
 
 __all__ = [
     "AcceptanceRule",
+    "CustomGenerate",
     "Decoder",
     "DistributedDecoder",
     "DraftLogits",

@@ -233,7 +233,10 @@ class Decoder:
         if request.streamer is not None:
             request.streamer.put(request.given_ids.cpu())
         with self.target.without_autograd(), self.step.active():
-            for kept in self._begin(request, seeds, clock, scores, reuse_cache=reuse_cache):
+            records = on_step is not None
+            for kept in self._begin(
+                request, seeds, clock, scores, reuse_cache=reuse_cache, records_probabilities=records
+            ):
                 if on_step is not None:
                     on_step(kept[0], kept[0].num_drafted)
         clock.pause()
@@ -247,11 +250,12 @@ class Decoder:
         scores: EmittedScores,
         *,
         reuse_cache: bool,
+        records_probabilities: bool = False,
     ) -> Iterator[list[StepTokens]]:
         """Reads the prompts; the steps of the call, as in `Engine.run`."""
         clock.start()
         state, hit = self._get_state(request, reuse_cache=reuse_cache)
-        engine = Engine(self.step, state, clock, planner=self.planner)
+        engine = Engine(self.step, state, clock, planner=self.planner, records_probabilities=records_probabilities)
         reading = prefill(
             state, self.step, request.rows, clock.stats, source=request.source, media=request.media, hit=hit
         )
@@ -272,7 +276,7 @@ class Decoder:
         reuse_cache: bool = False,
         **options: Any,
     ) -> TokenStream:
-        """`generate` of one row, step by step: `for tokens in decoder.stream(...)`. Each step's list of
+        """`generate` of one row, step by step: `for tokens in decoder.stream(...)`, or `async for`. Each step's list of
         tokens also tells which of them were drafted (`StepTokens`).
 
         Arguments and errors are those of `generate`, without `streamer` and `on_step`. The decoder is busy until the
@@ -296,7 +300,7 @@ class Decoder:
             release = busy.pop_all().close
         # A stream that is over, and is kept for its output, must not keep the engine's buffers.
         gather = partial(gather_output, request, scores, clock.stats)
-        begin = partial(self._begin, request, seeds, clock, scores, reuse_cache=reuse_cache)
+        begin = partial(self._begin, request, seeds, clock, scores, reuse_cache=reuse_cache, records_probabilities=True)
         return TokenStream(self._stream_steps(request, begin, clock, release), gather, release)
 
     def _stream_steps(

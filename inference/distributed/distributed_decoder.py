@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -123,7 +124,7 @@ class DistributedDecoder:
         **options: Any,
     ) -> TokenStream:
         """`generate`, read while it is decoded, as `Decoder.stream`. Each list has the tokens that one answer commits;
-        a depth is a draft's place among them.
+        a depth is a draft's place among them, and drafters' probabilities are not known (NaN).
 
         Read the stream to its end, or close it, before the next call.
         """
@@ -185,7 +186,7 @@ class DistributedDecoder:
                 return
             for committed in self._coordinator.run(chain, drafting.draft, request.max_length):
                 has_own = chain.num_accepted == 0  # the round has ended
-                step = StepTokens(committed, len(committed) - has_own)
+                step = StepTokens(committed, [math.nan] * (len(committed) - has_own))
                 yield step.cut(self._emit(row, committed))
                 if row.is_finished:
                     return

@@ -53,7 +53,7 @@ class Lane:
         sizes = max_length + self.step.num_slots_after + self.step.path_width, max_length + self.step.path_width
         clock = PhaseClock(GenerationStats(), self.step.target.device)
         states = [self.step.new_state(num_rows, *sizes) for num_rows in (max_rows, *[1] * NUM_READERS)]
-        self._engine = Engine(self.step, states[0], clock, planner=self.planner)
+        self._engine = Engine(self.step, states[0], clock, planner=self.planner, records_probabilities=True)
         self._readers = states[1:]  # the one that was used longest ago first
         self.replies: list[Reply] = []
 
@@ -118,7 +118,7 @@ class Lane:
 
     def _tokens_of(self, reply: Reply, place: int, output: StepOutput, new: StepTokens) -> list[ReplyToken]:
         """A row's tokens, with what the request wants to know of them."""
-        told = (new, [""] * len(new), new.depths)
+        told = (new, [""] * len(new), new.depths, new.probabilities)
         if reply.num_top is None or not new:
             return [ReplyToken(*each) for each in zip(*told, strict=True)]
         path = output.accepted.path[place, : len(new)]

@@ -124,7 +124,7 @@ def _key_by_text(token_ids: Sequence[int], top: Sequence[dict[str, Any]]) -> dic
 
 
 def _report_token(token: ReplyToken) -> dict[str, Any]:
-    return {"id": token.id, "text": token.text, "depth": token.depth}
+    return {"id": token.id, "text": token.text, "depth": token.depth, "probability": token.probability}
 
 
 def summarise(*replies: Reply) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class ReplyToken:
     Attributes:
         text: what the token added to the text; "" within a character of several tokens, and at the end of a text.
         depth: 0 = the target's own token, d = a draft accepted at depth d of its tree.
+        probability: the drafter's probability of an accepted draft, if its tree has it.
         logprob: the target's log-probability of the token, before logits processors; None if not asked for.
         top: the likeliest tokens with theirs.
     """
@@ -31,6 +32,7 @@ class ReplyToken:
     id: int
     text: str
     depth: int
+    probability: float | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 

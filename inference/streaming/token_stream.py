@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 class TokenStream:
     """Yields the tokens of each step, a list of one or more that also tells which of them were drafted (`StepTokens`).
 
-    Nothing is computed ahead of the reader. To stop early, call `close()`, leave the `with` block, or drop the stream.
+    Read it with `for` or, in a coroutine, with `async for`, which runs each step in a thread. Nothing is computed ahead
+    of the reader. To stop early, call `close()`, leave the `with` block, or drop the stream. If a coroutine is
+    cancelled while it waits for a step, the stream closes after this step.
     """
 
     def __init__(
@@ -41,6 +44,19 @@ class TokenStream:
         tokens = self._steps.advance()
         if tokens is None:
             raise StopIteration
+        return tokens
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StepTokens:
+        try:
+            tokens = await asyncio.to_thread(self._steps.advance)
+        except asyncio.CancelledError:
+            self.close()
+            raise
+        if tokens is None:
+            raise StopAsyncIteration
         return tokens
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [  # noqa: F405
     "HEAD_TYPES",
     "AcceptanceRule",
+    "CustomGenerate",
     "Decoder",
     "DistributedDecoder",
     "DraftHeads",

@@ -13,6 +13,7 @@ from transformers import LlavaForConditionalGeneration, WhisperConfig, WhisperFo
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import (
+    CustomGenerate,
     Decoder,
     Drafter,
     NgramDrafter,
@@ -142,6 +143,17 @@ def test_a_stream_and_several_texts_of_one_image() -> None:
     assert torch.equal(drafted, texts)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_transformers_own_generate_takes_a_drafter(family: str) -> None:
+    target, inputs = multimodal_target(family), prompts_with_media(family, ROWS)
+    method = CustomGenerate(scripted(family), tree=TREE)
+    assert torch.equal(target.model.generate(**inputs, custom_generate=method, **OPTIONS), expected_text(family))
+    assert method.stats.acceptance_length > 1.5
+    text = prompts_with_media(family, ((6, None, 3),))
+    expected = target.model.generate(**text, **OPTIONS)
+    assert torch.equal(target.model.generate(**text, custom_generate=CustomGenerate(None), **OPTIONS), expected)
+
+
 @pytest.mark.skipif(
     "qwen3_5" not in recurrent_families.NAMES, reason="this release of transformers has no states for it"
 )
@@ -254,6 +266,8 @@ class TestRefusals:
             inputs[name] = inputs[name].flip(1)
         with pytest.raises(ValueError, match="pixel_values padding on the left"):
             generate(multimodal_target("llava"), None, **inputs, **OPTIONS)
+        with pytest.raises(ValueError, match="padding on the left"):
+            multimodal_target("llava").model.generate(**inputs, custom_generate=CustomGenerate(None), **OPTIONS)
 
     def test_pipelined_decoding(self) -> None:
         model = tiny_multimodal("llava")

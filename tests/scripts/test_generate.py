@@ -72,12 +72,12 @@ def test_drafted_tokens_have_the_colour_of_their_depth(chat_tokenizer: Any) -> N
     token_ids = chat_tokenizer(" one two three", add_special_tokens=False)["input_ids"]
     *drafted, last = map(chat_tokenizer.decode, token_ids)
     colourful = console(force_terminal=True, color_system="standard")
-    ReplyPrinter(chat_tokenizer, colourful).add(StepTokens(token_ids, len(drafted)))
+    ReplyPrinter(chat_tokenizer, colourful).add(StepTokens(token_ids, [0.5] * len(drafted)))
     codes = (32, 36, 34, 35, 33, 31)  # green, cyan, blue, magenta, yellow, red
     assert shown(colourful) == "".join(f"\x1b[{codes[n]}m{text}\x1b[0m" for n, text in enumerate(drafted)) + last
     assert [style_of(depth) for depth in (0, 1, 6, 7)] == ["", DEPTH_STYLES[0], DEPTH_STYLES[-1], DEPTH_STYLES[-1]]
     plain = console(no_color=True)
-    ReplyPrinter(chat_tokenizer, plain).add(StepTokens(token_ids, len(drafted)))
+    ReplyPrinter(chat_tokenizer, plain).add(StepTokens(token_ids, [0.5] * len(drafted)))
     assert shown(plain) == "".join(drafted) + last
 
 

@@ -38,7 +38,7 @@ from tests.lossless.restless import auto_tree, restless
 from tests.params import slow_but
 from tests.scripted_drafter import HostDrafter
 from tests.tiny_multimodal import tiny_multimodal
-from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
+from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
 # torch's compiler warns about parts of torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -131,7 +131,7 @@ def test_every_drafter_is_traced_whole(target: Target, kind: str, caplog: pytest
     caplog.set_level("INFO", "draftsmith.inference.runners.compiled")
     check_compiled_drafter(target, kind)
     is_whole = kind != "staged"  # what it guesses decides which passes run: it drafts eagerly
-    assert ("as one graph" not in "".join(caplog.messages)) == is_whole
+    assert ("in pieces" not in "".join(caplog.messages)) == is_whole
 
 
 def check_compiled_drafter(target: Target, kind: str) -> None:
@@ -168,7 +168,7 @@ def test_compiled_rules_accept_what_they_accept_eagerly(rule: str, tree: Any, ca
         assert one.sequences.tolist() == other.sequences.tolist()
         assert one.stats.accepted_histogram == other.stats.accepted_histogram
         assert sum(one.stats.accepted_histogram[1:]) > 0
-    assert "as one graph" not in "".join(caplog.messages)
+    assert "in pieces" not in "".join(caplog.messages)
 
 
 @pytest.mark.usefixtures("traced_alone")
@@ -339,7 +339,70 @@ def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches(caplog
         assert one.sequences.tolist() == other.sequences.tolist()
         numbers.append(count_graphs())
     assert numbers[2:] == [numbers[2]] * 3, "neither another prompt nor another seed may make another graph"
-    assert "as one graph" not in caplog.text
+    assert "in pieces" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traced_alone")
+def test_prompts_share_the_graph_of_trees(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Of any length, alone and in a batch, also with windows; only the pieces that would be graphs of their own are
+    read eagerly."""
+    monkeypatch.setattr("draftsmith.inference.runners.compiled._prefers_onednn", lambda dtypes: True)
+    target = Target(tiny_target("mistral", num_hidden_layers=2))
+    compiled = Decoder(target, NgramDrafter(), tree=DynamicTree(3, 2, 6), compile=True)
+    prefill, pieces = Target.prefill, []
+
+    def record(target: Target, cache: Any, token_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        pieces.append(token_ids.shape[1])
+        return prefill(target, cache, token_ids, *args, **kwargs)
+
+    lengths = (64, 5, 121, 30, 230, 119)
+    settings: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
+    expected = [Decoder(target).generate(random_prompt(n, seed=n), **settings).sequences for n in lengths]
+    monkeypatch.setattr(Target, "prefill", record)
+    numbers = []
+    for length, text in zip(lengths, expected, strict=True):
+        assert compiled.generate(random_prompt(length, seed=length), **settings).sequences.tolist() == text.tolist()
+        numbers.append(count_graphs())
+    assert pieces == [64, 1]
+    assert len(set(numbers)) == 1
+    start = random_prompt(40)
+    prompts = [torch.cat([start, random_prompt(length, seed=length)], dim=1) for length in (30, 119, 5)]
+    texts = compiled.generate(**pad_prompts(prompts), **settings).sequences[:, -10:].tolist()
+    assert pieces == [64, 1, 40], "the shared beginning is read by one row"
+    assert texts == [Decoder(target).generate(prompt, **settings).sequences[0, -10:].tolist() for prompt in prompts]
+    assert "in pieces" not in caplog.text
+
+
+def test_plain_and_batch_invariant_decoders_read_prompts_eagerly(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batch-invariant text must not depend on the drafter, and plain decoding has no graph for prompts."""
+    monkeypatch.setattr("draftsmith.inference.runners.compiled._prefers_onednn", lambda dtypes: True)
+    verifies_prompts = []
+    for one, drafter in ((target, NgramDrafter()), (target.batch_invariant(), NgramDrafter()), (target, None)):
+        policy = None if drafter is None else chain(3)
+        step = Step(one, drafter, policy, runner=compiled_runner([target.model]))
+        verifies_prompts.append(step.verifies_prompts)
+    assert verifies_prompts == [True, False, False]
+
+
+@torch.no_grad()
+def test_deep_trees_see_all_their_ancestors(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The depth that a decoder with compiled prompts states for all its trees bounds the search for ancestors."""
+    monkeypatch.setattr("draftsmith.inference.runners.compiled._prefers_onednn", lambda dtypes: True)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    token_ids = random_prompt(161, seed=2)
+    found = []
+    for is_compiled in (False, True):
+        step = Step(target, NgramDrafter(), chain(160), runner=compiled_runner([target.model]) if is_compiled else None)
+        assert step.verifies_prompts == is_compiled
+        cache = step.new_state(1, 256, 256).cache
+        target.prefill(cache, random_prompt(10, seed=1), torch.tensor([10]))
+        tree = TokenTree.from_prompts(token_ids, torch.tensor([161]))
+        tree.max_depth = 160
+        found.append(step.verify(cache, tree, Span(10, 10)).logits)
+    torch.testing.assert_close(found[0], found[1])
 
 
 # Where torch.compile fails.
@@ -372,12 +435,36 @@ def test_a_graph_that_inductor_cannot_make_is_made_another_way(
     compiler, values = Compiler([nn.Linear(2, 2)]), torch.zeros(3)
     for expected in (1.0, 2.0):
         assert compiler.compile(add, is_fixed=True)(values).tolist() == [expected] * 3
-    ways = ["compiles it without loops over loops", "compiles it simply", "runs it eagerly"]
+    ways = ["without loops over loops", "without kernels of its own", "not at all"]
     assert len(caplog.messages) == failures
     for message, way in zip(caplog.messages, ways, strict=False):
-        assert f"could not compile add as one graph, and now {way}" in message
+        assert f"could not compile add as one graph, and now compiles it {way}" in message
         assert "buf7" in message
     assert all(options["fullgraph"] for options in tries)
+
+
+def add_in_pieces(values: Tensor) -> Tensor:
+    values.add_(1)
+    torch._dynamo.graph_break()
+    return values.mul_(2)
+
+
+def test_a_piece_that_cannot_be_compiled_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pieces before it have run, and are not run again; neither in this call nor in the next one."""
+    graphs = []
+
+    def fail_at_second(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        if len(graphs) == 2:
+            raise KeyError("buf7")
+        return graph.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, options=None, **kw: real(*args, backend=fail_at_second, **kw))
+    compiler, values = Compiler([nn.Linear(2, 2)]), torch.zeros(3)
+    for expected in (2.0, 6.0):
+        assert compiler.compile(add_in_pieces, is_fixed=True)(values).tolist() == [expected] * 3
+    assert len(graphs) == 2
 
 
 def test_threads_may_compile_without_loops_over_loops() -> None:

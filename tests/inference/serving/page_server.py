@@ -77,6 +77,7 @@ class PageServer(ThreadingHTTPServer):
                     "id": hash(word) % 10**6,
                     "text": word,
                     "depth": depth,
+                    "probability": round(dice.uniform(0.2, 1.0), 4) if depth else None,
                 }
                 for word, depth in zip(new, depths, strict=True)
             ]

@@ -194,7 +194,7 @@ def test_the_tip_of_a_token(page: Any, server: PageServer) -> None:
     tokens = [token for step in server.steps({"heads": "eagle3", "max_tokens": 99}) for token in step]
     place = next(place for place, token in enumerate(tokens) if token["depth"] == 2)
     page.locator("[data-depth]").nth(place).hover()
-    assert page.locator("#tip").inner_text() == "drafted at depth 2"
+    assert page.locator("#tip").inner_text() == f"drafted at depth 2, probability {tokens[place]['probability']:.0%}"
     page.locator("[data-depth='0']").first.hover()
     assert page.locator("#tip").inner_text() == "the model's own token"
 

@@ -259,7 +259,7 @@ def test_reports_of_drafting(served: Running) -> None:
     tokens = [token for chunk in chunks for token in chunk.get("drafting", {}).get("tokens", [])]
     assert len(tokens) == 12
     assert "".join(token["text"] for token in tokens) == whole["choices"][0]["message"]["content"]
-    assert all(token.keys() == {"id", "text", "depth"} for token in tokens)
+    assert all(token.keys() == {"id", "text", "depth", "probability"} for token in tokens)
     assert {token["depth"] for token in tokens} == {0, 1, 2, 3}
     last = chunks[-1]["drafting"]
     assert {**last, "seconds": 0} == {**whole["drafting"], "seconds": 0}

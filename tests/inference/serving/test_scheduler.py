@@ -164,6 +164,9 @@ def test_reports_tell_drafts_from_the_targets_own_tokens(oracle: Scheduler) -> N
     for piece in steps:
         depths = [token.depth for token in piece.tokens]
         assert depths == [*range(1, len(depths)), 0] or (piece.finish_reason and depths == [*range(1, len(depths) + 1)])
+        for token in piece.tokens:
+            assert (token.probability is None) == (token.depth == 0)
+            assert token.probability is None or 0 < token.probability <= 1.0001
     with torch.no_grad():
         logits = oracle.target.model(torch.tensor([arrival.prompt + arrival.tokens])).logits[0, 2:-1]
     expected = logits.log_softmax(-1)

@@ -1,7 +1,8 @@
-"""Streams: tokens step by step, stopped, from several threads."""
+"""Streams: tokens step by step, with for and async for, stopped, cancelled, from several threads."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 from typing import Any
@@ -95,6 +96,64 @@ def test_a_stream_has_one_row(inputs: torch.Tensor, options: dict[str, Any], mat
     with pytest.raises(ValueError, match=match):
         decoder.stream(inputs, **{**GREEDY, **options})
     decoder.generate(PROMPT, max_new_tokens=1)
+
+
+def test_async_streams_run_side_by_side() -> None:
+    target = Target(MODEL)
+
+    async def read() -> list[int]:
+        return [token async for step in stream(target, scripted(), PROMPT, **GREEDY) for token in step]
+
+    async def read_all() -> list[list[int]]:
+        return await asyncio.gather(*(read() for _ in range(3)))
+
+    assert asyncio.run(read_all()) == [NEW] * 3
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_a_coroutine_may_drop_its_stream(attempt: int) -> None:
+    """The thread that ran the step does not keep it alive."""
+    decoder = Decoder(MODEL, None)
+
+    async def read() -> torch.Tensor:
+        async for step in decoder.stream(PROMPT, **GREEDY):
+            assert step == NEW[:1]
+            break
+        return decoder.generate(PROMPT, **GREEDY).sequences
+
+    gc.disable()
+    try:
+        assert torch.equal(asyncio.run(read()), TRUTH)
+    finally:
+        gc.enable()
+
+
+def test_a_stream_dropped_within_a_step_ends_behind_it() -> None:
+    """Neither waits: the loop that cancels goes on while the step runs."""
+    decoder = Decoder(MODEL, None)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def wait(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        begun.set()
+        assert may_end.wait(60)
+        return scores
+
+    async def cancel() -> None:
+        async def read() -> None:
+            async for _ in decoder.stream(PROMPT, logits_processor=[wait], **GREEDY):
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.to_thread(begun.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(RuntimeError, match="in the middle of another text"):
+            decoder.generate(PROMPT, **GREEDY)
+        may_end.set()
+
+    asyncio.run(cancel())
+    assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
 
 
 def test_a_stream_may_be_closed_from_within_its_step() -> None:
