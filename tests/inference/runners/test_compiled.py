@@ -113,6 +113,9 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     **{kind: partial(tiny_heads, kind) for kind in HEAD_TYPES},
     # Each level runs another block: a graph of its own.
     "mtp, blocks of their own": partial(tiny_heads, "mtp", num_steps=3, share_block=False),
+    "block, confident": partial(
+        tiny_heads, "block", block_size=4, markov_rank=5, has_confidence=True, confidence_threshold=0.1
+    ),
     "small model": lambda target: SmallModelDrafter(rough_copy(target.model)),
     "staged": lambda target: StagedDrafter(SmallModelDrafter(rough_copy(target.model))),
 }
