@@ -1,4 +1,4 @@
-"""Lane: rows that share a drafter and a state, and so every pass. Rows join and leave between steps.
+"""Lane: rows that share a drafter, a tree and a state, and so every pass. Rows join and leave between steps.
 
 A joining row's prompt is read in a state of its own, so that running rows wait for one chunk at most. Then it joins the
 others (`DecodeState.add`). A step serves all rows, whatever their sampling options are: each row keeps its own settings
@@ -17,7 +17,7 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.engine import Engine, StepTokens
 from draftsmith.inference.prefill import MIN_SHARED, prefill
 from draftsmith.inference.prefix_cache import PrefixHit, match
-from draftsmith.inference.serving.reply import Reply, ReplyToken
+from draftsmith.inference.serving.reply import DraftedStep, Reply, ReplyToken
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import StepOutput
 
@@ -27,7 +27,7 @@ NUM_READERS = 2
 
 
 class Lane:
-    """The rows of one drafter.
+    """The rows of one drafter and tree.
 
     Args:
         decoder: with exact acceptance, whose drafter can copy rows, and without graphs.
@@ -56,6 +56,7 @@ class Lane:
         self._engine = Engine(self.step, states[0], clock, planner=self.planner, records_probabilities=True)
         self._readers = states[1:]  # the one that was used longest ago first
         self.replies: list[Reply] = []
+        self.last_used = time.perf_counter()
 
     @property
     def num_bytes(self) -> int:
@@ -104,15 +105,17 @@ class Lane:
 
     def advance(self) -> None:
         """One step of all rows; those that have ended leave."""
+        self.last_used = time.perf_counter()
         replies = {reply.row: reply for reply in self.replies}
         with self.step.active():
             emission = self._engine.advance()
-        drafted = emission.output.tree.num_nodes - 1
+        drafted, depth = emission.output.tree.num_nodes - 1, emission.output.accepted.path.shape[1] - 1
         for place, row, new, kept in emission.given:
             reply = replies[row]
             reply.stats.count_step(len(new) - 1)
             reply.stats.num_drafted += drafted
-            reply.num_drafts += drafted > 0
+            if drafted:
+                reply.drafts.append(DraftedStep(depth, drafted, len(new) - 1))
             reply.publish(self._tokens_of(reply, place, emission.output, kept))
         self._forget_ended()
 

@@ -92,6 +92,7 @@ class CompletionOptions(Strict):
     min_tokens: int = Field(0, ge=0)
     # this server's
     heads: str | None = None
+    tree: str | None = Field(None, max_length=64)
     draft_report: bool = False
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,6 +36,14 @@ class ReplyToken:
     probability: float | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+class DraftedStep(NamedTuple):
+    """A step with a draft: the tree's depth, its nodes without the root, and how many of them were accepted."""
+
+    depth: int
+    num_drafted: int
+    num_accepted: int
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ class Reply:
         row: the request's, which tells the reply its tokens and asks it for the end.
         end_reason: "stop", "length", "abort" (cancelled) or "error"; "" before.
         stats: counts its verify steps, and the nodes drafted for them.
-        num_drafts: the steps with a draft.
+        drafts: the steps with a draft, in their order.
         arrived, started, first_token, ended: `time.perf_counter()` of these moments; None before. A reply starts when
             its prompt is about to be read.
     """
@@ -129,7 +138,7 @@ class Reply:
     min_tokens: int = 0
     stats: GenerationStats = field(default_factory=GenerationStats)
     arrived: float = field(default_factory=time.perf_counter)
-    num_drafts: int = 0
+    drafts: list[DraftedStep] = field(default_factory=list)
     started: float | None = None
     first_token: float | None = None
     ended: float | None = None

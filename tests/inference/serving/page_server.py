@@ -34,7 +34,8 @@ class PageServer(ThreadingHTTPServer):
 
     Attributes:
         plain_text: of plain decoding, if it is to differ.
-        drafted_steps: that reports tell; None = all.
+        is_near_tie: what the server finds where texts differ.
+        drafted_steps: of those that the metrics tell; None = it tells none.
         seconds: between two steps.
         api_key: that requests must carry.
         breaks_after: steps after which the connection breaks off.
@@ -43,6 +44,7 @@ class PageServer(ThreadingHTTPServer):
 
     text: str = TEXT
     plain_text: str | None = None
+    is_near_tie: bool = True
     drafted_steps: int | None = None
     seconds: float = 0.0
     api_key: str | None = None
@@ -101,8 +103,12 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._has_key():
             return
         self.server.requests.append(body)
-        if body["max_tokens"] == 999:
-            self._answer_json({"error": {"message": "the reply is too long"}}, status=400)
+        if body.get("tree") == "gamma":
+            self._answer_json({"error": {"message": "these heads draft no chains"}}, status=400)
+        elif self.path == "/v1/difference":
+            told = "a near-tie" if self.server.is_near_tie else "no near-tie"
+            text = f"The log-probabilities are -0.6931 and -0.6932: {told}."
+            self._answer_json({"is_near_tie": self.server.is_near_tie, "text": text})
         else:
             self._stream(body)
 
@@ -125,13 +131,15 @@ class _Handler(BaseHTTPRequestHandler):
             report = {
                 "acceptance_length": 1 + sum(per_depth) / num_steps,
                 "num_steps": sum(histogram),
-                "num_drafts": sum(histogram) if self.server.drafted_steps is None else self.server.drafted_steps,
                 "accepted_per_depth": [count for count in per_depth if count],
                 "seconds": time.perf_counter() - start,
             }
             is_cut = body["max_tokens"] <= len(split_words(self.server.text))
             end = {"index": 0, "delta": {}, "finish_reason": "length" if is_cut else "stop"}
             self._send({"choices": [end], "drafting": report})
+            if body["stream_options"]["include_usage"] and self.server.drafted_steps is not None:
+                told = {"num_spec_steps": self.server.drafted_steps} if self.server.drafted_steps else None
+                self._send({"choices": [], "usage": {}, "metrics": {"speculative_decoding": told}})
             self.wfile.write(b"data: [DONE]\n\n")
         except (BrokenPipeError, ConnectionResetError):
             pass  # the page has stopped the reply

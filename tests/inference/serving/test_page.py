@@ -96,6 +96,7 @@ def figures(page: Any, number: int = 0) -> dict[str, str]:
 
 def test_a_reply_shows_what_was_drafted(page: Any, server: PageServer) -> None:
     assert page.title().startswith("chat-13m")
+    page.get_by_label("Tree").select_option("chain:4")
     page.get_by_label("Max tokens").fill("30")
     page.get_by_label("Seed").fill("7")
     send(page, "Why?")
@@ -104,7 +105,7 @@ def test_a_reply_shows_what_was_drafted(page: Any, server: PageServer) -> None:
     assert depths(page) == told
     assert len(set(told)) > 3
     body = server.requests[0]
-    wanted = {"heads": "eagle3", "max_tokens": 30, "seed": 7, "temperature": 0, "draft_report": True}
+    wanted = {"heads": "eagle3", "tree": "chain:4", "max_tokens": 30, "seed": 7, "temperature": 0, "draft_report": True}
     assert wanted.items() <= body.items()
     assert body["messages"] == [{"role": "user", "content": "Why?"}]
     colours = page.eval_on_selector_all(
@@ -128,7 +129,7 @@ def test_a_reply_shows_what_was_drafted(page: Any, server: PageServer) -> None:
     send(page, "And?")
     assert [message["role"] for message in server.requests[1]["messages"]] == ["user", "assistant", "user"]
     assert server.requests[1]["messages"][1]["content"] == texts(page)[0]
-    assert server.requests[1]["heads"] == "none"
+    assert (server.requests[1]["heads"], "tree" in server.requests[1]) == ("none", False)
     assert set(depths(page)[30:]) == {0}
     assert set(figures(page, 1)) == {"tokens", "tokens/s"}
 
@@ -216,14 +217,28 @@ def test_comparing_equal_texts(page: Any, server: PageServer) -> None:
     assert left["y"] == right["y"], "side by side"
 
 
-def test_comparing_texts_that_differ(page: Any, server: PageServer) -> None:
-    server.plain_text = TEXT.replace("sleep", "feel")
+@pytest.mark.parametrize("is_near_tie", [True, False])
+def test_comparing_texts_that_differ(page: Any, server: PageServer, is_near_tie: bool) -> None:
+    """A near-tie is told in neutral colour."""
+    server.plain_text, server.is_near_tie = TEXT.replace("sleep", "feel"), is_near_tie
     page.get_by_label("Compare").check()
+    page.get_by_label("Seed").fill("7")
     send(page, "Why?")
     place = split_words(TEXT).index(" sleep")
     assert page.locator(".differs").all_inner_texts() == [" sleep", " feel"]
     verdict = page.locator(".verdict").inner_text()
     assert f'Token {place + 1} is the first that differs: " sleep" with drafts, " feel" plainly.' in verdict
+    assert "-0.6931 and -0.6932" in verdict
+    asked = server.requests[-1]
+    assert (asked["seed"], asked["temperature"]) == (7, 0)
+    assert [text[place] for text in asked["texts"]] == [hash(word) % 10**6 for word in (" sleep", " feel")]
+    colours = page.eval_on_selector_all(
+        ".verdict, .verdict b, .differs > span",
+        "all => all.map((one) => [getComputedStyle(one).color, getComputedStyle(one).outlineColor])",
+    )
+    bad = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--bad')")
+    red = f"rgb({', '.join(str(int(bad.strip()[at : at + 2], 16)) for at in (1, 3, 5))})"
+    assert any(red in pair for pair in colours) != is_near_tie
 
 
 def test_markdown(page: Any, server: PageServer) -> None:
@@ -259,7 +274,7 @@ def test_steps_without_drafts_are_told(page: Any, server: PageServer) -> None:
     server.drafted_steps = 0
     send(page, "Why?")
     assert "Nothing was drafted" in page.locator(".note").last.inner_text()
-    server.drafted_steps = None
+    page.get_by_label("Tree").select_option("chain:4")
     send(page, "Why?")
     assert page.locator(".note").last.is_hidden()
 
@@ -297,9 +312,10 @@ def test_a_server_that_is_gone(page: Any, server: PageServer) -> None:
 
 
 def test_what_the_server_refuses(page: Any, server: PageServer) -> None:
-    page.get_by_label("Max tokens").fill("999")
+    page.get_by_label("Tree").select_option("gamma")
     send(page, "Why?")
-    assert "the reply is too long" in page.get_by_role("alert").inner_text()
+    assert "these heads draft no chains" in page.get_by_role("alert").inner_text()
+    page.get_by_label("Tree").select_option("")
     page.get_by_label("Max tokens").fill("0")
     send(page, "Why?", waits=False)
     assert len(server.requests) == 1, "the page refuses numbers that are out of range itself"
@@ -414,7 +430,7 @@ def test_the_server_itself(browser: Any, chat_target: PreTrainedModel, chat_toke
     """The embedded target with EAGLE-3 heads: streams, comparison, stopping, the server's end."""
     target = Target(chat_target)
     heads = load_heads(str(REPOSITORY / "examples" / "heads" / "eagle3"), target)
-    limits = Limits(max_rows=2, max_length=1024, max_waiting=4)
+    limits = Limits(max_rows=2, max_length=1024, max_waiting=4, max_lanes=2)
     scheduler = Scheduler(target, name_drafters({"eagle3": heads}), tree="dynamic:4,4,12", limits=limits)
     with serve_in_thread(scheduler, chat_tokenizer) as served:
         for page in open_page(browser, served.address):

@@ -247,11 +247,14 @@ def test_reports_of_drafting(served: Running) -> None:
     """The contract with the chat page."""
     body = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "draft_report": True}
     whole = httpx.post(f"{served.url}/chat/completions", json=body, timeout=SECONDS).json()
-    assert whole["drafting"].keys() == {"acceptance_length", "num_steps", "num_drafts", "accepted_per_depth", "seconds"}
+    assert whole["drafting"].keys() == {"acceptance_length", "num_steps", "accepted_per_depth", "seconds"}
     assert whole["drafting"]["acceptance_length"] > 2
     plain = httpx.post(f"{served.url}/chat/completions", json=body | {"heads": "none"}, timeout=SECONDS).json()
-    assert (plain["drafting"]["acceptance_length"], plain["drafting"]["num_drafts"]) == (1.0, 0)
+    assert plain["drafting"]["acceptance_length"] == 1.0
     assert plain["choices"] == whole["choices"]
+    wide = httpx.post(f"{served.url}/chat/completions", json=body | {"tree": "dynamic:2,2,5"}, timeout=SECONDS).json()
+    assert wide["choices"] == whole["choices"]
+    assert len(wide["drafting"]["accepted_per_depth"]) == 2
     with httpx.stream("POST", f"{served.url}/chat/completions", json=body | {"stream": True}, timeout=SECONDS) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
     assert lines.pop() == "[DONE]"
@@ -310,6 +313,36 @@ def test_other_programs_count_drafting_by_the_names_of_vllm(served: Running) -> 
         "num_accepted_tokens": 6,
         "num_accepted_tokens_per_pos": 6,
     }
+
+
+def test_replies_tell_what_drafting_did_as_those_of_vllm(
+    served_target: Target, chat_tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A token comes from the prompt; a step accepts three drafts, and the last one may keep no more than one."""
+    expected = {
+        "mean_acceptance_length": 4.0,
+        "draft_acceptance_rate": 1.0,
+        "acceptance_histogram": [0, 0, 0, 2],
+        "acceptance_histogram_by_draft_length": {"3": [0, 0, 0, 2]},
+        "num_spec_steps": 2,
+        "num_accepted_draft_tokens": 6,
+        "num_draft_tokens": 6,
+        "num_spec_tokens": 3,
+    }
+    more = {"per_step_accepted": [3, 3], "per_step_drafted": [3, 3]}
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 9, "temperature": 0}
+    limits = Limits(max_rows=2, max_length=64, max_waiting=4)
+    for metrics in ("none", "summary", "detailed"):
+        with running(served_target, chat_tokenizer, limits=limits, metrics=metrics) as served:
+            url = f"{served.url}/completions"
+            whole = [httpx.post(url, json=body | own).json() for own in ({}, {"n": 2}, {"heads": "none"})]
+            streamed = httpx.post(url, json=body | {"stream": True, "stream_options": {"include_usage": True}}).text
+        last = json.loads(streamed.split("data: ")[-2])
+        if metrics == "none":
+            assert all("metrics" not in one for one in (*whole, last))
+            continue
+        own = {"speculative_decoding": expected | (more if metrics == "detailed" else {})}
+        assert [one["metrics"] for one in (*whole, last)] == [own, *[{"speculative_decoding": None}] * 2, own]
 
 
 def test_min_tokens_puts_off_every_end(served: Running) -> None:

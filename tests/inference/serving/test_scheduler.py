@@ -73,7 +73,7 @@ def test_a_text_depends_on_nobody_else_in_the_batch(name: str) -> None:
     scheduler = Scheduler(target, drafters_of(drafter), tree=tree if drafter else None, limits=LIMITS)
     arrivals = draw_arrivals(target, 12)
     for arrival in arrivals[4::5]:
-        arrival.lane = "none"
+        arrival.lane = ("none", None)
     serve(scheduler, arrivals)
     end(scheduler)
     for number, arrival in enumerate(arrivals):
@@ -81,7 +81,7 @@ def test_a_text_depends_on_nobody_else_in_the_batch(name: str) -> None:
         assert arrival.tokens == arrival.alone(), number
         assert arrival.text == "".join(f" {token}" for token in arrival.tokens if not is_end(arrival, token))
     if "oracle" in name or name == "staged":
-        rows = [one.row for one in arrivals if one.row is not None and one.lane == "draft"]
+        rows = [one.row for one in arrivals if one.row is not None and one.lane[0] == "draft"]
         assert max(len(row.stats.accepted_per_depth) for row in rows) >= 3, "deep drafts were accepted"
 
 
@@ -124,10 +124,23 @@ def test_the_planner_hears_how_much_each_row_has_to_go(oracle: Scheduler, monkey
         learn(planner, policy, counted, left)
 
     monkeypatch.setattr(Planner, "learn", note)
-    arrivals = [Arrival(oracle.target, [3 + n], {"max_new_tokens": 10 + 20 * n, "do_sample": False}) for n in range(3)]
+    arrivals = [
+        Arrival(oracle.target, [3 + n], {"max_new_tokens": 10 + 20 * n, "do_sample": False}, lane=("draft", "auto"))
+        for n in range(3)
+    ]
     serve(oracle, arrivals, num_first=3)
     assert [left for left, _ in seen] == [expected for _, expected in seen]
     assert max(map(len, (left for left, _ in seen))) == 3
+
+
+@pytest.mark.parametrize("tree", ["chain:2", "dynamic:3,2,6", "auto"])
+def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_costs(monkeypatch, most_rows=2)
+    arrivals = draw_arrivals(oracle.target, 6)
+    for number, arrival in enumerate(arrivals):
+        arrival.lane = ("draft", tree if number % 2 else None)
+    serve(oracle, arrivals)
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
 
 
 def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +164,28 @@ def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: py
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
     assert len(held) > 4 * CATCH_UP
     assert max(held) == CATCH_UP
-    assert all(one.row is not None and not one.row.num_drafts for one in arrivals)
+    assert all(one.row is not None and not one.row.drafts for one in arrivals)
+
+
+def test_more_lanes_than_fit_take_turns(oracle: Scheduler) -> None:
+    trees = ["chain:2", "chain:3", None, "chain:4", "dynamic:2,2,4", "chain:2"]
+    arrivals = draw_arrivals(oracle.target, 6)
+    for arrival, tree in zip(arrivals, trees, strict=True):
+        arrival.lane = ("draft", tree)
+    serve(oracle, arrivals, num_first=6)
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
+
+
+def test_a_row_without_a_lane_is_not_passed_for_ever(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lanes are busy for as long as others may pass; then one of them empties."""
+    monkeypatch.setattr("draftsmith.inference.serving.scheduler.PATIENCE_SECONDS", 0.0)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    lanes = [("draft", None), ("none", None), ("draft", "chain:2"), *[("draft", None), ("none", None)] * 4]
+    arrivals = [Arrival(oracle.target, [number + 3], options, lane=lane) for number, lane in enumerate(lanes)]
+    serve(oracle, arrivals, num_first=len(arrivals))
+    starts = [one.row.started for one in arrivals if one.row is not None and one.row.started is not None]
+    assert starts[2] == min(starts[2:])
+    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
 
 
 def test_reports_tell_drafts_from_the_targets_own_tokens(oracle: Scheduler) -> None:
@@ -289,7 +323,7 @@ def test_cancelled_rows_leave_before_the_next_step(oracle: Scheduler) -> None:
             done.set()
 
     oracle.start()
-    oracle.submit([one.make_row(look) for one in arrivals], "draft")
+    oracle.submit([one.make_row(look) for one in arrivals], ("draft", None))
     assert done.wait(SECONDS)
     assert arrivals[1].pieces[-1].error == "cancelled"
     assert len(arrivals[1].pieces) == 3
@@ -304,7 +338,7 @@ def test_cancelled_rows_leave_before_the_next_step(oracle: Scheduler) -> None:
 def test_a_failing_step_ends_its_rows_only(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     options = {"max_new_tokens": 12, "do_sample": False}
     broken, fine, later = (
-        Arrival(oracle.target, [number + 3], options, lane=name)
+        Arrival(oracle.target, [number + 3], options, lane=(name, None))
         for number, name in enumerate(("draft", "none", "draft"))
     )
     advance = Lane.advance
@@ -328,7 +362,7 @@ def test_the_queue_is_bounded(oracle: Scheduler) -> None:
     options = {"max_new_tokens": 2, "do_sample": False}
     rows = [Arrival(oracle.target, [3], options).make_row() for _ in range(21)]
     with pytest.raises(QueueFullError) as caught:
-        oracle.submit(rows, "draft")
+        oracle.submit(rows, ("draft", None))
     assert caught.value.retry_seconds >= 1
 
 
@@ -337,18 +371,18 @@ def test_stopping_lets_rows_end_for_a_while(oracle: Scheduler) -> None:
     started, ended = threading.Event(), threading.Event()
     short = Arrival(oracle.target, [3], {"max_new_tokens": 20, "do_sample": False})
     oracle.start()
-    oracle.submit([short.make_row(started.set)], "draft")
+    oracle.submit([short.make_row(started.set)], ("draft", None))
     assert started.wait(SECONDS)
     oracle.stop(SECONDS)
     with pytest.raises(StoppingError):
-        oracle.submit([short.make_row()], "draft")
+        oracle.submit([short.make_row()], ("draft", None))
     oracle.join(SECONDS)
     assert short.pieces[-1].finish_reason == "length"
 
     scheduler = Scheduler(oracle.target, drafters_of(None), limits=LIMITS)
     long = Arrival(oracle.target, [3], {"max_new_tokens": 190, "do_sample": False})
     scheduler.start()
-    scheduler.submit([long.make_row(lambda: ended.set())], "draft")
+    scheduler.submit([long.make_row(lambda: ended.set())], ("draft", None))
     assert ended.wait(SECONDS)
     end(scheduler)
     assert long.pieces[-1].error == "the server is shutting down"

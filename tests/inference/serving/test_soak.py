@@ -70,7 +70,7 @@ def serve_steps(target: Target, drafter: Drafter, marks: Sequence[int], *, max_r
     tensors, and of the process."""
     limits = Limits(max_rows=max_rows, max_length=256, max_waiting=4 * max_rows)
     scheduler = Scheduler(target, drafters_of(drafter), tree="auto", limits=limits)
-    lane = scheduler._lanes["draft"]
+    (lane,) = scheduler._lanes.values()
     draws, found, steps, is_done = random.Random(0), [], 0, threading.Event()
 
     def submit() -> None:
