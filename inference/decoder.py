@@ -21,6 +21,7 @@ from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.emitted_scores import EmittedScores
 from draftsmith.inference.engine import Engine, GenerationOutput, StepTokens
 from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.planning.memory import memory_file
 from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.prefill import finish, prefill
 from draftsmith.inference.prefix_cache import PrefixHit, match
@@ -64,8 +65,9 @@ class Decoder:
             - "gamma" or "gamma:LENGTH": a chain of the length that decodes fastest, or none
             - a YAML file with a static tree, a list of rank paths, or a `TreePolicy`
         acceptance: "exact" (the default), "rejection" (Leviathan et al.; siblings without replacement),
-            "typical" (Medusa; lossy), or an `AcceptanceRule`. A greedy target always gets "exact". When sampling,
-            "rejection" keeps the target's distribution, but its texts depend on the drafts.
+            "block_verification" (of chains), "typical" (Medusa; lossy), or an `AcceptanceRule`. A greedy target always
+            gets "exact". When sampling, "rejection" and "block_verification" keep the target's distribution, but their
+            texts depend on the drafts.
         is_coupled: at temperature > 0 and with exact acceptance, let the drafter read the target's own Gumbel noise.
             More drafts are accepted, and the text is the same either way.
         batch_invariant: compute every token's scores in the same way, bit by bit, in passes of any number of tokens and
@@ -136,8 +138,9 @@ class Decoder:
                 "tree='auto' and 'gamma' choose by each process's own clock, and processes that split a target by "
                 "tensor parallelism must verify the same tree: give a fixed one, such as tree='chain:3'"
             )
-        node_cost = NODE_COSTS.get(self.target.device.type, NODE_COSTS["cuda"])
-        return Planner(self.policy.candidates, node_cost=node_cost)
+        step, candidates = self.step, self.policy.candidates
+        file = memory_file(self.target, self.drafter, candidates, step.runner.name, is_coupled=step.is_coupled)
+        return Planner(candidates, file, node_cost=NODE_COSTS.get(self.target.device.type, NODE_COSTS["cuda"]))
 
     def _choose_runner(self, *, compile: bool, graphs: bool) -> Runner:  # noqa: A002
         if graphs and compile:

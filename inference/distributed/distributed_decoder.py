@@ -16,7 +16,7 @@ from draftsmith.inference.distributed.chain import DraftChain
 from draftsmith.inference.distributed.coordinator import Coordinator, Link
 from draftsmith.inference.distributed.drafting import ChainDrafting
 from draftsmith.inference.distributed.gloo_link import GlooLink
-from draftsmith.inference.distributed.messages import Prompt
+from draftsmith.inference.distributed.messages import Greeting, Prompt
 from draftsmith.inference.distributed.timeline import Timeline
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.engine import GenerationOutput, StepTokens
@@ -83,7 +83,7 @@ class DistributedDecoder:
         self.drafter = drafter.for_target(self.target)
         depth = 2 * max_ahead if self.drafter.max_depth is None else min(2 * max_ahead, self.drafter.max_depth)
         self._step = Step(self.target, self.drafter, chain_policy(depth), is_coupled=is_coupled)
-        self.link: Link = link or GlooLink(self.target, timeout=timeout)
+        self.link: Link = link or GlooLink(Greeting.of_target(self.target), timeout=timeout)
         self._coordinator = Coordinator(self.link, lookahead=lookahead, max_ahead=max_ahead, timeout=timeout)
 
     def generate(

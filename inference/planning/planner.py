@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 
 from draftsmith.inference.planning.costs import StepCosts
+from draftsmith.inference.planning.memory import load_learned, store_learned
 from draftsmith.inference.trees.policy import TreePolicy
 
 HOLD = 4  # steps that a choice holds
@@ -19,6 +21,7 @@ MIN_GAIN = 0.03  # drafting must be expected to gain this much over plain decodi
 HOPE, TRIAL_SHARE, FIRST_TRIALS = 0.3, 0.01, 1.0
 TOKENS_PER_DOUBLING = 0.4  # a first guess: what twice as many nodes accept more
 PRIOR_ROWS = 4.0  # that the first guess of accepted tokens weighs as much as
+STORE_SECONDS = 10.0  # of a long text what was learned is stored this often
 
 
 class AcceptedTokens:
@@ -43,13 +46,14 @@ class AcceptedTokens:
 
 
 class Planner:
-    """Chooses among nested policies, or none of them; keeps what it has learned from text to text.
+    """Chooses among nested policies, or none of them; keeps what it has learned from text to text, and in a file.
 
     It measures nothing by itself: it times the steps of the texts. In the beginning it guesses, takes small trees, and
     tries others when that costs little. Place 0 of all lists is plain decoding.
 
     Args:
         policies: from small to large; each contains those before it.
+        file: what other processes have learned; None = nothing is kept.
         node_cost: a first guess of what a node of one row costs, in plain steps.
         clock: seconds.
 
@@ -60,15 +64,19 @@ class Planner:
     def __init__(
         self,
         policies: Sequence[TreePolicy],
+        file: Path | None = None,
         *,
         node_cost: float = 0.05,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policies = (None, *policies)
-        self._clock = clock
-        self._costs = StepCosts(policies, node_cost)
+        self._file, self._clock = file, clock
+        costs, tokens = ({}, {}) if file is None else load_learned(file, len(policies))
+        self._costs = StepCosts(policies, node_cost, costs)
         guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.num_nodes) for policy in policies]
-        self._tokens = {kind: AcceptedTokens(guess) for kind in (False, True)}
+        self._tokens = {kind: AcceptedTokens(tokens.get(kind, guess)) for kind in (False, True)}
+        self._stored = clock()
+        self._drafted: set[bool] = set()  # kinds of which a step was drafted
         self.is_counting = False
         self._runs = [0] * len(self.policies)  # steps with each policy
         self._seen = [0.0] * len(self.policies)  # the same, of late
@@ -140,7 +148,17 @@ class Planner:
         self._seen = [seen * (1.0 - 1.0 / WINDOW) for seen in self._seen]
         self._seen[place] += 1.0
         if place:
+            self._drafted.add(self._do_sample)
             # A batch takes as long as its slowest rows: larger trees would look better from those that end early.
             slowest = sorted(zip(left, counted, strict=True), key=lambda one: -one[0])[: (len(counted) + 1) // 2]
             for _, row in slowest:
                 self._tokens[self._do_sample].learn(place - 1, row)
+        if self._clock() - self._stored > STORE_SECONDS:
+            self.store()
+
+    def store(self) -> None:
+        """Writes the file."""
+        if self._file is not None:
+            tokens = {kind: each.expect()[1:] for kind, each in self._tokens.items() if kind in self._drafted}
+            store_learned(self._file, (self._costs.learned(), tokens))
+        self._stored = self._clock()

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
-import torch
-
-from draftsmith.inference.distributed.messages import Answer, Prompt, Task, pack, unpack
-
-CPU = torch.device("cpu")
+from draftsmith.inference.distributed.gloo_link import Server
+from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.distributed.wire import decode, encode
 
 
 class FakeLink:
@@ -25,7 +22,7 @@ class FakeLink:
 
     def __init__(
         self,
-        make_server: Callable[[], Any],
+        make_server: Callable[[], Server],
         num_servers: int,
         *,
         seed: int = 0,
@@ -46,14 +43,14 @@ class FakeLink:
         return set(self.waiting)
 
     def send(self, rank: int, message: Prompt | Task | None) -> None:
-        message = unpack(pack(message), CPU)
+        message = decode(encode(message))
         if isinstance(message, Prompt):
             self.servers[rank].begin(message)
         elif isinstance(message, Task):
             assert rank not in self.waiting, "a busy server was asked"
             self.newest = message
             due = self.clock + self.random.randint(0, self.most_delay)
-            answer = unpack(pack(self.servers[rank].answer(message)), CPU)
+            answer = decode(encode(self.servers[rank].answer(message)))
             assert isinstance(answer, Answer)
             self.waiting[rank] = due, answer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,32 @@ def test_the_first_text_of_a_machine_is_hardly_slower_than_plain(chances: str) -
     plain = Simulation(TREES, COSTS["compiled"], CHANCES[chances])
     plain.decode(fixed=0)
     assert tokens / seconds > 0.98 * plain.tokens / plain.seconds
+
+
+def test_another_process_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+    first, second = (
+        Simulation(TREES, COSTS["flat"], CHANCES["best"], seed=seed, file=tmp_path / "learned.json") for seed in (0, 1)
+    )
+    for _ in range(12):
+        first.decode()
+    second = Simulation(TREES, COSTS["flat"], CHANCES["best"], seed=1, file=tmp_path / "learned.json")
+    second.decode()
+    assert second.drafted[4] + second.drafted[5] > 0.7 * second.drafted.total()
+
+
+def test_costs_that_have_become_wrong_are_dropped(tmp_path: Path) -> None:
+    """Learned when trees cost nothing; then they cost more than they gain."""
+    file = tmp_path / "learned.json"
+    before = Simulation(TREES, COSTS["flat"], CHANCES["medusa"], file=file)
+    for _ in range(12):
+        before.decode()
+    after = Simulation(TREES, steps_of(0.5, 0.15, 0.1), CHANCES["medusa"], file=file)
+    for _ in range(4):
+        after.decode()
+    after.drafted.clear()
+    for _ in range(10):
+        after.decode()
+    assert after.drafted[0] > 0.8 * after.drafted.total()
 
 
 def test_drafting_comes_back_when_it_gains() -> None:

@@ -1,0 +1,143 @@
+"""What planners have learned, in files: one for each machine, target, drafter and set of policies."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import platform
+import re
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from draftsmith.inference.cache_folder import cache_folder
+from draftsmith.inference.targets.model_config import find_attention
+from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.policy import TreePolicy
+
+FORMAT = 1  # raise it with every change that makes stored costs wrong
+SAMPLED = 16  # numbers of each weight in the name of a file
+# Seconds for which a file is used. Wrong costs are replaced much sooner, by the steps that they are tried in.
+MOST_AGE = 7 * 24 * 3600.0
+
+
+def memory_file(target: Target, drafter: Any, policies: Sequence[TreePolicy], runner: str, **options: Any) -> Path:
+    """Where what was learned is kept.
+
+    Args:
+        runner: how steps run (eager, compiled, captured).
+        **options: whatever else costs depend on.
+    """
+    key = [
+        _describe_machine(target.device),
+        target.placement,
+        type(target.model).__name__,
+        target.is_packed,
+        target.min_pass_tokens,
+        _digest(target.text_config),
+        _sample_weights(target.model),
+        str(target.dtype),
+        find_attention(target.backbone.causal_lm),
+        *_describe_drafter(drafter),
+        [(policy.max_depth, policy.num_scratch, policy.num_nodes) for policy in policies],
+        runner,
+        sorted(options.items()),
+        FORMAT,
+    ]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    return cache_folder() / f"planner-{digest}.json"
+
+
+def _describe_drafter(drafter: Any) -> list[Any]:
+    """Its class, settings, weights and dtype; then the same of the drafters it is made of. A wrapper (`__wrapped__`) is
+    left out."""
+    drafter = inspect.unwrap(drafter)
+    config = getattr(drafter, "config", None)
+    kinds = int | float | str if config is None else int | float  # a config names its own texts, and its folder
+    return [
+        type(drafter).__name__,
+        sorted((name, value) for name, value in vars(drafter).items() if isinstance(value, kinds)),
+        None if config is None else _digest(config),
+        _sample_weights(drafter) if isinstance(drafter, nn.Module) else None,
+        str(getattr(drafter, "dtype", "")),
+        *(_describe_drafter(part) for part in getattr(drafter, "drafters", ())),
+    ]
+
+
+def _digest(config: Any) -> str:
+    """A config's values, without where it was loaded from."""
+    values = {name: value for name, value in config.to_dict().items() if not name.endswith("name_or_path")}
+    return hashlib.sha256(repr(sorted(values.items(), key=lambda item: item[0])).encode()).hexdigest()
+
+
+def _sample_weights(module: nn.Module) -> str:
+    """A digest of the first numbers of every plain tensor among the weights. Training changes them, and with them how
+    many drafts are accepted."""
+    found = hashlib.sha256()
+    for weight in module.parameters():
+        if type(weight.data) is Tensor and weight.numel() and not weight.is_meta:
+            first = weight.detach()[(0,) * (weight.dim() - 1)].reshape(-1)[:SAMPLED]
+            found.update(first.float().cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _describe_machine(device: torch.device) -> str:
+    """What the costs depend on besides the models."""
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        info = Path("/proc/cpuinfo")
+        cpu = re.search(r"model name\s*:\s*(.*)", info.read_text(encoding="utf-8")) if info.is_file() else None
+        hardware = f"{cpu[1] if cpu else platform.processor()}, {torch.get_num_threads()} threads"
+    return f"{hardware}, torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+Learned = tuple[dict[tuple[bool, int, int], list[float]], dict[bool, list[float]]]
+"""Ratios of costs by conditions, and each policy's tokens, greedy (False) and sampled."""
+
+
+def load_learned(file: Path, num_policies: int) -> Learned:
+    """What was learned in the last days."""
+    costs, tokens = (
+        {key: values for key, (learned_at, values) in part.items() if 0 <= time.time() - learned_at < MOST_AGE}
+        for part in _read(file)
+    )
+    costs = {key: values for key, values in costs.items() if len(values) == num_policies + 1}
+    return costs, {key[0]: values for key, values in tokens.items() if len(values) == num_policies}
+
+
+def _read(file: Path) -> list[dict[Any, tuple[float, list[float]]]]:
+    """Dated costs and tokens; nothing from a file that is damaged or not there."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return [
+            {tuple(key): (float(learned_at), [*map(float, values)]) for key, learned_at, values in content[name]}
+            for name in ("costs", "tokens")
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return [{}, {}]
+
+
+def store_learned(file: Path, learned: Learned) -> None:
+    """Adds what was learned to the file. Where nothing can be written, it is learned again next time."""
+    costs, tokens = _read(file)
+    now = time.time()
+    costs |= {key: (now, [*values]) for key, values in learned[0].items()}
+    tokens |= {(key,): (now, [*values]) for key, values in learned[1].items()}
+    content = {
+        name: [[key, *dated] for key, dated in part.items()] for name, part in (("costs", costs), ("tokens", tokens))
+    }
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+        scratch.write_text(json.dumps(content), encoding="utf-8")
+        scratch.replace(file)

@@ -1,0 +1,85 @@
+"""What planners keep in files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.heads import create_heads
+from draftsmith.inference import Target
+from draftsmith.inference.drafters.merged import MergedDrafter
+from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.planning import memory
+from draftsmith.inference.planning.memory import MOST_AGE, load_learned, memory_file, store_learned
+from draftsmith.inference.trees.candidates import gamma_chain
+from tests.tiny_targets import tiny_target
+
+COSTS = {(False, 1, 3): [1.0, 1.2, 1.4]}
+TOKENS = {False: [1.5, 1.8]}
+
+
+def test_learned_values_are_dated_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, now = tmp_path / "folder" / "learned.json", 1e9
+    monkeypatch.setattr(memory.time, "time", lambda: now)
+    assert load_learned(file, 2) == ({}, {})
+    store_learned(file, (COSTS, TOKENS))
+    assert load_learned(file, 2) == (COSTS, TOKENS)
+    now += MOST_AGE - 60
+    other = {(True, 3, 4): [1.0, 2.0, 3.0]}
+    store_learned(file, (other, {}))
+    assert load_learned(file, 2) == (COSTS | other, TOKENS)
+    now += 120
+    assert load_learned(file, 2) == (other, {})
+    now = 1e9 - 60  # the clock was set back
+    assert load_learned(file, 2) == ({}, {})
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"costs": []}', '{"costs": [[1]], "tokens": []}'])
+def test_damaged_files_are_not_read(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "learned.json"
+    file.write_text(content, encoding="utf-8")
+    assert load_learned(file, 2) == ({}, {})
+    store_learned(file, (COSTS, TOKENS))
+    assert load_learned(file, 2) == (COSTS, TOKENS)
+
+
+def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder", encoding="utf-8")
+    store_learned(tmp_path / "file" / "learned.json", (COSTS, TOKENS))
+    assert load_learned(tmp_path / "file" / "learned.json", 2) == ({}, {})
+
+
+def test_what_is_learned_belongs_to_drafters_trees_and_runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    target = Target.of(tiny_target("llama"))
+
+    def name(drafter: Any = None, num: int = 2, runner: str = "Executor", **options: Any) -> Path:
+        return memory_file(target, drafter or NgramDrafter(), gamma_chain(num).candidates, runner, **options)
+
+    pairs = [MergedDrafter(NgramDrafter(max_ngram=n), NgramDrafter()) for n in (2, 2, 3)]
+    one, same, other = (name(pair) for pair in pairs)
+    assert one == same
+    assert len({one, other, name(), name(num=3), name(runner="CompiledExecutor"), name(is_coupled=True)}) == 6
+    assert json.dumps(str(one)).find(str(tmp_path)) > 0
+
+
+def test_what_is_learned_belongs_to_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained further, heads of one config, or a target, have other drafts accepted."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    target = Target.of(tiny_target("llama"))
+    heads = create_heads("medusa", target, num_heads=2)
+
+    def name() -> Path:
+        return memory_file(target, heads.for_target(target), gamma_chain(2).candidates, "Executor")
+
+    names = [name(), name()]
+    assert names[0] == names[1]
+    for module in (heads, target.model):
+        with torch.no_grad():
+            [*module.parameters()][-1].mul_(1.5)
+        names.append(name())
+    assert len({*names}) == 3
