@@ -9,7 +9,6 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.distributed.distributed_decoder import DistributedDecoder
 from draftsmith.inference.distributed.gloo_link import serve_target
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
@@ -35,7 +34,6 @@ __all__ = [
     "DynamicTree",
     "GenerationOutput",
     "GenerationStats",
-    "MergedDrafter",
     "NgramDrafter",
     "PipelinedDecoder",
     "SmallModelDrafter",

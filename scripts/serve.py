@@ -51,10 +51,10 @@ class ServeArguments:
     draft_vocab_size: int | None = option(default=None, help=SIZE_HELP)
     draft_vocab_data: list[str] = option(default_factory=list, help=DATA_HELP)
     drafter_model: str | None = option(
-        default=None, help="A small causal LM with the target's tokenizer that also drafts."
+        default=None, help="A small causal LM with the target's tokenizer, as one more drafter."
     )
     staged: bool = option(default=False, help="N-grams draft for the --drafter_model, in chains.")
-    ngrams: bool = option(default=False, help="Also draft with n-grams of the text.")
+    ngrams: bool = option(default=False, help="N-grams of the text, as one more drafter.")
     tree: str | None = option(
         default=None,
         help=f"Token tree; none = auto, which drafts less the more replies run: {TREE_HELP}.",
@@ -106,15 +106,19 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     """The scheduler, not started, and the tokenizer."""
     _note(f"loading {args.target}")
     target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
-    others: dict[str, Any] = {"drafter_model": args.drafter_model, "staged": args.staged, "ngrams": args.ngrams}
-    others["vocabulary"] = args.vocabulary
     drafters: dict[str, Drafter] = {}
-    for heads in args.heads or ([None] if args.drafter_model or args.ngrams else []):
-        _note(f"loading {', '.join(filter(None, (heads, args.drafter_model, 'n-grams' if args.ngrams else None)))}")
-        drafter = load_drafter(target, tokenizer, heads=heads, **others)
-        name = "drafter" if heads is None else Path(heads).name
+    sources: list[dict[str, Any]] = [{"heads": heads, "vocabulary": args.vocabulary} for heads in args.heads]
+    if args.drafter_model:
+        sources.append({"drafter_model": args.drafter_model, "staged": args.staged})
+    if args.ngrams:
+        sources.append({"ngrams": True})
+    for source in sources:
+        kind, place = next(iter(source.items()))
+        name = kind if place is True else Path(place).name
         if name in drafters:
-            raise ValueError(f"got two --heads called {name}: rename the folder of one of them")
+            raise ValueError(f"got two drafters called {name}: rename the folder of one of them")
+        _note(f"loading {kind if place is True else place}")
+        drafter = load_drafter(target, tokenizer, **source)
         assert drafter is not None
         drafters[name] = drafter
     if args.pack_weights:

@@ -86,7 +86,7 @@ class BlockConfig(WindowedConfig):
         markov_rank: R, of the bias W2 W1[x_{k-1}] that the previous token adds to the logits (DSpark: 256); 0 = none.
             In trees every node has its own previous token (PCTree).
         has_confidence: train a head for the chance that a depth's token is accepted if all tokens before it are
-            (DSpark). In a tree every node has its own confidence. A `MergedDrafter` uses the confidence as a weight.
+            (DSpark). In a tree every node has its own confidence.
         confidence_threshold: needs `has_confidence`. Leaves out nodes below the root's children whose chance of being
             accepted (the product of the confidences along the path) is smaller than this (DSpark). None = off, the
             default: trees have fixed shapes, so leaving a node out saves no time, but a dynamic tree fills the place.
@@ -372,17 +372,17 @@ class BlockHeads(DraftHeads):
         logits = state.logits[:, depth : depth + 1]
         if self.markov is not None:
             logits = logits + self.markov.lm_head(self.markov.embedding(token_ids))
-        if self.confidence is None:
+        if self.confidence is None or state.threshold is None:
             return DraftLogits(logits, self.draft_token_ids)
         assert state.hidden is not None
         confidence = self.confidence(self.join(state.hidden[:, depth : depth + 1], token_ids))[..., 0]
         confidence = confidence.float().sigmoid()  # [B, W]; without a Markov bias [B, 1], as the logits
         chances = confidence if depth == 0 else confidence * state.chances.gather(1, parents)
         state.chances.narrow(1, 0, token_ids.shape[1]).copy_(chances)
-        if depth and state.threshold is not None:
+        if depth:
             is_doubtful = chances[:, : logits.shape[1]] < state.threshold
             logits = logits.masked_fill(is_doubtful[..., None], float("-inf"))
-        return DraftLogits(logits, self.draft_token_ids, confidence)
+        return DraftLogits(logits, self.draft_token_ids)
 
 
 def _gather_clamped(token_ids: Tensor, places: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ __all__ = [  # noqa: F405
     "DynamicTree",
     "GenerationOutput",
     "GenerationStats",
-    "MergedDrafter",
     "NgramDrafter",
     "PipelinedDecoder",
     "SmallModelDrafter",

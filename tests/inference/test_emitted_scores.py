@@ -43,7 +43,7 @@ def test_greedy_scores_are_transformers(tree: str, options: dict[str, Any]) -> N
     assert chances.shape == (1, 17)
 
 
-@pytest.mark.parametrize("acceptance", ["exact", "rejection", "block_verification", "typical"])
+@pytest.mark.parametrize("acceptance", ["exact", "rejection", "typical"])
 def test_sampled_scores_are_the_targets(acceptance: str) -> None:
     """With any rule, a token's scores are the target's processed scores after the text before the token."""
     settings = {"max_new_tokens": 20, "do_sample": True, "temperature": 0.8, "top_k": 20, "seed": 1}

@@ -109,19 +109,18 @@ def test_batches_of_all_sizes_have_the_same_prompts(small_chat: str, prompts: Pa
 
 
 def test_other_drafters_are_measured_beside_heads(small_chat: str, heads_path: Path, prompts: Path) -> None:
-    """A small model, and everybody merged with n-grams: their texts are the target's."""
+    """Their texts are the target's."""
     (report,), _ = decode_all(
         target=[small_chat],
         prompts=[str(prompts)],
         heads=[str(heads_path)],
         drafter_model=small_chat,
-        ngrams=True,
         max_new_tokens=8,
         tree=["chain:2"],
         repeats=1,
     )
     rows = {row["name"]: row for row in report["rows"]}
-    for name in ("untrained", "untrained + n-grams", "small model", "small model + n-grams"):
+    for name in ("untrained", "small model"):
         assert (rows[name]["num_identical"], rows[name]["num_compared"]) == (3, 3)
     assert rows["small model"]["acceptance_length"] > 2, "the target drafts for itself"
     assert report["environment"]["drafter_model"] == small_chat

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference import Decoder, DynamicTree, chain, generate
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
@@ -114,38 +113,32 @@ def test_levels_of_no_row_are_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passes["all"] == 8
 
 
-@pytest.mark.parametrize("outer", ["staged", "merged"])
-def test_a_view_for_a_target_is_of_the_same_class(outer: str) -> None:
+def test_a_view_for_a_target_is_of_the_same_class() -> None:
     """A target with a vocabulary of another size gets a view of the small model, and so of every drafter around it."""
 
     class Staged(StagedDrafter):
         pass
 
-    class Merged(MergedDrafter):
-        pass
-
     target = Target(tiny_target("llama", vocab_size=160))
     small = SmallModelDrafter(tiny_target("llama"))
     small.has_compared = True  # the vocabularies differ by padding
-    staged = Staged(small, num_guesses=2)
-    drafter = staged if outer == "staged" else Merged(staged, NgramDrafter())
+    drafter = Staged(small, num_guesses=2)
     view = drafter.for_target(target)
     assert type(view) is type(drafter)
     assert view is not drafter
     assert view.for_target(target) is view
-    assert staged.small is small
+    assert drafter.small is small
 
 
 def test_refusals() -> None:
     model = tiny_target("llama")
     drafter = StagedDrafter(SmallModelDrafter(model))
-    for one in (drafter, MergedDrafter(drafter, NgramDrafter())):
-        for tree in ("auto", DynamicTree(2, 2, 4), [[0], [1], [0, 0], [1, 0]]):
-            with pytest.raises(ValueError, match="Drafter drafts chains only: pass tree='chain'"):
-                Decoder(model, one, tree=tree)
-        # None is a chain; of each level of the others, one node has children.
-        for tree in (None, "chain", "gamma", DynamicTree(3, 1, 4), [[0], [1], [0, 0]]):
-            Decoder(model, one, tree=tree)
+    for tree in ("auto", DynamicTree(2, 2, 4), [[0], [1], [0, 0], [1, 0]]):
+        with pytest.raises(ValueError, match="Drafter drafts chains only: pass tree='chain'"):
+            Decoder(model, drafter, tree=tree)
+    # None is a chain; of each level of the others, one node has children.
+    for tree in (None, "chain", "gamma", DynamicTree(3, 1, 4), [[0], [1], [0, 0]]):
+        Decoder(model, drafter, tree=tree)
     with pytest.raises(ValueError, match="num_guesses is 0"):
         StagedDrafter(SmallModelDrafter(model), num_guesses=0)
     with pytest.raises(ValueError, match="vocabulary of 128 tokens, the small model one of 64"):

@@ -28,18 +28,13 @@ def make_processors(num_rows: int) -> list[Any]:
     lengths = [len(prompt) for prompt in PROMPTS[:num_rows]]
     longest = max(lengths)
     padding = torch.tensor([longest - length for length in lengths])
-    source = pad_prompts(PROMPTS[:num_rows])["input_ids"]
     return [
         stock.SequenceBiasLogitsProcessor({(5,): 1.0, (7, 9): 2.0}),
-        stock.EncoderRepetitionPenaltyLogitsProcessor(1.2, source),
         stock.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=padding if TAKES_ONE_PER_ROW else 1),
         stock.NoRepeatNGramLogitsProcessor(2),
-        stock.EncoderNoRepeatNGramLogitsProcessor(2, source),
         stock.NoBadWordsLogitsProcessor(BAD_WORDS, EOS),
         stock.MinNewTokensLengthLogitsProcessor(longest, 12, EOS),
         stock.ForcedEOSTokenLogitsProcessor(longest + NEW_TOKENS, EOS),
-        stock.ExponentialDecayLengthPenalty((15, 1.05), EOS, longest),
-        stock.SuppressTokensAtBeginLogitsProcessor([11, 12], longest),
     ]
 
 
@@ -141,8 +136,7 @@ def test_the_text_of_compiled_steps(num_rows: int, options: dict[str, Any], capl
 def test_another_prompt_makes_no_other_graph() -> None:
     decoder = Decoder(tiny_target("llama", num_hidden_layers=1), compile=True)
     options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
-    options |= {"min_new_tokens": 3, "exponential_decay_length_penalty": (3, 1.1), "forced_eos_token_id": 5}
-    options |= {"encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 3, "begin_suppress_tokens": [11]}
+    options |= {"min_new_tokens": 3, "forced_eos_token_id": 5}
     counts = []
     for length in (4, 30, 17, 23):  # a size that has changed once is left open
         decoder.generate(random_prompt(length, seed=length), max_new_tokens=6, eos_token_id=EOS, **options)

@@ -20,7 +20,6 @@ from draftsmith.heads import HEAD_TYPES
 from draftsmith.inference import Decoder, DynamicTree, StaticTree, Target, chain
 from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
@@ -117,7 +116,6 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "block, confident": partial(
         tiny_heads, "block", block_size=4, markov_rank=5, has_confidence=True, confidence_threshold=0.1
     ),
-    "merged": lambda target: MergedDrafter(tiny_heads("eagle3", target), NgramDrafter()),
     "small model": lambda target: SmallModelDrafter(rough_copy(target.model)),
     "staged": lambda target: StagedDrafter(SmallModelDrafter(rough_copy(target.model))),
 }
@@ -157,7 +155,6 @@ def check_compiled_drafter(target: Target, kind: str) -> None:
         {"rejection"},
         {
             "rejection": ("rejection", StaticTree([[0], [1], [0, 0]])),
-            "block_verification": ("block_verification", chain(2)),
             "typical": ("typical", DynamicTree(2, 2, 5)),
         },
     ),

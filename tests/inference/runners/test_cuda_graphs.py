@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from draftsmith.inference import Decoder, DynamicTree, Target, chain
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
@@ -159,7 +158,7 @@ def test_trees_of_all_sizes_and_steps_without_the_drafter(kind: str, monkeypatch
     """Tokens that wait for the drafter outlive the replays that made them; the drafter catches up now and then."""
     monkeypatch.setattr("draftsmith.inference.step.CATCH_UP", 5)
     target, prompt = Target(tiny_target("llama", num_hidden_layers=2)), random_prompt(9).repeat(1, 3)
-    drafter = MergedDrafter(tiny_heads(kind, target), NgramDrafter())
+    drafter = tiny_heads(kind, target)
     expected = Decoder(target).generate(prompt, max_new_tokens=70, **SAMPLED).sequences
     (eager, _), (decoder, planner) = (restless(target, drafter) for _ in range(2))
     recorded = capture(decoder)
@@ -176,7 +175,7 @@ def test_trees_of_all_sizes_and_steps_without_the_drafter(kind: str, monkeypatch
 
 def test_conversations_streams_and_scores() -> None:
     target, prompt = Target(tiny_target("llama")), random_prompt(50)
-    drafter = MergedDrafter(tiny_heads("mtp", target), NgramDrafter())
+    drafter = tiny_heads("mtp", target)
     decoder, eager = (Decoder(target, drafter, tree="dynamic:3,3,8") for _ in range(2))
     recorded = capture(decoder)
     settings = {"max_new_tokens": 20, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -209,11 +208,8 @@ def test_processors_that_read_the_text() -> None:
     settings: dict[str, Any] = {
         "max_new_tokens": 30,
         "no_repeat_ngram_size": 4,
-        "encoder_repetition_penalty": 1.1,
-        "encoder_no_repeat_ngram_size": 5,
         "bad_words_ids": [[3], [5, 7]],
         "min_new_tokens": 9,
-        "exponential_decay_length_penalty": (4, 1.01),
         "eos_token_id": 2,
         **GREEDY,
     }
@@ -254,10 +250,10 @@ def test_another_batch_size_takes_other_graphs() -> None:
         assert {entry.result.logits.shape[0] for entry in entries if entry.is_captured} == {batch_size}
 
 
-OTHER_LENGTHS = ["eagle3-0", "kangaroo-0", "small model", "eagle3 + ngrams", "medusa-0"]
+OTHER_LENGTHS = ["eagle3-0", "kangaroo-0", "small model", "medusa-0"]
 
 
-@pytest.mark.parametrize("name", slow_but({"kangaroo-0", "eagle3 + ngrams"}, OTHER_LENGTHS))
+@pytest.mark.parametrize("name", slow_but({"kangaroo-0", "eagle3-0"}, OTHER_LENGTHS))
 def test_prompts_of_other_lengths_share_the_graphs(name: str) -> None:
     """Of a single token the drafter reads nothing before its first draft."""
     target = Target(tiny_target("llama"))

@@ -18,7 +18,6 @@ from draftsmith.inference import Decoder, DynamicTree, Target
 from draftsmith.inference.acceptance.rules import RULES
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
@@ -55,7 +54,6 @@ STEPS: dict[str, tuple[str, Any, dict[str, Any], int]] = {
 EVERY_STEP = ("medusa-0", "eagle3-0", "eagle3-1", "kangaroo-0", "ngrams")  # the others take every second one, for time
 RULE_STEPS: dict[str, tuple[str, Any, dict[str, Any], int]] = {
     "rejection, batch": ("rejection", STATIC, SAMPLED, 4),
-    "block verification": ("block_verification", "chain:2", SAMPLED, 1),
     "typical, batch": ("typical", "dynamic:3,2,6", SAMPLED, 4),
 }
 
@@ -129,10 +127,6 @@ DRAFTERS: dict[str, Callable[[Target], Drafter | None]] = {
     **{name: heads_of(kind, **overrides) for name, (kind, overrides) in zip(VARIANT_IDS, VARIANTS, strict=True)},
     "ngrams": lambda _: NgramDrafter(),
     "small model": lambda _: SmallModelDrafter(Target(tiny_target("gemma3"))),
-    **{
-        f"{kind} + ngrams": lambda target, kind=kind: MergedDrafter(tiny_heads(kind, target), NgramDrafter())
-        for kind in ("block", "eagle3", "kangaroo")
-    },
     "none": lambda _: None,
 }
 
@@ -219,10 +213,10 @@ def linted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("make", "settings"),
     slow_but(
-        {"eagle3 + ngrams-greedy", "eagle3 + ngrams-sampled", "mtp-2-sampled", "mtp-2-penalty"},
+        {"eagle3-0-greedy", "eagle3-0-sampled", "mtp-2-sampled", "mtp-2-penalty"},
         {
             f"{name}-{way}": (DRAFTERS[name], settings)
-            for name in ("eagle3 + ngrams", "mtp-2")
+            for name in ("eagle3-0", "mtp-2")
             for way, settings in (
                 ("greedy", GREEDY),
                 ("sampled", SAMPLED),

@@ -18,7 +18,7 @@ from transformers import (
     LogitsProcessorList,
 )
 
-from draftsmith.inference import Decoder, DynamicTree, MergedDrafter, StaticTree, Target, TreePolicy, chain, generate
+from draftsmith.inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain, generate
 from draftsmith.inference.cache.kv_cache import KVCache, Span
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
@@ -305,7 +305,7 @@ def test_peft_models() -> None:
         generate(model, drafter, ids, mask, adapter_names=["default"] * 5, **GREEDY)
 
 
-@pytest.mark.parametrize("drafter", slow_but({"none", "n-grams"}, ["none", "n-grams", "small", "staged", "merged"]))
+@pytest.mark.parametrize("drafter", slow_but({"none", "n-grams"}, ["none", "n-grams", "small", "staged"]))
 def test_rows_that_have_ended_leave_with_their_sources(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, seed, count = "t5-v1.1", 2, 5
     target = target_of(kind, seed)
@@ -326,7 +326,6 @@ def test_rows_that_have_ended_leave_with_their_sources(drafter: str, monkeypatch
         "n-grams": NgramDrafter(),
         "small": small,
         "staged": StagedDrafter(small),
-        "merged": MergedDrafter(small, NgramDrafter()),
     }
     tree = None if drafter == "none" else chain(3) if drafter == "staged" else POLICIES["dynamic"]
     output = generate(target, drafters[drafter], ids, mask, tree=tree, **options).sequences
