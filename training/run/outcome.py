@@ -34,7 +34,6 @@ from draftsmith.training.run.pace import CHAIN, describe_expected
 from draftsmith.training.run.resume import find_newest, is_finished
 from draftsmith.training.run.stopping import explain_full_disk
 from draftsmith.training.run.trainer import HeadsTrainer
-from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
 logger = logging.getLogger(__name__)
 USUAL_TOKENS = 3e6  # that heads learn from: docs/choosing-heads.md
@@ -130,10 +129,9 @@ def written_command(arguments: Sequence[str]) -> str:
 
 def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
     """`training_record.json`: command, cost of the training, processes, versions, metrics; and what the target's
-    generation config adds to the greedy decoding that measures the acceptance length, and to on-policy replies."""
+    generation config adds to the greedy decoding that measures the acceptance length."""
     meter = trainer.measure_acceptance
     settings = meter.find_model_settings() if isinstance(meter, AcceptanceMeter) else {}
-    writer = next((one for one in trainer.callback_handler.callbacks if isinstance(one, WriteReplies)), None)
     state, processes = trainer.state, trainer.accelerator.state
     distributed = {"distributed_type": processes.distributed_type.value, "num_processes": processes.num_processes}
     if processes.distributed_type == DistributedType.DEEPSPEED:
@@ -152,7 +150,6 @@ def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float
             "target_parameters_per_process": count_held(trainer.target.model),
         },
         "generation_config": settings,
-        **({"on_policy_generation_config": writer.model_settings} if writer else {}),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "platform": platform.platform(),
         "metrics": metrics,
@@ -221,8 +218,6 @@ def _render_report(
         if trainer.args.process_index == 0:
             send_examples(examples, trainer.args.report_to)
     rows: Any = trainer.train_dataset
-    if isinstance(rows, OnPolicyRows):
-        rows = rows.rows
     shown = ("acceptance_length", "loss", "top1_depth1")
     metrics = {name: record["metrics"].get(f"eval_{name}") for name in shown}
     best = trainer.state.best_model_checkpoint

@@ -54,7 +54,6 @@ from draftsmith.training.run.outcome import USUAL_TOKENS, PreparedRun, write_tex
 from draftsmith.training.run.pace import measure_pace
 from draftsmith.training.run.resume import check_same_run, describe_run, find_checkpoint
 from draftsmith.training.run.trainer import HeadsTrainer
-from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +127,6 @@ def prepare_run(*parts: Any) -> PreparedRun:
     trainer = _make_trainer(options, models, rows, features, meter, description)
     if options.features.features_endpoint is None:
         check_first_row(models.target, features.peek, features.collate, rows.train_set, models.heads.feature_layers)
-    if isinstance(rows.train_set, OnPolicyRows) and checkpoint is not None:
-        rows.train_set.load(checkpoint)
     if is_new:
         _announce_few_tokens(trainer, options.model.target)
     if options.run.time_budget is not None or ((options.run.choose or options.run.dry_run) and checkpoint is None):
@@ -153,7 +150,7 @@ def _announce_few_tokens(trainer: HeadsTrainer, target: str) -> None:
     """Says at the start that a run is too short for heads to learn much."""
     args, rows = trainer.args, trainer.train_dataset
     if not isinstance(rows, datasets.Dataset):
-        return  # a stream, whose length is not known, or replies that are not written yet
+        return  # a stream, whose length is not known
     tokens = sum(row_lengths(rows)) * args.num_train_epochs
     if args.max_steps > 0:
         per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -174,7 +171,7 @@ def _settle_time(
         trainer.args.max_steps = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).max_steps
         return
     if not isinstance(trainer.train_dataset, datasets.Dataset) or options.joint.is_on:
-        return  # a stream, replies that are not written yet, or adapters that begin to learn later
+        return  # a stream, or adapters that begin to learn later
     pace = measure_pace(trainer, features.peek)
     if options.run.time_budget is not None:
         pace = replace(pace, num_steps=pace.fit(parse_seconds(options.run.time_budget)))
@@ -313,7 +310,7 @@ def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> Prep
 
 
 def _arrange_rows(options: RunOptions, rows: _Rows) -> None:
-    """Packs conversations into rows, and makes rows replaceable by on-policy replies."""
+    """Packs conversations into rows."""
     args, data = options.training, options.data
     if data.packing:
         pack = partial(pack_rows, max_length=data.max_length, seed=seed_of_data(args))
@@ -321,8 +318,6 @@ def _arrange_rows(options: RunOptions, rows: _Rows) -> None:
             if not isinstance(rows.train_set, ConversationStream):  # a stream packs its rows itself
                 rows.train_set = pack(rows.train_set)
             rows.eval_set = None if rows.eval_set is None else pack(rows.eval_set)
-    if options.on_policy.is_on:
-        rows.train_set = OnPolicyRows(rows.train_set)
 
 
 def _make_trainer(
@@ -346,17 +341,6 @@ def _make_trainer(
         data_collator=features.collate,
         callbacks=features.callbacks,
     )
-    if isinstance(rows.train_set, OnPolicyRows):
-        trainer.add_callback(
-            WriteReplies(
-                trainer,
-                rows.train_set,
-                models.tokenizer,
-                options.on_policy,
-                max_length=options.data.max_length,
-                drafts_at_once=models.are_heads_trained,
-            )
-        )
     if args.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
     return trainer

@@ -27,7 +27,6 @@ from draftsmith.training.run.joint_trainer import JointTrainer
 from draftsmith.training.run.outcome import PreparedRun
 from draftsmith.training.run.progress import describe_time
 from draftsmith.training.run.trainer import HeadsTrainer
-from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
 NUM_STEPS = 2  # the first step warms up and is not timed
 STREAMED_ROWS = 512  # a stream has no end, so its first rows stand for all of them
@@ -85,8 +84,6 @@ def smoke_run(run: PreparedRun) -> SmokeRun:
 
 def _known_rows(trainer: HeadsTrainer) -> datasets.Dataset:
     rows: Any = trainer.train_dataset
-    if isinstance(rows, OnPolicyRows):
-        rows = rows.rows
     if isinstance(rows, datasets.Dataset):
         return rows
     return datasets.Dataset.from_list(list(islice(rows, STREAMED_ROWS)))
@@ -112,7 +109,7 @@ def _make_short(trainer: HeadsTrainer, folder: Path) -> None:
         trainer.joint.args = replace(trainer.joint.args, heads_warmup_steps=0)
     for callback in [*trainer.callback_handler.callbacks]:
         is_dashboard = type(callback).__module__.startswith("transformers.integrations")
-        if is_dashboard or isinstance(callback, EarlyStoppingCallback | WriteReplies):
+        if is_dashboard or isinstance(callback, EarlyStoppingCallback):
             trainer.remove_callback(callback)
 
 

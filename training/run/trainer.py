@@ -42,7 +42,6 @@ from draftsmith.training.run.checkpoints import ExactEpochs, remove_old, write_r
 from draftsmith.training.run.optimizer import MuonWithAdamW
 from draftsmith.training.run.progress import ProgressLines, SaveOnInterrupt
 from draftsmith.training.run.stopping import FiniteWatch, explain_full_disk, explain_lost_states
-from draftsmith.training.synthesis.on_policy import OnPolicyRows
 
 # Groups of a packed batch's documents where processes share weights: about as many as elsewhere.
 GROUPS_WHEN_SHARDED = 4
@@ -383,11 +382,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Does nothing while the checkpoint is written: `_save_checkpoint` uploads it under its own name."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if isinstance(self.train_dataset, OnPolicyRows) and self.args.should_save:
-            self.train_dataset.save(Path(output_dir))
 
     def _load_callback_state(self) -> None:
         """As Trainer's, which restores the count of early stopping, but with the patience of the options."""

@@ -178,7 +178,6 @@ def test_a_slow_server(
             {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 4},
             "features_endpoint excludes both",
         ),
-        ({"on_policy_fraction": 0.5}, "got features_endpoint with on_policy_fraction"),
     ],
 )
 def test_options_that_need_the_target(

@@ -63,10 +63,9 @@ def test_it_measures_the_longest_rows_and_leaves_nothing(
     "options",
     [
         {"streaming": True, "eval_strategy": "steps", "eval_steps": 4},
-        {"on_policy_fraction": 0.5, "on_policy_max_new_tokens": 40},
         {"eval_strategy": "steps", "eval_steps": 4, "early_stopping_patience": 2, "save_strategy": "best"},
     ],
-    ids=["stream", "on-policy", "early stopping"],
+    ids=["stream", "early stopping"],
 )
 def test_runs_of_other_kinds(train: Runner, options: dict[str, Any]) -> None:
     assert try_out(train, **options).num_steps == 8
