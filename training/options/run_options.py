@@ -37,9 +37,6 @@ def parse_seconds(text: str) -> float:
 class RunArguments:
     """The run as a whole."""
 
-    dry_run: bool = option(
-        default=False, help="Try a few steps on the longest rows, print time and memory, and write nothing."
-    )
     choose: bool | None = option(
         default=None,
         help="Choose every option that is not given, from the target's shape and the device's memory, and print the "

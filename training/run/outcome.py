@@ -48,7 +48,6 @@ class PreparedRun:
     Attributes:
         checkpoint: the run goes on from here; None = from the beginning.
         counts: dropped conversations by reason, and turns that are not learned; empty for a stream.
-        makes_folder: `output_dir` did not exist before the run.
     """
 
     trainer: HeadsTrainer
@@ -58,7 +57,6 @@ class PreparedRun:
     settings: dict[str, Any]
     counts: Mapping[str, int]
     wants_report: bool = True
-    makes_folder: bool = True
 
     def finish(self) -> dict[str, float]:
         """Trains, saves the heads, the record and the report, and returns the final metrics."""
@@ -144,6 +142,7 @@ def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float
             "steps": state.global_step,
             "tokens": state.num_input_tokens_seen,
             "epochs": round(state.epoch or 0, 2),
+            "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if torch.cuda.is_available() else None,
         },
         "distributed": {
             **distributed,

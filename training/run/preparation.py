@@ -43,7 +43,6 @@ from draftsmith.training.features.target_loading import (
     load_published_heads,
     loading_whole,
 )
-from draftsmith.training.features.target_options import FeatureArguments
 from draftsmith.training.images.processor import ImageCollator, load_processor, refuse_placeholders
 from draftsmith.training.options.command_line import resolve_arguments
 from draftsmith.training.options.run_options import RunOptions, check_options, parse_seconds, refuse_with_images
@@ -94,7 +93,6 @@ def prepare_run(*parts: Any) -> PreparedRun:
     """
     options = RunOptions.collect(parts)
     args = options.training
-    makes_folder = not Path(args.output_dir).exists()
     if options.placement.target_device_map is not None and args.n_gpu > 1:
         args._n_gpu = 1  # the other GPUs hold parts of the target
     check_options(options)
@@ -129,9 +127,9 @@ def prepare_run(*parts: Any) -> PreparedRun:
         check_first_row(models.target, features.peek, features.collate, rows.train_set, models.heads.feature_layers)
     if is_new:
         _announce_few_tokens(trainer, options.model.target)
-    if options.run.time_budget is not None or ((options.run.choose or options.run.dry_run) and checkpoint is None):
+    if options.run.time_budget is not None or (options.run.choose and checkpoint is None):
         _settle_time(options, trainer, features, checkpoint)
-    if is_main_process and not options.run.dry_run:  # now, so that an interrupted run has its configuration
+    if is_main_process:  # now, so that an interrupted run has its configuration
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         write_text(trainer, "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
     return PreparedRun(
@@ -142,7 +140,6 @@ def prepare_run(*parts: Any) -> PreparedRun:
         settings,
         rows.counts,
         wants_report=options.run.report,
-        makes_folder=makes_folder,
     )
 
 
@@ -296,9 +293,8 @@ def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> Prep
             collate=collate,
             target_name=options.model.target,
         )
-    is_trial = options.run.dry_run and options.features.feature_mode == "hybrid"  # stores nothing
     return prepare_features(
-        FeatureArguments() if is_trial else options.features,
+        options.features,
         target=models.target,
         heads=models.heads,
         rows={"training": rows.train_set, "held-out": rows.eval_set},

@@ -32,7 +32,7 @@ _NEEDED = ("config.json", "model.safetensors", "trainer_state.json")
 # speed, placement of the target, storage of features.
 _FREE = re.compile(
     r"(logging_|save_|eval_|num_eval_|max_eval_|per_device_eval_|hub_|push_to_hub|report|project|trackio|log_level"
-    r"|disable_tqdm|output_dir|run_name|dry_run|early_stopping|load_best_model|resume_"
+    r"|disable_tqdm|output_dir|run_name|early_stopping|load_best_model|resume_"
     r"|restore_callback|include_num_input|num_proc|dataloader_(?!drop_last)|ddp_timeout|torch_empty_cache|skip_memory_"
     r"|trust_remote_code|feature_|features_endpoint|endpoint_model|concurrency|shared_folder|target_device_map"
     r"|shard_target).*"
