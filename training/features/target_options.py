@@ -99,8 +99,7 @@ class PlacementArguments:
     )
     shard_target: Sharding = option(
         default="none",
-        help="For large targets: fsdp2 = each process keeps a share of the layers and gathers a layer when it runs; "
-        "tp = tensor parallelism, each process computes a share of every layer.",
+        help="For large targets: fsdp2 = each process keeps a share of the layers and gathers a layer when it runs.",
     )
 
     def __post_init__(self) -> None:

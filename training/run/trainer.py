@@ -25,8 +25,7 @@ from draftsmith.training.data.collation import find_documents
 from draftsmith.training.data.streaming import ConversationStream
 from draftsmith.training.distributed.launch import autocast, autocast_in_deepspeed, shard_with_fsdp
 from draftsmith.training.distributed.whole_heads import gather_state, is_split
-from draftsmith.training.features.sharded_target import is_sharded, is_tensor_parallel
-from draftsmith.training.features.shared_passes import SharedPasses
+from draftsmith.training.features.sharded_target import is_sharded
 from draftsmith.training.features.sources import (
     FeatureSource,
     HybridFeatures,
@@ -74,8 +73,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         super().__init__(**kwargs)
         self.run_description = run_description or {}
         self.target = target
-        self._is_tensor_parallel = is_tensor_parallel(target.model)
-        self._is_target_split = is_sharded(target.model) and not self._is_tensor_parallel
+        self._is_target_split = is_sharded(target.model)
         self.features = features
         options: Any = self.args
         self.loss_type: str = options.loss_type or self.heads.default_loss
@@ -237,8 +235,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def draft_batch(self, model: Any, inputs: dict[str, Any], counts: Tensor | None) -> LossOutput:
         """The heads' loss on one batch; `model` is the heads as Trainer wrapped them. counts: as in `draft_loss`."""
         heads: DraftHeads = self.accelerator.unwrap_model(model)
-        online = OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
-        source = self.features or (SharedPasses(online) if self._is_tensor_parallel else online)
+        source = self.features or OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
         with explain_lost_states(self):
             states = source(inputs)
         return self.draft_from(states, inputs, heads, model, counts)
