@@ -158,10 +158,6 @@ class FeatureArguments(EndpointArguments):
         default=None,
         help="Folder of stored features (draftsmith features); none = run the target on every batch.",
     )
-    feature_mode: Literal["offline", "hybrid"] = option(
-        default="offline",
-        help="offline: every text must be in --features; hybrid: missing texts are computed and stored.",
-    )
     features_endpoint: str | None = option(
         default=None,
         help="Base URL of a vLLM server that computes the states while the heads train, such as "
@@ -169,7 +165,6 @@ class FeatureArguments(EndpointArguments):
     )
 
     def __post_init__(self) -> None:
-        refuse_without(self, "features", ("feature_mode",))
         self.check_endpoint("features_endpoint")
         if self.features is not None and self.features_endpoint is not None:
             raise ValueError(

@@ -30,12 +30,9 @@ from draftsmith.training.data.streaming import ConversationStream
 from draftsmith.training.data.training_sets import cut_to_limit, load_datasets
 from draftsmith.training.distributed.waiting import one_process_first
 from draftsmith.training.features.endpoint_states import NUM_LAYERS, refuse_without_target
-from draftsmith.training.features.preparation import PreparedFeatures, prepare_features, prepare_served_features
+from draftsmith.training.features.preparation import PreparedFeatures, prepare_features
 from draftsmith.training.features.self_check import check_first_row
-from draftsmith.training.features.store_checks import iterate_ids
-from draftsmith.training.features.target_identity import identify_target
 from draftsmith.training.features.target_loading import (
-    FirstLayers,
     check_placement,
     load_first_layers,
     load_model,
@@ -123,7 +120,7 @@ def prepare_run(*parts: Any) -> PreparedRun:
     _arrange_rows(options, rows)  # after everything that reads single conversations
     trainer = _make_trainer(options, models, rows, features, meter, description)
     if options.features.features_endpoint is None:
-        check_first_row(models.target, features.peek, features.collate, rows.train_set, models.heads.feature_layers)
+        check_first_row(models.target, features.source, features.collate, rows.train_set, models.heads.feature_layers)
     if options.run.time_budget is not None or (options.run.choose and checkpoint is None):
         _settle_time(options, trainer, features, checkpoint)
     if is_main_process:  # now, so that an interrupted run has its configuration
@@ -147,7 +144,7 @@ def _settle_time(
         return
     if not isinstance(trainer.train_dataset, datasets.Dataset) or options.joint.is_on:
         return  # a stream, or adapters that begin to learn later
-    pace = measure_pace(trainer, features.peek)
+    pace = measure_pace(trainer, features.source)
     if options.run.time_budget is not None:
         pace = replace(pace, num_steps=pace.fit(parse_seconds(options.run.time_budget)))
         trainer.args.max_steps = pace.num_steps
@@ -255,31 +252,15 @@ def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> Prep
     collate: Callable[[Any], dict[str, Any]] = ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0)
     if rows.processor is not None:
         collate = ImageCollator(collate, rows.processor)
-    if isinstance(models.target, FirstLayers):
-        train_set, longest = rows.train_set, options.data.max_length
-        if isinstance(train_set, ConversationStream):
-            first = train_set.first_rows(1)[0]
-        else:
-            first = train_set[0]
-            longest = max(max(map(len, iterate_ids(part))) for part in (train_set, rows.eval_set) if part is not None)
-        return prepare_served_features(
-            options.features,
-            target=models.target,
-            heads=models.heads,
-            first_ids=torch.tensor(first["input_ids"]),
-            max_length=longest,
-            collate=collate,
-            target_name=options.model.target,
-        )
     return prepare_features(
         options.features,
         target=models.target,
+        target_name=options.model.target,
         heads=models.heads,
         rows={"training": rows.train_set, "held-out": rows.eval_set},
+        max_length=options.data.max_length,
         tokenizer=tokenizer,
         collate=collate,
-        identify=partial(identify_target, models.target, options.model.target),
-        rank=options.training.process_index,
     )
 
 
@@ -305,7 +286,7 @@ def _make_trainer(
     args, heads, joint = options.training, models.heads, options.joint
     trainer = (JointTrainer if joint.is_on else HeadsTrainer)(
         target=models.target,
-        features=features.source,
+        features=None if features.is_online else features.source,
         measure_acceptance=meter,
         run_description=description,
         model=JointModel(heads, models.target, joint) if joint.is_on else heads,
@@ -313,7 +294,6 @@ def _make_trainer(
         train_dataset=rows.train_set,
         eval_dataset=rows.eval_set,
         data_collator=features.collate,
-        callbacks=features.callbacks,
     )
     if args.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))

@@ -28,7 +28,6 @@ from draftsmith.training.distributed.whole_heads import gather_state, is_split
 from draftsmith.training.features.sharded_target import is_sharded
 from draftsmith.training.features.sources import (
     FeatureSource,
-    HybridFeatures,
     OnlineFeatures,
     ReadFeatures,
     TargetStates,
@@ -148,8 +147,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     @property
     def _read_features(self) -> ReadFeatures | None:
-        source = getattr(self.features, "stored", self.features)
-        return source if isinstance(source, ReadFeatures) else None
+        return self.features if isinstance(self.features, ReadFeatures) else None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -351,8 +349,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExportableState):  # may be new since the checkpoint that was resumed
                 callbacks.setdefault(type(callback).__name__, {})
-        if isinstance(self.features, HybridFeatures):
-            self.features.flush()  # a resumed run reads the states that were computed so far
         self._read_num_input_tokens()
         with explain_full_disk(self, folder.name), write_whole(self, folder) as written:
             self._checkpoint_parent = written.parent

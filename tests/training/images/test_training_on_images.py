@@ -192,7 +192,7 @@ class TestSets:
 
     def test_options_that_do_not_go_with_images(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"have images: leave packing out .*; leave features out"):
-            run_on_squares(seeing[0], tmp_path, packing=True, features=tmp_path / "features", feature_mode="hybrid")
+            run_on_squares(seeing[0], tmp_path, packing=True, features=tmp_path / "features")
         with pytest.raises(ValueError, match="got streaming, and a conversation has images"):
             run_on_squares(seeing[0], tmp_path, streaming=True, validation_fraction=0, num_eval_prompts=0)
         words = ["--target", seeing[0], "--dataset", write_squares(tmp_path), "--output_dir", tmp_path / "features"]
