@@ -15,7 +15,6 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import chain, count, islice
-from pathlib import Path
 from typing import Any, NoReturn
 
 import datasets
@@ -26,7 +25,7 @@ from draftsmith.training.data.chat_tokens import ROW, check_tokenizer, log_probl
 from draftsmith.training.data.conversations import IMAGES_FIRST, BadLineError, Place, iterate_place, parse_row
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.data.packing import WINDOW, pack_window
-from draftsmith.training.data.records import SUFFIXES, Share
+from draftsmith.training.data.records import Share
 
 logger = logging.getLogger(__name__)
 
@@ -100,15 +99,6 @@ class ConversationStream(IterableDataset[Row]):
         for epoch in count():
             rows = self._tokenize(self._shuffle(epoch, reader, self.num_processes * num_workers))
             yield from self._pack(rows) if self.data_args.packing else rows
-
-    def describe(self) -> list[str]:
-        """Describes the files without reading them whole: name, size, and a hash of the first and last MiB."""
-        described = []
-        for place in self.places:
-            folder = Path(place.repository)
-            files = place.files or (_find_files(folder) if place.repository and folder.is_dir() else ())
-            described += [*map(_describe_file, files)] or [place.label]
-        return described
 
     def first_rows(self, count: int) -> datasets.Dataset:
         """Returns the first `count` training rows, unshuffled, the same in every process."""
@@ -224,21 +214,6 @@ class ConversationStream(IterableDataset[Row]):
             held_out = self.holds_out and is_in_fraction(row["conversation"], self.data_args.validation_fraction)
             if held_out == is_held_out and not (is_held_out and row["problem"]):
                 yield row
-
-
-def _find_files(folder: Path) -> list[Path]:
-    """The files with conversations in a copy of a hub repository."""
-    found = sorted(file for file in folder.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
-    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-
-
-def _describe_file(file: Path) -> str:
-    size, digest = file.stat().st_size, hashlib.blake2b(digest_size=8)
-    with file.open("rb") as content:
-        digest.update(content.read(2**20))
-        content.seek(max(0, size - 2**20))
-        digest.update(content.read())
-    return f"{file.name}: {size} bytes, {digest.hexdigest()}"
 
 
 def is_in_fraction(text: str, fraction: float) -> bool:

@@ -25,7 +25,6 @@ from draftsmith.training.run.checkpoints import read_run_file, write_file
 from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.model_card import render_card
 from draftsmith.training.run.resume import find_newest, is_finished
-from draftsmith.training.run.stopping import explain_full_disk
 from draftsmith.training.run.trainer import HeadsTrainer
 
 logger = logging.getLogger(__name__)
@@ -53,13 +52,12 @@ class PreparedRun:
         trainer = self.trainer
         seconds = self._train()
         metrics = self._measure()
-        with explain_full_disk(trainer, "the trained heads"):
-            trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
+        trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
         record = {**make_record(trainer, metrics, seconds), "data": dict(self.counts)}
         if trainer.args.process_index == 0:
             # transformers' pickle of the options, which training_config.yaml holds as text
             (self.output_dir / "training_args.bin").unlink(missing_ok=True)
-            write_text(trainer, "training_record.json", json.dumps(record, indent=2) + "\n")
+            write_file(self.output_dir / "training_record.json", json.dumps(record, indent=2) + "\n")
             write_card(trainer, self.settings, record)
         if trainer.args.push_to_hub:
             trainer.push_to_hub()
@@ -143,12 +141,6 @@ def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float
     }
 
 
-def write_text(trainer: HeadsTrainer, name: str, text: str) -> None:
-    """Writes a file into the output folder; a full disk is a clear error."""
-    with explain_full_disk(trainer, name):
-        write_file(Path(str(trainer.args.output_dir)) / name, text)
-
-
 def write_card(trainer: HeadsTrainer, settings: Mapping[str, Any], record: Mapping[str, Any]) -> None:
     """Writes the model card, unless someone else has written one."""
     output_dir, meter = Path(str(trainer.args.output_dir)), trainer.measure_acceptance
@@ -166,7 +158,7 @@ def write_card(trainer: HeadsTrainer, settings: Mapping[str, Any], record: Mappi
         record=record["training"],
         has_adapter=trainer.heads.config.target_adapter is not None,
     )
-    write_text(trainer, card.name, text)
+    write_file(card, text)
 
 
 def describe_outcome(output_dir: Path, target: str, *, has_target: bool = True) -> str:

@@ -39,7 +39,7 @@ from draftsmith.training.losses.teacher import compute_teacher
 from draftsmith.training.run.checkpoints import ExactEpochs, remove_old, write_run_file, write_whole
 from draftsmith.training.run.optimizer import MuonWithAdamW
 from draftsmith.training.run.progress import ProgressLines, SaveOnInterrupt
-from draftsmith.training.run.stopping import FiniteWatch, explain_full_disk, explain_lost_states
+from draftsmith.training.run.stopping import FiniteWatch, explain_lost_states
 
 # Groups of a packed batch's documents where processes share weights: about as many as elsewhere.
 GROUPS_WHEN_SHARDED = 4
@@ -350,7 +350,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             if isinstance(callback, ExportableState):  # may be new since the checkpoint that was resumed
                 callbacks.setdefault(type(callback).__name__, {})
         self._read_num_input_tokens()
-        with explain_full_disk(self, folder.name), write_whole(self, folder) as written:
+        with write_whole(self, folder) as written:
             self._checkpoint_parent = written.parent
             try:
                 super()._save_checkpoint(model, trial)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
 
 from draftsmith.training.data import records
 from draftsmith.training.data.conversations import BadLineError, Place, iterate_place
@@ -237,21 +236,6 @@ class TestRuns:
         for option, value in (("dataloader_num_workers", 2), ("eval_dataset", train.defaults["dataset"])):
             with pytest.raises(ValueError, match=option):
                 train(**self.STREAMED, resume_from_checkpoint=True, **{option: value})
-        file = Path(train.defaults["dataset"])
-        file.write_text(file.read_text().replace("word7 ", "word8 "))
-        with pytest.raises(ValueError, match=rf"training data \['{file.name}: \d+ bytes, .*\(now \['{file.name}: "):
-            train(**self.STREAMED, resume_from_checkpoint=True)
-
-    def test_of_a_copy_of_a_hub_folder_conversations_count(self, train: Runner, tmp_path: Path) -> None:
-        folder = tmp_path / "copy"
-        (folder / ".git").mkdir(parents=True)
-        shutil.copy(train.defaults["dataset"], folder / "train.jsonl")
-        for name in ("README.md", ".git/index.json"):
-            (folder / name).write_text("---\n{}\n---\n")
-        data_args = DataArguments(dataset=[str(folder)], streaming=True)
-        tokenizer = AutoTokenizer.from_pretrained(train.defaults["target"])
-        (described,) = ConversationStream(data_args, tokenizer, seed=0, holds_out=False).describe()
-        assert described.startswith("train.jsonl: ")
 
     def test_data_seed_gives_another_order_and_keeps_the_first_weights(self, train: Runner) -> None:
         trainers = [
