@@ -149,7 +149,7 @@ def _budget_problems(options: RunOptions) -> Iterator[str]:
     excluded = {
         "max_steps": (options.training.max_steps > 0, "which is the number of steps that the budget sets"),
         "streaming": (options.data.streaming, "whose length is not known"),
-        "lora_r": (options.joint.is_on, "whose steps get slower when the adapters begin to learn"),
+        "lora_r": (options.joint.is_on, "whose steps are not measured"),
     }
     for name, (is_given, reason) in excluded.items():
         if is_given:

@@ -144,7 +144,7 @@ def _settle_time(
         trainer.args.max_steps = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).max_steps
         return
     if not isinstance(trainer.train_dataset, datasets.Dataset) or options.joint.is_on:
-        return  # a stream, or adapters that begin to learn later
+        return  # a stream, or steps that train the target too
     pace = measure_pace(trainer, features.source)
     if options.run.time_budget is not None:
         pace = replace(pace, num_steps=pace.fit(parse_seconds(options.run.time_budget)))

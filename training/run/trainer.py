@@ -58,7 +58,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """
 
     logged_metrics: ClassVar[tuple[str, ...]] = ("top1",)  # prefixes of metrics in training logs
-    has_unused_parameters: ClassVar[bool] = False  # in some steps; DDP then searches for them in every step
 
     def __init__(
         self,
@@ -101,7 +100,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def create_accelerator_and_postprocess(self) -> None:
         if self.args.ddp_find_unused_parameters is None:
-            self.args.ddp_find_unused_parameters = self.has_unused_parameters
+            self.args.ddp_find_unused_parameters = False
         if self.args.ddp_broadcast_buffers is None:
             self.args.ddp_broadcast_buffers = False  # they never change
         super().create_accelerator_and_postprocess()
