@@ -301,11 +301,5 @@ def test_features_of_another_data_set_are_found_by_their_text(train: Runner, ext
     train(**stored)
     train(**stored, packing=True)
     train(**stored, streaming=True, vocabulary_rows=5)
-    # Of a mixture everything is stored, whatever an epoch draws.
-    sets = [more, train.defaults["dataset"]]
-    mixture = {"dataset": sets, "dataset_weights": [1, 2], "stopping_strategy": "all_exhausted"}
-    extract(tmp_path / "mixed", **mixture, max_samples=20)
-    assert len(FeatureStore(tmp_path / "mixed")) == 40
-    train(**stored, **mixture)
     with pytest.raises(ValueError, match="got streaming: an extraction reads the set to its end"):
         extract(streaming=True)
