@@ -78,10 +78,6 @@ class DataArguments:
     vocabulary_rows: int = option(
         default=10000, help="With --streaming: count the tokens of the first N rows for a reduced draft vocabulary."
     )
-    train_on_thinking: bool = option(
-        default=True,
-        help="Learn also the thoughts at the beginning of replies (reasoning_content, <think>...</think>).",
-    )
     num_proc: int | None = option(
         default=None, help="Processes that tokenize the conversations; none = one for each core."
     )

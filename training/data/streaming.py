@@ -122,7 +122,7 @@ class ConversationStream(IterableDataset[Row]):
                 continue
             if conversation["conversation"].startswith(IMAGES_FIRST):
                 raise BadLineError("got streaming, and a conversation has images: leave streaming out")
-            row = tokenize_row(conversation["conversation"], self.tokenizer, args.max_length, args.train_on_thinking)
+            row = tokenize_row(conversation["conversation"], self.tokenizer, args.max_length)
             if problem := row.pop("problem"):
                 dropped[problem] += 1
                 continue

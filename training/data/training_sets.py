@@ -101,7 +101,6 @@ def _load(
         tokenizer,
         max_length=data_args.max_length,
         num_proc=data_args.num_proc,
-        train_on_thinking=data_args.train_on_thinking,
         skip_bad_lines=data_args.skip_bad_lines,
     )
     return drop_unusable(rows, counts)

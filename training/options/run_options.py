@@ -114,11 +114,6 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
     schedule = getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type)
     if schedule in ("reduce_lr_on_plateau", "greedy"):
         yield f"got lr_scheduler_type {schedule}, which follows a metric: give one of the steps, such as cosine"
-    if options.data.packing and getattr(training, "train_sampling_strategy", "random") == "group_by_length":
-        yield (
-            "got packing with train_sampling_strategy group_by_length, and packed rows are of one length: leave one of "
-            "the two out"
-        )
     if joint.is_on and options.features.features is not None:
         yield (
             f"got features {options.features.features} with lora_r {joint.lora_r}: stored features are stale after the "
