@@ -243,7 +243,7 @@ def time_steps(tally: Tally, modes: Sequence[Decoding], batch: Batch, settings: 
 def measure(args: DivergenceArguments, dtype: str) -> tuple[dict[str, Any], Tallies]:
     """Compares every decoding with the references in one dtype. Returns the environment and the counts."""
     target, tokenizer = load_target(args.target, dtype=dtype, device=args.device)
-    heads: Mapping[str, Drafter] = load_all_heads(args.heads, target, is_only_target=True)[0]
+    heads: Mapping[str, Drafter] = load_all_heads(args.heads, target)
     decodings = make_decodings(target, heads, args, batch_invariant=args.batch_invariant)
     ordinary = make_decodings(target, heads, args, batch_invariant=False) if args.batch_invariant else {}
     decodes = {name: as_decode(decoding, target, args.temperature) for name, decoding in decodings.items()}

@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from draftsmith.inference import GenerationStats, Target
 from draftsmith.inference.request.model_settings import find_model_settings
 from draftsmith.inference.runners.compiled import count_graphs
-from draftsmith.scripts.measuring.roofline import Work
 from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
 
 WARM_UP_TOKENS = 32
@@ -115,14 +114,12 @@ class Run:
         seconds: wall clock of the whole call, prefill included.
         num_forwards: forward passes of the target, each counted once for every row that had not ended.
         stats: of our own decoder; None for transformers'.
-        draft_forward_seconds: time inside the drafter. The rest of the draft phase grows the tree.
     """
 
     texts: list[list[int]]
     seconds: float
     num_forwards: int
     stats: GenerationStats | None = None
-    draft_forward_seconds: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -136,10 +133,8 @@ class Contender:
     Attributes:
         problem: why it does not run; "" if it runs.
         is_exact: its text equals plain decoding's text with the same seed.
-        is_overlapping: its phases run at the same time, so steps have no parts.
         is_compiled: it warms up on the shortest and the longest batch before it is measured.
         warm_up_seconds: duration of the warm-up, compiling included.
-        work: the weights that one round must read and multiply (see `roofline`); None if unknown.
     """
 
     name: str
@@ -148,9 +143,7 @@ class Contender:
     problem: str = ""
     is_compiled: bool = False
     is_exact: bool = True
-    is_overlapping: bool = False
     warm_up_seconds: float = 0.0
-    work: Work | None = None
     runs: list[list[Run]] = field(default_factory=list)  # [repeat][batch]
     profiled: list[Run] = field(default_factory=list)  # the runs that give the times of the phases
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftsmith.scripts.measuring.operations import count_operations
+from draftsmith.scripts.benchmarks.operations import count_operations
 
 
 @pytest.mark.parametrize(
