@@ -43,7 +43,7 @@ from draftsmith.training.options.program_parser import ProgramParser
 GROUPS = {
     "target and drafters": "target heads draft_vocab_size drafter_model ngrams assistant tree acceptance",
     "prompts and sampling": "prompts num_prompts minutes max_new_tokens temperature repetition_penalty batch_size seed",
-    "execution": "dtype compile pack_weights device threads repeats",
+    "execution": "dtype compile pack_weights batch_invariant device threads repeats",
     "output": "json markdown",
 }
 
@@ -101,6 +101,9 @@ class BenchmarkArguments:
     pack_weights: bool = option(
         default=False, help="On a CPU: pack the weights, for all contenders. It takes their memory once more."
     )
+    batch_invariant: bool = option(
+        default=False, help="Score tokens alike in passes of any width. Texts are compared with plain decoding's."
+    )
     seed: int = option(default=0, help="Prompt i is sampled with the seed SEED + i.")
     repeats: int = option(default=3, help="Rounds over all prompts.")
     threads: int | None = option(default=None, help="CPU threads; none = torch's choice.")
@@ -134,6 +137,7 @@ class BenchmarkArguments:
             repeats=self.repeats,
             batch_size=batch_size,
             repetition_penalty=self.repetition_penalty,
+            is_invariant=self.batch_invariant,
         )
 
 
@@ -154,6 +158,7 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
         dtype=args.dtype,
         device=args.device,
         has_packed_weights=args.pack_weights,
+        is_invariant=args.batch_invariant,
     )
     is_compiled = is_faster_compiled(subject.target) if args.compile is None else args.compile
     reports: list[dict[str, Any]] = []

@@ -184,7 +184,6 @@ def load(args: ResultsArguments) -> Subject:
         max_new_tokens=args.max_new_tokens,
         dtype=args.dtype,
         device="cpu",
-        has_packed_weights=False,
         vocabulary=None if args.draft_vocab_size is None else DraftVocabulary(args.draft_vocab_size, []),
     )
 

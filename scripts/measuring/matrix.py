@@ -26,6 +26,7 @@ from draftsmith.scripts.measuring.contenders import (
 )
 from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.measure import (
+    PLAIN,
     Batch,
     Contender,
     Prompt,
@@ -36,7 +37,7 @@ from draftsmith.scripts.measuring.measure import (
     measure,
     warm_up,
 )
-from draftsmith.scripts.measuring.report import make_rows, texts_of_one_row
+from draftsmith.scripts.measuring.report import make_rows, reference_name, texts_of_one_row
 from draftsmith.scripts.measuring.table import Row
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import bind_heads, load_assistant, load_drafter_model, load_target
@@ -86,7 +87,8 @@ def load_subject(
     max_new_tokens: int,
     dtype: str,
     device: str | None,
-    has_packed_weights: bool,
+    has_packed_weights: bool = False,
+    is_invariant: bool = False,
     vocabulary: DraftVocabulary | None = None,
 ) -> Subject:
     """Loads a target, its drafters and its prompts (options as in `draftsmith bench`).
@@ -97,6 +99,8 @@ def load_subject(
     target, tokenizer = load_target(name, dtype=dtype, device=device)
     if has_packed_weights:
         target = target.with_packed_weights()
+    if is_invariant:
+        target = target.batch_invariant()
     loaded = load_all_heads(heads, target)
     drafters: dict[str, Drafter] = dict(loaded)
     if drafter_model is not None:
@@ -234,7 +238,7 @@ def measure_combination(
 
 def _decode_one_by_one(target: Target, prompts: Sequence[Prompt], settings: Settings) -> list[list[int]]:
     """The reference's text for each prompt, decoded by itself."""
-    decode = OurDecoding(target, None) if settings.is_sampled else TransformersDecoding(target)
+    decode = OurDecoding(target, None) if reference_name(settings) == PLAIN else TransformersDecoding(target)
     return [decode(Batch.of(prompt), settings).texts[0] for prompt in prompts]
 
 

@@ -30,7 +30,8 @@ TRANSFORMERS, PLAIN = "transformers generate", "plain decoding"
 class Settings:
     """The settings of all contenders. max_new_tokens: per prompt. temperature: 0 = greedy. seed: of prompt 0; prompt i
     uses seed + i. batch_size: prompts decoded together. repetition_penalty: as in transformers; 1 = no penalty, None =
-    as the target's generation config says. tokenizer: finds the stop strings of the target's generation config."""
+    as the target's generation config says. tokenizer: finds the stop strings of the target's generation config.
+    is_invariant: the target is in batch-invariant mode, and so is the reference."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -39,6 +40,7 @@ class Settings:
     batch_size: int = 1
     repetition_penalty: float | None = None
     tokenizer: Any = None
+    is_invariant: bool = False
 
     @property
     def is_sampled(self) -> bool:

@@ -44,8 +44,8 @@ def make_rows(
 def texts_of_one_row(contenders: Sequence[Contender], settings: Settings) -> list[list[int]] | None:
     """The reference's text of each prompt, from runs of single prompts; None if there are no such runs.
 
-    At T = 0 the reference is transformers' `generate`. At T > 0 it is our plain decoding with the same seed, because
-    transformers draws other random numbers.
+    At T = 0 the reference is transformers' `generate`. At T > 0 and in batch-invariant mode it is our plain decoding
+    with the same seed: transformers draws other random numbers, and rounds in another way.
     """
     reference = next((one for one in contenders if one.name == reference_name(settings) and one.runs), None)
     if reference is None or settings.batch_size > 1:
@@ -84,7 +84,7 @@ def headline(rows: Sequence[Row]) -> list[str]:
 
 
 def reference_name(settings: Settings) -> str:
-    return PLAIN if settings.is_sampled else TRANSFORMERS
+    return PLAIN if settings.is_sampled or settings.is_invariant else TRANSFORMERS
 
 
 def _make_row(

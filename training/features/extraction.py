@@ -185,7 +185,7 @@ class LocalStates:
             indices = sorted(rows, key=lambda index: len(rows[index]["input_ids"]))
             for start in range(0, len(indices), self.batch_size):
                 part = indices[start : start + self.batch_size]
-                batch = self.collate([rows[index] for index in part])
+                batch: dict[str, Any] = self.collate([rows[index] for index in part])
                 tensors = self._encode(batch)
                 for place, index in enumerate(part):
                     count = len(rows[index]["input_ids"])
