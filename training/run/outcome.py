@@ -91,8 +91,7 @@ class PreparedRun:
         """Metrics of the heads as they are now, measured unless the run has done so at this very step."""
         trainer, state = self.trainer, self.trainer.state
         if trainer.eval_dataset is None:
-            cast(nn.Module, trainer.model).eval()  # adapters may have dropout
-            return {f"eval_{name}": value for name, value in (trainer.measure_acceptance or dict)().items()}
+            return {}
         is_best = trainer.args.load_best_model_at_end and state.best_global_step
         step = state.best_global_step if is_best else state.global_step
         for entry in reversed(state.log_history):
