@@ -38,6 +38,13 @@ def chat(*turns: str) -> dict[str, Any]:
         chat("user:Hi", "user:Bye"),
         {**chat("user:Hi", "assistant:Yo", "user:Bye", "assistant:Yo"), "label": False},
         {"messages": [{"role": "user", "content": "Hi", "train": True}, {"role": "user", "content": "Bye"}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "Hi"},
+                {"from": "gpt", "value": "Yo", "loss_scale": 0.3, "train_detail": []},
+                {"from": "human", "value": "Bye"},
+            ]
+        },
         chat("assistant:Welcome", "user:Hi", "assistant:Yo", "user:Bye", "assistant:Yo"),
     ],
     ids=str,
