@@ -68,6 +68,9 @@ def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytes
     assert first["lengths"]["0.5"] == sorted(lengths)[10]
     assert (first["lengths"]["0"], first["lengths"]["1"]) == (min(lengths), max(lengths))
     assert second["num_conversations"] == 3
+    for name in ("num_records", "num_conversations", "num_turns", "num_replies", "num_tokens", "num_trained_tokens"):
+        assert found["total"][name] == first[name] + second[name], name
+    assert found["total"]["dropped"] == first["dropped"]
     output = capsys.readouterr().out
     assert f"{files[0]}: 21 conversations of 24 records\n  dropped 2: no token" in output
     assert re.search(rf"turns {num_turns}\b.*\b{num_replies}\b.*\n.*tokens {sum(lengths)}\b.*\b{num_trained}\b", output)
@@ -75,7 +78,7 @@ def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytes
 
 
 def test_what_is_not_learned_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Calls that the template does not write, empty replies, and replies that the data leave out."""
+    """Calls that the template does not write, empty replies, and replies and columns that the data or we leave out."""
     user, good, empty = (
         {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", ""))
     )
@@ -88,16 +91,20 @@ def test_what_is_not_learned_is_counted(tmp_path: Path, capsys: pytest.CaptureFi
         {"messages": [user, empty, user, empty, user, good]},
         {"messages": [user, {**good, "weight": 0}, user, good]},
         {"messages": [{"role": "system", "content": "x"}, user, good], "system": "y"},
+        {"prompt": "a", "completion": "b", "label": False},
     ]
     report = tmp_path / "counts.json"
     inspect("--dataset", write(tmp_path / "a.jsonl", records), "--json", report, "--num_rows", 0)
     found = json.loads(report.read_text())
     (counts,) = found["sets"]
-    assert (counts["num_records"], counts["num_conversations"]) == (6, 3)
-    assert sorted(counts["dropped"].values()) == [1, 2]
+    assert (counts["num_records"], counts["num_conversations"]) == (7, 3)
+    assert sorted(counts["dropped"].values()) == [1, 1, 2]
     assert counts["dropped"]["the chat template rejects it (it does not write tool calls)"] == 2
     assert counts["dropped"][f"nothing to learn: {EMPTY}"] == 1
-    assert counts["notes"] == {EMPTY: 2, UNLEARNED: 1}
+    (note,) = counts["notes"].keys() - {EMPTY, UNLEARNED}
+    assert "`system`" in note
+    assert counts["notes"] == {EMPTY: 2, UNLEARNED: 1, note: 1}
+    assert found["total"]["notes"] == counts["notes"]
     output = capsys.readouterr().out
     assert f"\n  2 {EMPTY}\n  1 {UNLEARNED}\n" in output
 

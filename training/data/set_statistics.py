@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -20,7 +21,7 @@ _QUANTILES = (0, 0.1, 0.5, 0.9, 0.99, 1)
 
 @dataclass(frozen=True)
 class MeasuredSet:
-    """One set after reading.
+    """One set after reading, or all together.
 
     Attributes:
         num_records: lines or rows that were read; each is a conversation or is in `dropped`.
@@ -81,6 +82,18 @@ def measure_sets(data_args: DataArguments, tokenizer: Any) -> list[MeasuredSet]:
         _measure_set(Place.find(name, split), data_args, tokenizer)
         for name, split in zip(data_args.dataset, data_args.splits, strict=True)
     ]
+
+
+def join_sets(parts: Sequence[MeasuredSet]) -> MeasuredSet:
+    """All sets together."""
+    return MeasuredSet(
+        name="all",
+        num_records=sum(part.num_records for part in parts),
+        dropped=sum((part.dropped for part in parts), Counter()),
+        notes=sum((part.notes for part in parts), Counter()),
+        turns=sum((part.turns for part in parts), Counter()),
+        rows=datasets.concatenate_datasets([part.rows for part in parts]),
+    )
 
 
 def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> MeasuredSet:

@@ -45,7 +45,7 @@ from draftsmith.training.features.store import (
     write_settings,
     write_shard,
 )
-from draftsmith.training.features.store_checks import check_same_target, iterate_ids
+from draftsmith.training.features.store_checks import check_same_target, explain_date, iterate_ids
 from draftsmith.training.features.target_identity import identify_target
 from draftsmith.training.features.target_loading import (
     FirstLayers,
@@ -238,6 +238,8 @@ def prepare_extraction(
     rows, layers = load_every_row(data_args, tokenizer), find_layers(model_args, target)
     if "media" in rows.column_names:
         raise ValueError("the conversations have images, whose states are not stored: train without --features")
+    if (hint := explain_date(tokenizer)) and rank == 0:
+        logger.warning("the features of %s are of today%s", args.output_dir, hint)
     settings = StoreSettings(identify_target(target, model_args.target), name_tensors(layers, target.num_layers))
     if not isinstance(target, FirstLayers):
         compute = LocalStates(target, rows, layers=layers, batch_size=args.batch_size)

@@ -15,7 +15,7 @@ from draftsmith.training.data.streaming import ConversationStream
 from draftsmith.training.features.endpoint_states import EndpointStates, ServedFeatures
 from draftsmith.training.features.sources import FeatureSource, OnlineFeatures, StoredFeatures, TextsCollator
 from draftsmith.training.features.store import FeatureStore
-from draftsmith.training.features.store_checks import check_complete, check_same_target, iterate_ids
+from draftsmith.training.features.store_checks import check_complete, check_same_target, explain_date, iterate_ids
 from draftsmith.training.features.target_identity import identify_target
 from draftsmith.training.features.target_loading import FirstLayers
 from draftsmith.training.features.target_options import FeatureArguments
@@ -40,6 +40,7 @@ def prepare_features(
     heads: DraftHeads,
     rows: Mapping[str, Any],
     max_length: int,
+    tokenizer: Any,
     collate: Collate,
 ) -> PreparedFeatures:
     """Returns the features of a run after all checks that are possible now.
@@ -57,10 +58,10 @@ def prepare_features(
         return PreparedFeatures(served, TextsCollator(collate))
     if args.features is None:
         return PreparedFeatures(OnlineFeatures(target, heads.feature_layers), collate, is_online=True)
-    store = FeatureStore(Path(args.features))
+    store, hint = FeatureStore(Path(args.features)), explain_date(tokenizer)
     check_same_target(store.folder, store.settings.target, identify_target(target, target_name))
-    check_complete(store, heads, rows)
-    return PreparedFeatures(StoredFeatures(target, heads.feature_layers, store), TextsCollator(collate))
+    check_complete(store, heads, rows, hint)
+    return PreparedFeatures(StoredFeatures(target, heads.feature_layers, store, hint), TextsCollator(collate))
 
 
 def _prepare_served(

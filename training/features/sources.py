@@ -204,11 +204,15 @@ def look_ahead(batches: Iterator[Any], source: ReadFeatures) -> Iterator[Any]:
 
 
 class StoredFeatures(ReadFeatures):
-    """Reads the states of every batch from a store, where they are found by the hashes of their tokens."""
+    """Reads the states of every batch from a store, where they are found by the hashes of their tokens.
 
-    def __init__(self, target: Target, feature_layers: Sequence[int], store: FeatureStore) -> None:
+    Args:
+        hint: ends the message about a text that is missing.
+    """
+
+    def __init__(self, target: Target, feature_layers: Sequence[int], store: FeatureStore, hint: str = "") -> None:
         super().__init__(target, feature_layers)
-        self.store = store
+        self.store, self.hint = store, hint
 
     def find(self, texts: Texts, place: tuple[int, int, int]) -> Mapping[str, Tensor] | None:
         return self.store.read(texts.ids(place), self.names)
@@ -218,6 +222,6 @@ class StoredFeatures(ReadFeatures):
         if states is None:
             raise MissingStatesError(
                 f"{self.store.folder} lacks a text of this batch: extract the features of this data "
-                "(draftsmith features with the same options)"
+                f"(draftsmith features with the same options){self.hint}"
             )
         return states

@@ -74,11 +74,29 @@ class JointModel(nn.Module):
         """The heads' configuration, which Trainer's integrations report."""
         return self.heads.config
 
-    def activation_checkpointing_enable(self, *_: Any, **__: Any) -> None:
-        """Keeps only the inputs of the target's layers and runs the layers again in the backward pass. For Trainer."""
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Keeps only the inputs of the target's layers and runs the layers again in the backward pass. For Trainer.
+
+        Raises:
+            ValueError: any setting is given.
+        """
+        kwargs = activation_checkpointing_kwargs or {}
+        if kwargs not in ({}, {"use_reentrant": False}) or every_n_layers != 1 or offload:
+            settings = {**kwargs, "every_n_layers": every_n_layers, "offload": offload}
+            raise ValueError(
+                f"got activation_checkpointing_kwargs {settings}: with lora_r all layers of the target run again, "
+                "without reentrance; leave them out"
+            )
         self._is_checkpointing = True
 
-    gradient_checkpointing_enable = activation_checkpointing_enable  # the name in older releases of transformers
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """The name in older releases of transformers."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def train(self, mode: bool = True) -> JointModel:
         """Switches the heads and the adapters' dropout; the target stays in evaluation mode, as in decoding."""

@@ -253,6 +253,7 @@ def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> Prep
         heads=models.heads,
         rows={"training": rows.train_set, "held-out": rows.eval_set},
         max_length=options.data.max_length,
+        tokenizer=tokenizer,
         collate=collate,
     )
 

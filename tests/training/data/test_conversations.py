@@ -15,9 +15,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from draftsmith.training.data import records
-from draftsmith.training.data.chat_tokens import tokenize_conversations
+from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
 from draftsmith.training.data.conversations import BadLineError, Place, iterate_place, load_conversations
 from draftsmith.training.data.records import Share, read_records
+from draftsmith.training.synthesis.prompts import read_prompts
 from tests.conftest import CHAT_TARGET
 from tests.training.conversation_cases import TWO_TURNS, sharegpt, to_messages, write
 
@@ -71,6 +72,22 @@ def test_a_damaged_json_file_is_named_with_the_forms(cut: int | None, times: int
 def test_the_first_line_of_several_may_be_damaged(tmp_path: Path) -> None:
     file = write(tmp_path / "a.json", ['{"messages": [', {"messages": TWO_TURNS}])
     assert to_messages(load_conversations([file], skip_bad_lines=True)) == [TWO_TURNS]
+
+
+def test_a_system_column_that_is_left_out_is_warned_of(
+    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    row = {"messages": [system, *TWO_TURNS], "system": "Be kind."}
+    file = write(tmp_path / "a.jsonl", [row, row, {**row, "system": "Be brief."}, {**row, "system": None}])
+    for _ in range(2):  # the second time from the cache
+        caplog.clear()
+        assert len(drop_unusable(tokenize_conversations(load_conversations([file]), tokenizer, max_length=64))) == 4
+        (warning,) = [record.getMessage() for record in caplog.records]
+        assert warning.startswith("2 columns `system`, which are left out")
+    caplog.clear()
+    read_prompts(file)
+    assert "2 columns `system`" in caplog.text
 
 
 BAD_LINES = {

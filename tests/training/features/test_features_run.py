@@ -6,11 +6,13 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import Target
@@ -22,9 +24,11 @@ from draftsmith.training.options.command_line import parse_arguments
 from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import count_computed
 from tests.training.runner import (
+    TEMPLATE,
     WORDS,
     Runner,
     assert_same,
+    save_chat_target,
     write_conversations,
 )
 
@@ -235,6 +239,41 @@ def test_heads_with_an_adapter_learn_from_the_adapted_targets_states(
     extract(plain, head_type="medusa")  # nothing is missing
     with pytest.raises(ValueError, match=r"with an adapter that the server does not have"):
         extract(head_type=None, init_heads=tmp_path / "one", endpoint="http://127.0.0.1:9/v1", batch_size=None)
+
+
+def test_a_template_that_writes_the_date_is_named(
+    train: Runner,
+    extract: Extract,
+    conversations: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The texts of the next day are others; tokenized rows are cached with their date, until the file changes."""
+    target = save_chat_target(tmp_path / "target")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = "{{ strftime_now('word%d') }} " + TEMPLATE
+    tokenizer.save_pretrained(target)
+
+    def begin_day(day: int) -> None:
+        today = SimpleNamespace(now=lambda: datetime(2026, 1, day))
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", today)
+        os.utime(conversations, ns=(day, day))
+        caplog.clear()
+
+    stored = {"target": target, "features": tmp_path / "features", "max_steps": 1, "num_eval_prompts": 0}
+    begin_day(11)
+    extract(target=target)
+    assert "strftime_now" in caplog.text
+    train(**stored)
+    begin_day(12)
+    with pytest.raises(ValueError, match=r"lacks \d+ of the \d+ training texts .*today's date \(strftime_now\)"):
+        train(**stored)
+    with pytest.raises(ValueError, match=r"lacks a text of this batch: .*today's date \(strftime_now\)"):
+        train(**stored, streaming=True, vocabulary_rows=5, validation_fraction=0)
+    with pytest.raises(ValueError, match="data_hash was"):
+        extract(target=target)
+    assert "strftime_now" in caplog.text
 
 
 def test_a_training_configuration_names_what_to_extract(extract: Extract, train: Runner, tmp_path: Path) -> None:

@@ -323,6 +323,9 @@ class TestRuns:
             results.append(stored_adapter(train.output_dir.with_name(str(value))))
         for name, weight in results[0].items():
             torch.testing.assert_close(results[1][name], weight, rtol=1e-4, atol=1e-6)
+        joint = self.prepare(train, **{CHECKPOINTING: True}).joint
+        with pytest.raises(ValueError, match="use_reentrant"):
+            joint.activation_checkpointing_enable({"use_reentrant": True})
 
     def test_continuing_from_stored_heads(self, train: Runner) -> None:
         """With their adapter trained on, or as it is."""
