@@ -81,6 +81,11 @@ class DataArguments:
     num_proc: int | None = option(
         default=None, help="Processes that tokenize the conversations; none = one for each core."
     )
+    eval_prompts: str | None = option(
+        default=None,
+        help="Conversations, or JSON lines of {'turns': [...]}, whose first turns are decoded for the acceptance "
+        "length; none = the held-out conversations.",
+    )
     num_eval_prompts: int = option(
         default=16, help="Prompts to decode at each evaluation for the acceptance length; 0 = none."
     )

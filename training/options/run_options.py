@@ -123,6 +123,7 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
         elsewhere = {
             "lora_r": (joint.is_on, "trains the target"),
             "shard_target": (options.placement.shard_target != "none", "splits the target over the processes"),
+            "eval_prompts": (options.data.eval_prompts, "lets the target decode"),
         }
         for name, (is_given, reason) in elsewhere.items():
             if is_given:

@@ -91,7 +91,8 @@ class PreparedRun:
         """Metrics of the heads as they are now, measured unless the run has done so at this very step."""
         trainer, state = self.trainer, self.trainer.state
         if trainer.eval_dataset is None:
-            return {}
+            cast(nn.Module, trainer.model).eval()  # adapters may have dropout
+            return {f"eval_{name}": value for name, value in (trainer.measure_acceptance or dict)().items()}
         is_best = trainer.args.load_best_model_at_end and state.best_global_step
         step = state.best_global_step if is_best else state.global_step
         for entry in reversed(state.log_history):

@@ -1,7 +1,8 @@
-"""The steps that fit into `--time_budget`: the speed is measured on a few rows before the run begins."""
+"""How long a run will take: measured on a few rows before it begins, and fitted to `--time_budget`."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from draftsmith.training.run.progress import describe_time
 from draftsmith.training.run.stopping import FiniteWatch
 from draftsmith.training.run.trainer import HeadsTrainer
 
-MEASURED_SECONDS = 15.0  # a whole batch is measured if it takes no longer
+# Whole rows are measured while they fit into these seconds; before them a row of about so many tokens, twice.
+MEASURED_SECONDS = 15.0
+SHORT = 512
 # Of a time budget, for steps; the rest is for evaluations and checkpoints.
 USED_SHARE = 0.9
 FEWEST_STEPS = 20  # fewer than these learn nothing
+LONG = 2 * 3600.0  # then `describe` says what to do
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,19 @@ class Pace:
         return min(steps, self.num_steps)
 
     def describe(self) -> str:
-        return (
-            f"measured {self.tokens_per_second:,.0f} tokens/s: {self.num_steps:,} steps of {self.tokens_per_step:,.0f} "
-            f"tokens take about {describe_time(self.seconds)}, without evaluations"
-        )
+        """What the run costs; for a long run also what to do."""
+        tokens = self.num_steps * self.tokens_per_step
+        lines = [
+            f"measured {self.tokens_per_second:,.0f} tokens/s: {tokens / 1e6:,.3g} M tokens ({self.num_steps:,} steps) "
+            f"take about {describe_time(self.seconds)}, without evaluations",
+        ]
+        if self.seconds > LONG:
+            fitting = USED_SHARE * LONG * self.tokens_per_second
+            lines.append(
+                f"that is long. Fewer tokens: --time_budget 2h trains {fitting / 1e6:,.2g} M. Or a kind that trains "
+                "faster (docs/choosing-heads.md), or a GPU"
+            )
+        return "\n".join(lines)
 
 
 def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
@@ -98,12 +111,34 @@ def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
 
 
 def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> float:
-    """Tokens per second of this process: of a row, twice because the first pass warms up, then of a whole batch."""
-    speed = max(_time_batch(trainer, source, [rows[0]]) for _ in range(2))
-    batch = [rows[i % len(rows)] for i in range(trainer.args.train_batch_size)]
-    fits = [sum(len(row["input_ids"]) for row in batch) / speed < MEASURED_SECONDS]
-    broadcast_object_list(fits)  # processes that share a target make equally many passes
-    return _time_batch(trainer, source, batch) if fits[0] else speed
+    """Tokens per second of this process: of a short row, twice because the first pass warms up, then of whole rows, up
+    to a batch, while there is time."""
+    end = time.perf_counter() + MEASURED_SECONDS
+    short = [_shorten(rows[0])]
+    speed = max(_time_batch(trainer, source, short) for _ in range(2))
+    count = 1
+    while True:
+        batch = [rows[i % len(rows)] for i in range(count)]
+        fits = time.perf_counter() + sum(len(row["input_ids"]) for row in batch) / speed < end
+        decision = [fits]
+        broadcast_object_list(decision)  # processes that share a target make equally many passes
+        if not decision[0]:
+            return speed
+        speed = _time_batch(trainer, source, batch)  # long rows may be slower than the short one
+        count = min(trainer.args.train_batch_size, 2 * count)
+
+
+def _shorten(row: dict[str, Any]) -> dict[str, Any]:
+    """A packed row without the documents after its first `SHORT` tokens; a row of one document as it is."""
+    ends = list(itertools.accumulate(row.get("document_lengths", ())))
+    kept = [end for place, end in enumerate(ends) if not place or end <= SHORT]
+    if not kept:
+        return row
+    return {
+        "input_ids": row["input_ids"][: kept[-1]],
+        "loss_mask": row["loss_mask"][: kept[-1]],
+        "document_lengths": row["document_lengths"][: len(kept)],
+    }
 
 
 def _time_optimizer(trainer: HeadsTrainer) -> float:

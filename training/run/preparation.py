@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import yaml
 from transformers import EarlyStoppingCallback, TrainerState, set_seed
@@ -21,7 +22,7 @@ from draftsmith.heads.formats.registry import check_place
 from draftsmith.inference import Target
 from draftsmith.inference.kernels.packed_weights import has_bfloat16
 from draftsmith.inference.targets.files import read_tokenizer
-from draftsmith.inference.targets.model_config import find_length_limit
+from draftsmith.inference.targets.model_config import LengthLimit, find_length_limit
 from draftsmith.training.data.collation import ConversationCollator, count_tokens
 from draftsmith.training.data.options import seed_of_data
 from draftsmith.training.data.packing import pack_rows
@@ -108,7 +109,7 @@ def prepare_run(*parts: Any) -> PreparedRun:
     limit = find_length_limit(models.target.text_config)
     options = replace(options, data=cut_to_limit(options.data, limit, has_warning=is_main_process))
     rows = _load_rows(options, models, checkpoint)
-    meter = _make_meter(options, models, rows)
+    meter = _make_meter(options, models, rows, limit)
     settle_evaluations(args, has_rows=rows.eval_set is not None, has_prompts=meter is not None)
     settings = resolve_arguments(*options.parts())
     description = describe_run(settings, rows.train_set, args.world_size)
@@ -121,8 +122,8 @@ def prepare_run(*parts: Any) -> PreparedRun:
     trainer = _make_trainer(options, models, rows, features, meter, description)
     if options.features.features_endpoint is None:
         check_first_row(models.target, features.source, features.collate, rows.train_set, models.heads.feature_layers)
-    if options.run.time_budget is not None:
-        _fit_time_budget(options.run.time_budget, trainer, features, checkpoint)
+    if options.run.time_budget is not None or (options.run.choose and checkpoint is None):
+        _settle_time(options, trainer, features, checkpoint)
     if is_main_process:  # now, so that an interrupted run has its configuration
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         write_file(Path(args.output_dir) / "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
@@ -135,15 +136,21 @@ def prepare_run(*parts: Any) -> PreparedRun:
     )
 
 
-def _fit_time_budget(budget: str, trainer: HeadsTrainer, features: PreparedFeatures, checkpoint: Path | None) -> None:
-    """Sets the number of steps. A resumed run keeps its own."""
+def _settle_time(
+    options: RunOptions, trainer: HeadsTrainer, features: PreparedFeatures, checkpoint: Path | None
+) -> None:
+    """Measures how long the run will take and says so; a time budget sets its steps. A resumed run keeps its steps."""
     if checkpoint is not None:
         trainer.args.max_steps = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).max_steps
         return
+    if not isinstance(trainer.train_dataset, datasets.Dataset) or options.joint.is_on:
+        return  # a stream, or steps that train the target too
     pace = measure_pace(trainer, features.source)
-    pace = replace(pace, num_steps=pace.fit(parse_seconds(budget)))
-    trainer.args.max_steps = pace.num_steps
-    logger.info(pace.describe())
+    if options.run.time_budget is not None:
+        pace = replace(pace, num_steps=pace.fit(parse_seconds(options.run.time_budget)))
+        trainer.args.max_steps = pace.num_steps
+    for line in pace.describe().splitlines():
+        logger.info(line)
 
 
 def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
@@ -226,10 +233,10 @@ def _load_rows(options: RunOptions, models: _Models, checkpoint: Path | None) ->
     return _Rows(train_set, eval_set, counts, load_processor(options.model.target))
 
 
-def _make_meter(options: RunOptions, models: _Models, rows: _Rows) -> AcceptanceMeter | None:
+def _make_meter(options: RunOptions, models: _Models, rows: _Rows, limit: LengthLimit) -> AcceptanceMeter | None:
     """Measures the acceptance length; None without prompts, and without the whole target, which would decode them."""
     if options.features.features_endpoint is None:
-        prompts = eval_prompts(options.data, rows.eval_set, rows.processor)
+        prompts = eval_prompts(options.data, rows.eval_set, models.tokenizer, limit, rows.processor)
         length = options.data.eval_max_new_tokens
         return AcceptanceMeter(models.target, models.heads, prompts, models.tokenizer, length) if prompts else None
     if rows.eval_set is not None and options.training.process_index == 0:

@@ -112,14 +112,18 @@ def read_prompts(
     split: str = "train",
     max_turns: int | None = None,
     record_format: RecordFormat = AUTO,
+    option: str = "--prompts",
 ) -> list[Conversation]:
     """Returns each conversation of a file, folder or hub id (`Place`) once, with its replies to be written.
+
+    Args:
+        option: the option that gave `name`, for messages.
 
     Raises:
         ValueError: a line that is not a conversation, or has the id of another prompt; names file and line.
     """
     prompts: dict[str, tuple[Conversation, list[dict[str, Any] | Role]]] = {}
-    place = Place.find(str(name), split, option="--prompts")
+    place = Place.find(str(name), split, option=option)
     for where, record in iterate_place(place):
         try:
             parsed = _parse_prompt(record, record_format)
@@ -138,7 +142,7 @@ def read_prompts(
                 "each prompt its own id, or none"
             )
     if not prompts:
-        raise ValueError(f"--prompts {name} has nothing to answer: give conversations with user turns")
+        raise ValueError(f"{option} {name} has nothing to answer: give conversations with user turns")
     return [conversation for conversation, _ in prompts.values()]
 
 

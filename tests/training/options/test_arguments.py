@@ -151,7 +151,7 @@ def test_none_unsets_an_option(tmp_path: Path, word: str) -> None:
     config = write(tmp_path, {"base": "base.yaml", "max_samples": None, "metric_for_best_model": None})
     words = [*REQUIRED, "--config", config]
     assert parse_arguments(words)[2].muon_learning_rate == 0.04
-    flags = ["--muon_learning_rate", word, f"--save_total_limit={word}", "--loss_type", word, "--media_folder", word]
+    flags = ["--muon_learning_rate", word, f"--save_total_limit={word}", "--loss_type", word, "--eval_prompts", word]
     arguments = parse_arguments([*words, *flags, "--optim_target_modules", word])
     _, data, training, *_ = arguments
     assert (data.max_samples, training.max_steps) == (None, 2)

@@ -74,6 +74,14 @@ def test_steps_are_measured_as_they_will_run(train: Runner, monkeypatch: pytest.
     assert all(seen)
 
 
+def test_a_long_row_is_shortened_to_whole_documents() -> None:
+    row = {"input_ids": [*range(700)], "loss_mask": [1] * 700, "document_lengths": [300, 200, 200]}
+    short = pace_module._shorten(row)
+    assert (len(short["input_ids"]), len(short["loss_mask"]), short["document_lengths"]) == (500, 500, [300, 200])
+    assert len(pace_module._shorten(row | {"document_lengths": [600, 100]})["input_ids"]) == 600
+    assert pace_module._shorten({"input_ids": [1], "loss_mask": [1]}) == {"input_ids": [1], "loss_mask": [1]}
+
+
 def test_steps_that_fit(train: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The run ends after them, with its learning rate at the end of its schedule; a resumed run has as many."""
     monkeypatch.setattr(preparation, "measure_pace", lambda *_: Pace(1000, 1000, 60))
@@ -109,4 +117,14 @@ def test_the_numbers() -> None:
         SLOW.fit(60)
     assert [parse_seconds(text) for text in ("90m", "2h", "1.5d", "45s")] == [5400, 7200, 129600, 45]
     assert describe_time(217367) == "60.4 hours (2.5 days)"
-    assert "370 tokens/s: 6,545 steps of 12,288 tokens take about 60.4 hours" in SLOW.describe()
+    words = SLOW.describe()
+    for part in (
+        "370 tokens/s",
+        "80.4 M tokens",
+        "6,545 steps",
+        "60.4 hours",
+        "--time_budget 2h",
+        "2.4 M",
+    ):
+        assert part in words
+    assert "--time_budget" not in Pace(370, 12288, 100).describe()

@@ -26,6 +26,7 @@ from tests.training.runner import (
     WORDS,
     Runner,
     assert_same,
+    interrupt_at_step,
     save_chat_target,
     write_conversations,
 )
@@ -118,6 +119,17 @@ class TestARun:
         assert ("eval_loss" in metrics) == (evaluations > 0)
         assert evaluations == 0 or (calls[-1] == 4 and {"eval_loss", "eval_acceptance_length"} <= metrics.keys())
 
+    def test_acceptance_is_measured_without_held_out_conversations(
+        self, train: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A prompt that the chat template does not write is left out."""
+        prompts = tmp_path / "prompts.jsonl"
+        rejected = '{"turns": ["word1"], "tools": [{"name": "look"}], "id": "p7"}\n'
+        prompts.write_text(rejected + '{"turns": ["word1 word2"]}\n{"turns": ["word5"]}\n')
+        metrics = train(max_steps=1, validation_fraction=0.0, eval_prompts=prompts)
+        assert metrics.keys() == {"eval_acceptance_length"}
+        assert "left out 1 prompts" in caplog.text
+
     def test_continues_from_trained_heads(self, train: Runner, tmp_path: Path) -> None:
         """Weights and draft vocabulary are theirs, though the new conversations would give another one."""
         train(max_steps=2)
@@ -193,6 +205,28 @@ class TestBadInput:
         assert widths == [256]
         assert "max_length is 1000" in caplog.text
         assert yaml.safe_load((train.output_dir / "training_config.yaml").read_text())["max_length"] == 256
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ('{"turns": ["a"]}\n{"turn": ["a"]}', r"prompts\.jsonl, line 2: .*'turn'"),
+            ('{"turns": ["a"]', r"prompts\.jsonl, line 1"),
+            ('{"turns": ["' + "word1 " * 300 + '"]}', r"303 tokens.*\b256\b"),
+            (
+                '{"turns": ["word1"], "tools": [{"name": "look"}], "id": "p7"}',
+                r"prompts\.jsonl: .*p7: .* tools",
+            ),
+            (None, r"eval_prompts .*prompts\.jsonl"),
+        ],
+    )
+    def test_prompts_are_checked_before_training(
+        self, train: Runner, content: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        interrupt_at_step(0, monkeypatch)
+        if content is not None:
+            (tmp_path / "prompts.jsonl").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            train(eval_prompts=tmp_path / "prompts.jsonl")
 
     @pytest.mark.parametrize("options", [{"torch_compile": True}, {"torch_compile_mode": "default"}])
     def test_compiling_is_refused(self, train: Runner, options: dict[str, Any]) -> None:
