@@ -42,8 +42,8 @@ class DataArguments:
     )
     columns: list[str] = option(
         default_factory=list,
-        help="The columns to read: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, system=, "
-        "tools=); none = find them. In YAML: a mapping.",
+        help="The columns to read: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, history=, "
+        "system=, tools=); none = find them. In YAML: a mapping.",
     )
     media_folder: str | None = option(
         default=None, help="Where relative paths of images begin; none = in the folder of the file that names them."
