@@ -89,6 +89,7 @@ class Runner:
             "bf16": False,
             "use_cpu": True,
             "disable_tqdm": True,
+            "report": False,
         }
 
     def arguments(self, **options: Any) -> list[str]:

@@ -47,6 +47,7 @@ class RunArguments:
         help="Train for at most this long, such as 90m, 2h or 1d: a measurement of the speed sets the number of steps. "
         "none = as long as the steps or epochs take.",
     )
+    report: bool = option(default=True, help="Write report.html at the end: curves, acceptance by depth, examples.")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 
 import datasets
 import torch
-from torch import Tensor
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
@@ -16,14 +15,11 @@ from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, GenerationStats, Target
 from draftsmith.inference.request.model_settings import find_model_settings
 from draftsmith.inference.targets.model_config import LengthLimit
-from draftsmith.inference.targets.multimodal import take_media
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.images.processor import read_images
+from draftsmith.training.reporting.examples import Prompt, decode_prompt
 from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
-
-# A prompt's token ids [1, L] as `input_ids`, and a processor's inputs for its images.
-Prompt = dict[str, Tensor]
 
 
 def eval_prompts(
@@ -82,22 +78,16 @@ class AcceptanceMeter:
         return find_model_settings(self.target.model.generation_config, {"do_sample": False})
 
     def __call__(self) -> dict[str, float]:
-        # A tree that does not follow the clock: lengths can be compared, and all processes run the same passes.
-        tree = "chain" if self.heads.drafts_chains_only else "dynamic"
-        decoder = Decoder(self.target, whole_heads(self.heads), tree=tree)
+        decoder = Decoder(self.target, whole_heads(self.heads), tree=steady_tree(self.heads))
         stats = GenerationStats()
         for prompt in self.prompts:
-            input_ids = prompt["input_ids"].to(self.target.device)
-            media: dict[str, Any] = take_media(self.target, {k: v for k, v in prompt.items() if k != "input_ids"})
-            stats += decoder.generate(
-                input_ids,
-                torch.ones_like(input_ids),
-                **media,
-                do_sample=False,
-                tokenizer=self.tokenizer,  # finds stop strings of the generation config
-                max_new_tokens=self.max_new_tokens,
-            ).stats
+            stats += decode_prompt(decoder, prompt, self.tokenizer, max_new_tokens=self.max_new_tokens)
         return {"acceptance_length": stats.acceptance_length}
+
+
+def steady_tree(heads: DraftHeads) -> str:
+    """A tree that does not follow the clock: lengths can be compared, and all processes run the same passes."""
+    return "chain" if heads.drafts_chains_only else "dynamic"
 
 
 def settle_evaluations(args: Any, *, has_rows: bool, has_prompts: bool) -> None:

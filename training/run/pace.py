@@ -26,6 +26,25 @@ SHORT = 512
 USED_SHARE = 0.9
 FEWEST_STEPS = 20  # fewer than these learn nothing
 LONG = 2 * 3600.0  # then `describe` says what to do
+# Least and most acceptance length of a chain of CHAIN at T = 0, of EAGLE-3 and MTP heads on small targets that learned
+# from fewer tokens than the first number: docs/choosing-heads.md.
+CHAIN = 4
+EXPECTED = ((1.5e6, 1.0, 1.5), (3e6, 1.5, 1.9), (12e6, 1.9, 2.3), (math.inf, 2.3, math.inf))
+
+
+def describe_expected(tokens: float, length: float | None = None) -> str:
+    """What to expect from heads after so many tokens, and whether an acceptance length is as good.
+
+    >>> describe_expected(2e6, 1.4).partition(";")[0]
+    'a chain of 4 gives 1.40, less than usual'
+    """
+    _, least, most = next(bounds for bounds in EXPECTED if tokens < bounds[0])
+    usual = f"below {most}" if least == 1 else f"above {least}" if most == math.inf else f"{least} to {most}"
+    usual = f"after as many tokens EAGLE-3 and MTP heads had {usual} on small targets (docs/choosing-heads.md)"
+    if length is None:
+        return f"acceptance length of chains of {CHAIN}: {usual}"
+    verdict = "less than usual" if length < least else "more than usual" if length > most else "as usual"
+    return f"a chain of {CHAIN} gives {length:.2f}, {verdict}; {usual}"
 
 
 @dataclass(frozen=True)
@@ -63,11 +82,12 @@ class Pace:
         return min(steps, self.num_steps)
 
     def describe(self) -> str:
-        """What the run costs; for a long run also what to do."""
+        """What the run costs and what to expect from it; for a long run also what to do."""
         tokens = self.num_steps * self.tokens_per_step
         lines = [
             f"measured {self.tokens_per_second:,.0f} tokens/s: {tokens / 1e6:,.3g} M tokens ({self.num_steps:,} steps) "
             f"take about {describe_time(self.seconds)}, without evaluations",
+            describe_expected(tokens),
         ]
         if self.seconds > LONG:
             fitting = USED_SHARE * LONG * self.tokens_per_second

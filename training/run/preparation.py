@@ -26,6 +26,7 @@ from draftsmith.inference.targets.model_config import LengthLimit, find_length_l
 from draftsmith.training.data.collation import ConversationCollator, count_tokens
 from draftsmith.training.data.options import seed_of_data
 from draftsmith.training.data.packing import pack_rows
+from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.data.streaming import ConversationStream
 from draftsmith.training.data.training_sets import cut_to_limit, load_datasets
 from draftsmith.training.distributed.waiting import one_process_first
@@ -46,7 +47,7 @@ from draftsmith.training.run.checkpoints import write_file
 from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts, settle_evaluations
 from draftsmith.training.run.joint_model import JointModel, adapt_target
 from draftsmith.training.run.joint_trainer import JointTrainer
-from draftsmith.training.run.outcome import PreparedRun
+from draftsmith.training.run.outcome import USUAL_TOKENS, PreparedRun
 from draftsmith.training.run.pace import measure_pace
 from draftsmith.training.run.resume import check_same_run, describe_run, find_checkpoint
 from draftsmith.training.run.trainer import HeadsTrainer
@@ -122,6 +123,8 @@ def prepare_run(*parts: Any) -> PreparedRun:
     trainer = _make_trainer(options, models, rows, features, meter, description)
     if options.features.features_endpoint is None:
         check_first_row(models.target, features.source, features.collate, rows.train_set, models.heads.feature_layers)
+    if is_new:
+        _announce_few_tokens(trainer, options.model.target)
     if options.run.time_budget is not None or (options.run.choose and checkpoint is None):
         _settle_time(options, trainer, features, checkpoint)
     if is_main_process:  # now, so that an interrupted run has its configuration
@@ -131,9 +134,28 @@ def prepare_run(*parts: Any) -> PreparedRun:
         trainer,
         Path(args.output_dir),
         checkpoint,
+        models.tokenizer,
         settings,
         rows.counts,
+        wants_report=options.run.report,
     )
+
+
+def _announce_few_tokens(trainer: HeadsTrainer, target: str) -> None:
+    """Says at the start that a run is too short for heads to learn much."""
+    args, rows = trainer.args, trainer.train_dataset
+    if not isinstance(rows, datasets.Dataset):
+        return  # a stream, whose length is not known
+    tokens = sum(row_lengths(rows)) * args.num_train_epochs
+    if args.max_steps > 0:
+        per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        tokens = args.max_steps * per_step * sum(row_lengths(rows)) / len(rows)
+    if tokens < USUAL_TOKENS:
+        logger.info(
+            "this run reads %s tokens, and %.0f million are usual: raise the steps or epochs, or let the target write "
+            "more conversations (draftsmith data --target %s)",
+            *(f"{tokens:,.0f}", USUAL_TOKENS / 1e6, target),
+        )
 
 
 def _settle_time(

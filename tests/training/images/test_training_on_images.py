@@ -92,7 +92,7 @@ def run_on_squares(folder: Path, tmp_path: Path, **options: Any) -> dict[str, fl
 @pytest.mark.parametrize("family", slow_but({"llava", "qwen2_5_vl"}, FAMILIES), indirect=True)
 def test_heads_train_and_draft_behind_an_image(family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
     folder, processor = seeing
-    metrics = run_on_squares(folder, tmp_path, do_eval=True, eval_strategy="epoch")
+    metrics = run_on_squares(folder, tmp_path, report=family == "llava", do_eval=True, eval_strategy="epoch")
     assert metrics["eval_acceptance_length"] >= 1
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": WORDS[7]}]}]
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -103,6 +103,8 @@ def test_heads_train_and_draft_behind_an_image(family: str, seeing: tuple[Path, 
     options = {"max_new_tokens": 20, "do_sample": False}
     output = generate(target, heads, **inputs, **options)
     assert torch.equal(output.sequences, generate(target, None, **inputs, **options).sequences)
+    if family == "llava":
+        assert "<image>" in (tmp_path / "heads" / "report.html").read_text().replace("&lt;", "<").replace("&gt;", ">")
 
 
 @pytest.mark.ci

@@ -123,6 +123,7 @@ def test_the_numbers() -> None:
         "80.4 M tokens",
         "6,545 steps",
         "60.4 hours",
+        "above 2.3",
         "--time_budget 2h",
         "2.4 M",
     ):

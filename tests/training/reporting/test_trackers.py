@@ -31,7 +31,7 @@ def finished(target_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
         patch.setenv("TENSORBOARD_LOGGING_DIR", str(folder / "events"))
         patch.setenv("MLFLOW_TRACKING_URI", (folder / "mlflow").as_uri())
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # newer releases keep it in maintenance only
-        runner(report_to=trackers, eval_strategy="steps", eval_steps=4, max_steps=4)
+        runner(report_to=trackers, report=True, eval_strategy="steps", eval_steps=4, max_steps=4)
         if "wandb" in trackers:
             import wandb
 
@@ -51,7 +51,7 @@ def test_tensorboard_has_losses_and_acceptance(finished: Runner) -> None:
     assert measured.value == pytest.approx(metrics["eval_acceptance_length"])
 
 
-def test_wandb_has_losses_and_acceptance(finished: Runner) -> None:
+def test_wandb_has_losses_acceptance_and_examples(finished: Runner) -> None:
     pytest.importorskip("wandb", reason="needs the `wandb` extra")
     (file,) = finished.output_dir.parent.glob("wandb/offline-run-*/run-*.wandb")
     history = read_history(file)
@@ -60,6 +60,10 @@ def test_wandb_has_losses_and_acceptance(finished: Runner) -> None:
     assert history["eval/acceptance_length"] == [pytest.approx(metrics["eval_acceptance_length"])]
     assert len(history["train/loss"]) == 4
     assert all(map(math.isfinite, history["train/loss"]))
+    table = json.loads((file.parent / "files" / history["examples/path"][0]).read_text())
+    assert table["columns"] == ["prompt", "reply", "acceptance length"]
+    assert len(table["data"]) == 2
+    assert all("<|user|>" in prompt and reply and length >= 1 for prompt, reply, length in table["data"])
 
 
 def test_mlflow_has_losses_and_acceptance(finished: Runner) -> None:

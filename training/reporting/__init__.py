@@ -1,0 +1,1 @@
+"""A run's report and model card, from plain data."""

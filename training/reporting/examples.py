@@ -1,0 +1,83 @@
+"""Held-out prompts decoded with the trained heads, with the tokens that were drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Decoder, GenerationStats, Target
+from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
+from draftsmith.inference.targets.multimodal import take_media
+from draftsmith.training.distributed.whole_heads import whole_heads
+
+# A prompt's token ids [1, L] as `input_ids`, and a processor's inputs for its images.
+Prompt = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of adjacent tokens that were all drafted and accepted, or that all came from the target."""
+
+    text: str
+    is_drafted: bool
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and its greedy reply."""
+
+    prompt: str
+    pieces: list[Piece]
+    acceptance_length: float
+
+
+def decode_examples(
+    target: Target, heads: DraftHeads, prompts: Sequence[Prompt], tokenizer: Any, *, max_new_tokens: int
+) -> tuple[list[Example], GenerationStats]:
+    """Decodes prompts greedily; returns the examples and the statistics of all of them. Collective."""
+    decoder = Decoder(target, whole_heads(heads), tree="chain" if heads.drafts_chains_only else "dynamic")
+    examples, total = [], GenerationStats()
+    for prompt in prompts:
+        collector = _Collector(tokenizer)
+        stats = decode_prompt(decoder, prompt, tokenizer, max_new_tokens=max_new_tokens, on_step=collector)
+        text = str(tokenizer.decode(prompt["input_ids"][0], skip_special_tokens=False))
+        examples.append(Example(text, collector.finish(), stats.acceptance_length))
+        total += stats
+    return examples, total
+
+
+def decode_prompt(decoder: Decoder, prompt: Prompt, tokenizer: Any, **options: Any) -> GenerationStats:
+    """Decodes a prompt greedily; returns the statistics. The tokenizer finds stop strings of the generation config."""
+    input_ids = prompt["input_ids"].to(decoder.target.device)
+    media: dict[str, Any] = take_media(
+        decoder.target, {name: value for name, value in prompt.items() if name != "input_ids"}
+    )
+    options |= {"do_sample": False, "tokenizer": tokenizer}
+    return decoder.generate(input_ids, torch.ones_like(input_ids), **media, **options).stats
+
+
+class _Collector:
+    """An `on_step` callback that keeps the pieces of a reply."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.pieces: list[Piece] = []
+        self._detokenizer = IncrementalDetokenizer(tokenizer)
+
+    def __call__(self, token_ids: list[int], num_drafted: int) -> None:
+        for index, token_id in enumerate(token_ids):
+            self._add(self._detokenizer.add(token_id), is_drafted=index < num_drafted)
+
+    def finish(self) -> list[Piece]:
+        self._add(self._detokenizer.flush(), is_drafted=False)
+        return self.pieces
+
+    def _add(self, text: str, *, is_drafted: bool) -> None:
+        if text and self.pieces and self.pieces[-1].is_drafted == is_drafted:
+            self.pieces[-1] = Piece(self.pieces[-1].text + text, is_drafted)
+        elif text:
+            self.pieces.append(Piece(text, is_drafted))
