@@ -32,7 +32,7 @@ from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.options.one_line_errors import one_line_errors
 
 GROUPS = {
-    "data": "config target dataset columns dataset_weights max_length max_samples",
+    "data": "config target dataset columns max_length max_samples",
     "output": "num_rows json",
 }
 

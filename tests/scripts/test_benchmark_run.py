@@ -15,11 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from draftsmith.heads import create_heads
 from draftsmith.scripts import benchmark
 from draftsmith.scripts.benchmark import BenchmarkArguments
-from draftsmith.scripts.measuring.batches import MARK
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
 from tests.tiny_targets import tiny_target
-
-pytestmark = pytest.mark.usefixtures("known_hardware")
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +42,10 @@ def test_a_run_over_batch_sizes(
     # Sampled text has no contender at batch size 1, so the reference is decoded.
     sizes, trees = ([2], ["chain:1"]) if temperature else ([1, 2], ["chain:1", "dynamic:2,2,4"])
     penalty = 1.3 if temperature else 1.0
-    names = ("json",) if temperature else ("json", "plot", "markdown")
+    names = ("json",) if temperature else ("json", "markdown")
     files = {name: str(tmp_path / "out" / f"report.{name}") for name in names}
     _, printed = decode_all(
-        target=[small_chat],
+        target=small_chat,
         prompts=[str(prompts)],
         heads=[str(heads_path)],
         temperature=[temperature],
@@ -67,11 +64,9 @@ def test_a_run_over_batch_sizes(
             "float32", 3, temperature,
         )  # fmt: skip
         assert environment["repetition_penalty"] == penalty
-        assert (environment["bandwidth_gb_s"], environment["matmul_gflop_s"]) == (10.0, 100.0)
         assert environment["cpu"]
         rows = {row["name"] + row["tree"]: row for row in report["rows"]}
         assert {TRANSFORMERS, PLAIN, "n-gram drafterchain:1", *(f"untrained{tree}" for tree in trees)} <= rows.keys()
-        assert ("untrained, uncoupledchain:1" in rows) == (temperature > 0)
         problem = rows["transformers prompt look-up"]["problem"]
         if size > 1:
             assert problem == f"transformers speculates only for single rows, and the batch has {size}"
@@ -81,7 +76,6 @@ def test_a_run_over_batch_sizes(
             is_compared = temperature == 0 or is_ours
             assert (row["num_identical"], row["num_compared"]) == ((num_rows,) * 2 if is_compared else (None, 0)), name
             assert row["host_syncs_per_step"] == (1.0 if is_ours else None)
-            assert (row["roofline_share"] is not None) == is_ours
             assert not is_ours or 1 <= row["rows_per_step"] <= size
             assert row["num_new_tokens"] <= 4 * num_rows
             assert min(row["tokens_per_second"], row["over_transformers"], row["warm_up_seconds"]) > 0
@@ -92,18 +86,13 @@ def test_a_run_over_batch_sizes(
     if temperature:
         return
     page = Path(files["markdown"]).read_text()
-    columns = ("× generate", "× fastest plain", "overhead", "of the roofline")
-    told = ("batches of 1, 2**", "untrained, fastest tree by batch size: ", MARK, "| untrained, chain:1 |")
-    for text in (*(f"| {column} |" for column in columns), *told):
-        assert text in page
-    pictures = {file.name for file in (tmp_path / "out").iterdir()} - {"report.json", "report.markdown"}
-    assert pictures == {"report-1.plot", "report-2.plot", "report-batches.plot"}
-    assert (tmp_path / "out" / "report-batches.plot").read_bytes().startswith(b"\x89PNG")
+    for text in ("× generate", "× fastest plain", "overhead", "untrained, chain:1"):
+        assert f"| {text} |" in page
 
 
 def test_batches_of_all_sizes_have_the_same_prompts(small_chat: str, prompts: Path) -> None:
     reports, _ = decode_all(
-        target=[small_chat], prompts=[str(prompts)], minutes=1e-6, batch_size=[1, 2], max_new_tokens=4, repeats=1
+        target=small_chat, prompts=[str(prompts)], minutes=1e-6, batch_size=[1, 2], max_new_tokens=4, repeats=1
     )
     assert [report["environment"]["num_prompts"] for report in reports] == [1, 1]
 
@@ -111,7 +100,7 @@ def test_batches_of_all_sizes_have_the_same_prompts(small_chat: str, prompts: Pa
 def test_other_drafters_are_measured_beside_heads(small_chat: str, heads_path: Path, prompts: Path) -> None:
     """Their texts are the target's."""
     (report,), _ = decode_all(
-        target=[small_chat],
+        target=small_chat,
         prompts=[str(prompts)],
         heads=[str(heads_path)],
         drafter_model=small_chat,
@@ -128,23 +117,18 @@ def test_other_drafters_are_measured_beside_heads(small_chat: str, heads_path: P
 
 @pytest.mark.slow
 def test_a_matrix_is_one_report_for_each_combination(
-    small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    """Two targets, two files, two temperatures; the heads fit the first target only, and no assistant fits both."""
+    """Two files, two temperatures; the assistant does not fit."""
     other = tmp_path / "other"
     tokenizer = AutoTokenizer.from_pretrained(small_chat)
-    # Prompt look-up of older transformers needs an EOS token.
-    eos = tokenizer.eos_token_id
-    tiny_target("llama", vocab_size=len(tokenizer) + 8, initializer_range=0.02, eos_token_id=eos).save_pretrained(other)
+    tiny_target("llama", vocab_size=len(tokenizer) + 8).save_pretrained(other)
     tokenizer.save_pretrained(other)
     more = tmp_path / "more.jsonl"
     more.write_text(json.dumps({"id": "sea", "turns": ["The sea"]}) + "\n")
-    files = {"json": str(tmp_path / "report.json"), "plot": str(tmp_path / "plot.png")}
-    plots: list[str] = []
-    monkeypatch.setattr(benchmark, "draw_plot", lambda path, rows, title: plots.append(path.name))
-    targets, paths, temperatures = [small_chat, str(other)], [str(prompts), str(more)], [0.0, 0.7]
+    file, paths, temperatures = tmp_path / "report.json", [str(prompts), str(more)], [0.0, 0.7]
     reports, _ = decode_all(
-        target=targets,
+        target=small_chat,
         prompts=paths,
         temperature=temperatures,
         heads=[str(heads_path)],
@@ -153,29 +137,24 @@ def test_a_matrix_is_one_report_for_each_combination(
         num_prompts=1,
         tree=["chain:1"],
         repeats=1,
-        **files,
+        json=str(file),
     )
-    assert json.loads(Path(files["json"]).read_text()) == {"reports": json.loads(json.dumps(reports))}
-    keys = [tuple(report["environment"][key] for key in ("target", "prompts", "temperature")) for report in reports]
-    assert keys == [(target, path, value) for target in targets for path in paths for value in temperatures]
+    assert json.loads(file.read_text()) == {"reports": json.loads(json.dumps(reports))}
+    keys = [tuple(report["environment"][key] for key in ("prompts", "temperature")) for report in reports]
+    assert keys == [(path, value) for path in paths for value in temperatures]
     for report in reports:
         problems = {row["name"]: row["problem"] for row in report["rows"] if row["problem"]}
-        if report["environment"]["target"] == targets[0]:
-            assert list(problems) == ["transformers assisted"]
-            assert f"the assistant one of {len(tokenizer) + 8}" in problems["transformers assisted"]
-        else:
-            assert list(problems) == ["untrained"]
-            assert "were made for a target with hidden size" in problems["untrained"]
-    assert plots == [f"plot-{n}.png" for n in range(1, 9)]
+        assert list(problems) == ["transformers assisted"]
+        assert f"the assistant one of {len(tokenizer) + 8}" in problems["transformers assisted"]
 
 
-def test_heads_for_another_target_than_the_only_one_are_an_error(
+def test_heads_for_another_target_are_an_error(
     small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path
 ) -> None:
     tiny_target("llama").save_pretrained(tmp_path / "other")
     AutoTokenizer.from_pretrained(small_chat).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="these medusa heads were made for a target with hidden size"):
-        decode_all(target=[str(tmp_path / "other")], prompts=[str(prompts)], heads=[str(heads_path)])
+        decode_all(target=str(tmp_path / "other"), prompts=[str(prompts)], heads=[str(heads_path)])
 
 
 @pytest.mark.parametrize(
@@ -186,7 +165,6 @@ def test_heads_for_another_target_than_the_only_one_are_an_error(
         (["--temperature", "1", "1.0"], "--temperature 1.0 1.0"),
         (["--acceptance", "rejection"], "--acceptance rejection"),
         (["--acceptance", "exakt", "--temperature", "1"], "acceptance.*'exakt'.*exact, rejection"),
-        (["--target", "a", "a"], "--target a a"),
         (["--batch_size", "0", "2"], "--batch_size 0 2"),
         (["--repetition_penalty", "0"], "--repetition_penalty 0.0"),
         (["--batch_size", "2", "2"], "--batch_size 2 2"),

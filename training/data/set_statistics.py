@@ -109,7 +109,6 @@ def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> Meas
         tokenizer,
         max_length=data_args.max_length,
         num_proc=data_args.num_proc,
-        train_on_thinking=data_args.train_on_thinking,
         skip_bad_lines=True,
     )
     unusable, notes, used = count_problems(rows)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads import DraftHeads
-from draftsmith.training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors
+from draftsmith.training.features.store import FeatureStore, TargetIdentity, name_tensors
 
 
 def check_same_target(folder: Path, stored: TargetIdentity, found: TargetIdentity) -> None:
@@ -45,17 +45,8 @@ def iterate_ids(rows: datasets.Dataset) -> Iterator[Tensor]:
         yield from ids.split(column.value_lengths().to_pylist())
 
 
-def check_can_fill(store: FeatureStore, wanted: StoreSettings) -> None:
-    """Raises ValueError when a hybrid run would add other tensors than those in the store."""
-    if store.settings.tensors != wanted.tensors:
-        raise ValueError(
-            f"{store.folder} holds {', '.join(store.settings.tensors)}, and this run would add "
-            f"{', '.join(wanted.tensors)}: fill another folder, or train with --feature_mode offline"
-        )
-
-
 def check_complete(store: FeatureStore, heads: DraftHeads, rows: Mapping[str, Any], hint: str = "") -> None:
-    """Raises ValueError when an offline run needs tensors, shards or texts that the store lacks.
+    """Raises ValueError when a run needs tensors, shards or texts that the store lacks.
 
     Args:
         rows: by purpose; the texts of a stream cannot be checked before they are read.
@@ -69,7 +60,7 @@ def check_complete(store: FeatureStore, heads: DraftHeads, rows: Mapping[str, An
             f"{', '.join(wanted)}: extract again with --head_type {kind} to store {', '.join(lacking)}"
         )
     planned = settings.num_shards
-    if planned is not None and store.num_finished < planned:
+    if store.num_finished < planned:
         raise ValueError(
             f"{store.folder} is not finished: it has {store.num_finished} of {planned} shards. Run the same "
             "draftsmith features command again to write the others"
@@ -79,6 +70,5 @@ def check_complete(store: FeatureStore, heads: DraftHeads, rows: Mapping[str, An
         if missing := sum(not store.has(ids) for ids in known):
             raise ValueError(
                 f"{store.folder} lacks {missing} of the {len(part)} {purpose} texts of this run: train with the data, "
-                "the max_length and the chat template of the extraction, extract again, or add the texts with "
-                f"--feature_mode hybrid{hint}"
+                f"the max_length and the chat template of the extraction, or extract again{hint}"
             )

@@ -37,14 +37,14 @@ class JointOutput:
     """The losses of a batch: the minimised sum, and the heads' loss by depth.
 
     Attributes:
-        target_sum: the target's loss summed over the P predicted positions, detached; None while only heads train.
+        target_sum: the target's loss summed over the P predicted positions, detached.
         target_count: P.
     """
 
     loss: Tensor
     heads: LossOutput
-    target_sum: Tensor | None = None
-    target_count: Tensor | None = None
+    target_sum: Tensor
+    target_count: Tensor
 
 
 class JointModel(nn.Module):
@@ -110,25 +110,15 @@ class JointModel(nn.Module):
         self,
         batch: Mapping[str, Tensor],
         draft: Callable[[TargetStates], LossOutput],
-        *,
-        trains_target: bool,
         count: Tensor | None = None,
     ) -> JointOutput:
         """The losses of one batch.
 
         Args:
             draft: the heads' loss on the target's states; it runs `self.heads`.
-            trains_target: False = only the heads train.
             count: the positions over which the target's loss is the mean, where the batch is a part of a larger one;
                 None = those of the batch.
         """
-        if not trains_target:
-            with torch.no_grad():
-                states = self._features(batch)
-            output = draft(states)
-            # Zero, but a function of the adapters: DDP waits for every parameter's gradient.
-            zero = torch.stack([0.0 * parameter.float().sum() for parameter in self.adapters]).sum()
-            return JointOutput(self.args.loss_weight * output.loss + zero, output)
         reference = None
         if self.args.target_loss == "self_distillation":
             with torch.no_grad(), self.target.model.disable_adapter():

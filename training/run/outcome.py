@@ -32,9 +32,7 @@ from draftsmith.training.run.checkpoints import read_run_file, write_file
 from draftsmith.training.run.evaluation import AcceptanceMeter, steady_tree
 from draftsmith.training.run.pace import CHAIN, describe_expected
 from draftsmith.training.run.resume import find_newest, is_finished
-from draftsmith.training.run.stopping import explain_full_disk
 from draftsmith.training.run.trainer import HeadsTrainer
-from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
 logger = logging.getLogger(__name__)
 USUAL_TOKENS = 3e6  # that heads learn from: docs/choosing-heads.md
@@ -49,7 +47,6 @@ class PreparedRun:
     Attributes:
         checkpoint: the run goes on from here; None = from the beginning.
         counts: dropped conversations by reason, and turns that are not learned; empty for a stream.
-        makes_folder: `output_dir` did not exist before the run.
     """
 
     trainer: HeadsTrainer
@@ -59,22 +56,20 @@ class PreparedRun:
     settings: dict[str, Any]
     counts: Mapping[str, int]
     wants_report: bool = True
-    makes_folder: bool = True
 
     def finish(self) -> dict[str, float]:
         """Trains, saves the heads, the record and the report, and returns the final metrics."""
         trainer = self.trainer
         seconds = self._train()
         metrics = self._measure()
-        with explain_full_disk(trainer, "the trained heads"):
-            trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
+        trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
         record = {**make_record(trainer, metrics, seconds), "data": dict(self.counts)}
         if isinstance(trainer.measure_acceptance, AcceptanceMeter):
             record |= measure_drafting(trainer.measure_acceptance)
         if trainer.args.process_index == 0:
             # transformers' pickle of the options, which training_config.yaml holds as text
             (self.output_dir / "training_args.bin").unlink(missing_ok=True)
-            write_text(trainer, "training_record.json", json.dumps(record, indent=2) + "\n")
+            write_file(self.output_dir / "training_record.json", json.dumps(record, indent=2) + "\n")
         write_pages(trainer, self.tokenizer, self.settings, record, wants_report=self.wants_report)
         if trainer.args.push_to_hub:
             trainer.push_to_hub()
@@ -130,10 +125,9 @@ def written_command(arguments: Sequence[str]) -> str:
 
 def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
     """`training_record.json`: command, cost of the training, processes, versions, metrics; and what the target's
-    generation config adds to the greedy decoding that measures the acceptance length, and to on-policy replies."""
+    generation config adds to the greedy decoding that measures the acceptance length."""
     meter = trainer.measure_acceptance
     settings = meter.find_model_settings() if isinstance(meter, AcceptanceMeter) else {}
-    writer = next((one for one in trainer.callback_handler.callbacks if isinstance(one, WriteReplies)), None)
     state, processes = trainer.state, trainer.accelerator.state
     distributed = {"distributed_type": processes.distributed_type.value, "num_processes": processes.num_processes}
     if processes.distributed_type == DistributedType.DEEPSPEED:
@@ -146,23 +140,17 @@ def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float
             "steps": state.global_step,
             "tokens": state.num_input_tokens_seen,
             "epochs": round(state.epoch or 0, 2),
+            "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if torch.cuda.is_available() else None,
         },
         "distributed": {
             **distributed,
             "target_parameters_per_process": count_held(trainer.target.model),
         },
         "generation_config": settings,
-        **({"on_policy_generation_config": writer.model_settings} if writer else {}),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "platform": platform.platform(),
         "metrics": metrics,
     }
-
-
-def write_text(trainer: HeadsTrainer, name: str, text: str) -> None:
-    """Writes a file into the output folder; a full disk is a clear error."""
-    with explain_full_disk(trainer, name):
-        write_file(Path(str(trainer.args.output_dir)) / name, text)
 
 
 def write_pages(
@@ -221,8 +209,6 @@ def _render_report(
         if trainer.args.process_index == 0:
             send_examples(examples, trainer.args.report_to)
     rows: Any = trainer.train_dataset
-    if isinstance(rows, OnPolicyRows):
-        rows = rows.rows
     shown = ("acceptance_length", "loss", "top1_depth1")
     metrics = {name: record["metrics"].get(f"eval_{name}") for name in shown}
     best = trainer.state.best_model_checkpoint

@@ -137,7 +137,7 @@ def test_a_text_that_ends_with_a_closing_mark_is_learned(text: str, tokenizer: A
     messages = [USER, {"role": "assistant", "content": text}]
     for template in (CHATML.jinja, MARKED_TEMPLATE):
         tokenizer.chat_template = template
-        assert learned_text(messages, tokenizer, train_on_thinking=False) == [f"{text}<|im_end|>"]
+        assert learned_text(messages, tokenizer) == [f"{text}<|im_end|>"]
 
 
 THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "Hm"}
@@ -168,15 +168,6 @@ def test_replies_without_text_are_context(name: str, tokenizer: Any) -> None:
         assert len(texts) == 1 + is_learned
         assert sum("." in text for text in texts) == 1  # of GOOD, whose first token may begin in the header
         assert not any(text.strip() == "<|im_end|>" for text in texts)
-
-
-def test_thoughts_alone_are_context_where_thoughts_are_not_learned(tokenizer: Any) -> None:
-    for template, thought in ((THINKING, THOUGHT), (CHATML, {"role": "assistant", "content": "<think>Hm</think>"})):
-        tokenizer.chat_template = template.jinja
-        row = tokenize({"messages": [USER, thought]}, tokenizer, train_on_thinking=False)
-        assert row["problem"] == f"nothing to learn: {EMPTY}"
-    tokenizer.chat_template = THINKING.jinja
-    assert learned_text([USER, THOUGHT], tokenizer) == ["<think>\nHm\n</think>\n\n<|im_end|>"]
 
 
 @pytest.mark.parametrize("template", [CHATML.jinja, MARKED_TEMPLATE])

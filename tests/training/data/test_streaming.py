@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
 
 from draftsmith.training.data import records
 from draftsmith.training.data.conversations import BadLineError, Place, iterate_place
@@ -68,8 +67,7 @@ def test_readers_share_an_epoch_without_overlap(files: list[str], word_tokenizer
 
 
 def test_fewer_rows_than_readers_are_named(tmp_path: Path, word_tokenizer: Any) -> None:
-    """In a repository, which `datasets` would give to the first reader; also where a mixture's other set has enough:
-    epochs of this reader would never have the small one."""
+    """In a repository, which `datasets` would give to the first reader."""
     rows = [{"prompt": "word50", "response": word} for word in WORDS[:NUM_ROWS]]
     small, large = tmp_path / "small", tmp_path / "large"
     for folder, part in ((small, rows[:2]), (large, rows)):
@@ -77,22 +75,14 @@ def test_fewer_rows_than_readers_are_named(tmp_path: Path, word_tokenizer: Any) 
         (folder / "README.md").write_text("---\n{}\n---\n")
         write(folder / "train.jsonl", part)
     options: dict[str, Any] = {"validation_fraction": 0, "num_processes": 3}
-    mixed = {"dataset_weights": [1, 1]}
-    for sets, more in (
-        ([small], {}),
-        ([small, large], mixed),
-        ([small, large], {**mixed, "stopping_strategy": "all_exhausted"}),
-    ):
-        streams = [make_stream([*map(str, sets)], word_tokenizer, **options, **more, rank=rank) for rank in range(3)]
-        given = [rank for rank in range(3) if next(iterate_place(Place.find(str(small)), share=Share(rank, 3)), None)]
-        assert len(given) == 2
-        for rank in given:
-            assert len(list(islice(streams[rank], 40))) == 40
-        (without,) = {0, 1, 2} - {*given}
-        with pytest.raises(
-            NoConversationError, match=r"no conversation of .*small.*, one of 3 processes; there are fewer"
-        ):
-            list(islice(streams[without], 40))
+    streams = [make_stream([str(small)], word_tokenizer, **options, rank=rank) for rank in range(3)]
+    given = [rank for rank in range(3) if next(iterate_place(Place.find(str(small)), share=Share(rank, 3)), None)]
+    assert len(given) == 2
+    for rank in given:
+        assert len(list(islice(streams[rank], 40))) == 40
+    (without,) = {0, 1, 2} - {*given}
+    with pytest.raises(NoConversationError, match=r"no conversation of .*small.*, one of 3 processes; there are fewer"):
+        list(islice(streams[without], 40))
     one_after_the_other = make_stream([str(small), str(large)], word_tokenizer, **options, rank=without)
     assert len(list(islice(one_after_the_other, 20))) == 20
 
@@ -147,20 +137,6 @@ def test_what_is_held_out_goes_by_the_hash_of_the_conversation(files: list[str],
         DataArguments(dataset=files[:1], eval_dataset=files[1:], streaming=True), word_tokenizer, seed=0
     )
     assert replies(given, word_tokenizer) == WORDS[20:30]
-
-
-def test_weights_mix_streams(files: list[str], word_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    options = {"dataset_weights": [1, 3], "validation_fraction": 0}
-    said = replies(islice(make_stream(files, word_tokenizer, **options), 800), word_tokenizer)
-    share = sum(word in WORDS[20:30] for word in said) / len(said)
-    assert 0.7 < share < 0.8
-    stream = make_stream(files, word_tokenizer, **options, stopping_strategy="all_exhausted")
-    said = replies(islice(stream, 800), word_tokenizer)
-    assert set(said) == set(WORDS[:NUM_ROWS])
-    assert 0.7 < sum(word in WORDS[20:30] for word in said) / len(said) < 0.8
-    assert not caplog.records
-    make_stream(files, word_tokenizer)
-    assert "to mix them give dataset_weights" in caplog.text
 
 
 def test_reading_is_lazy_and_bad_lines_are_named(
@@ -237,21 +213,6 @@ class TestRuns:
         for option, value in (("dataloader_num_workers", 2), ("eval_dataset", train.defaults["dataset"])):
             with pytest.raises(ValueError, match=option):
                 train(**self.STREAMED, resume_from_checkpoint=True, **{option: value})
-        file = Path(train.defaults["dataset"])
-        file.write_text(file.read_text().replace("word7 ", "word8 "))
-        with pytest.raises(ValueError, match=rf"training data \['{file.name}: \d+ bytes, .*\(now \['{file.name}: "):
-            train(**self.STREAMED, resume_from_checkpoint=True)
-
-    def test_of_a_copy_of_a_hub_folder_conversations_count(self, train: Runner, tmp_path: Path) -> None:
-        folder = tmp_path / "copy"
-        (folder / ".git").mkdir(parents=True)
-        shutil.copy(train.defaults["dataset"], folder / "train.jsonl")
-        for name in ("README.md", ".git/index.json"):
-            (folder / name).write_text("---\n{}\n---\n")
-        data_args = DataArguments(dataset=[str(folder)], streaming=True)
-        tokenizer = AutoTokenizer.from_pretrained(train.defaults["target"])
-        (described,) = ConversationStream(data_args, tokenizer, seed=0, holds_out=False).describe()
-        assert described.startswith("train.jsonl: ")
 
     def test_data_seed_gives_another_order_and_keeps_the_first_weights(self, train: Runner) -> None:
         trainers = [

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from draftsmith.training.features import endpoint_states
 from draftsmith.training.run import preparation
 from draftsmith.training.run.stopping import TrainingStoppedError
 from tests.params import slow_but
@@ -153,19 +150,6 @@ def test_a_server_that_gets_another_model(train: Runner, server: StatesServer) -
     wait_for_threads()
 
 
-def test_a_slow_server(
-    train: Runner, server: StatesServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Every batch waits for ten seconds and trains for ten: one warning, after a minute of waiting."""
-    ticks = count(0, 10)
-    monkeypatch.setattr(endpoint_states, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
-    train(**served(server, validation_fraction=0, eval_strategy="no"))
-    warnings = [record.message for record in caplog.records if "has waited" in record.message]
-    assert len(warnings) == 1
-    assert "waited 60 of its first 120 seconds for states from http" in warnings[0]
-    assert "give the server more devices, or raise --concurrency (now 6)" in warnings[0]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -178,7 +162,6 @@ def test_a_slow_server(
             {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 4},
             "features_endpoint excludes both",
         ),
-        ({"on_policy_fraction": 0.5}, "got features_endpoint with on_policy_fraction"),
     ],
 )
 def test_options_that_need_the_target(

@@ -191,8 +191,6 @@ def test_every_option_is_documented_once() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset_weights": [1.0]}, "1 dataset_weights.*2 of dataset"),
-        ({"stopping_strategy": "all_exhausted"}, "stopping_strategy.*dataset_weights"),
         ({"dataset_split": ["a", "b", "c"]}, "3 of dataset_split.*2 of dataset"),
         ({"columns": ["prompt"]}, "columns 'prompt'"),
         ({"columns": ["prompt=a"]}, "columns.*messages=.*prompt=.*response="),
@@ -203,14 +201,13 @@ def test_sources_that_make_no_sense_are_refused(options: dict[str, Any], message
         DataArguments(dataset=["some/a", "some/b"], **options)
 
 
-def test_columns_and_weights_are_read_from_yaml_and_back(tmp_path: Path) -> None:
+def test_columns_are_read_from_yaml_and_back(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(
         "target: t\nhead_type: medusa\nbf16: false\nuse_cpu: true\ndataset: [a.jsonl, b.parquet]\n"
-        "dataset_weights: [0.7, 3]\ncolumns: {prompt: question, response: solution}\n"
+        "columns: {prompt: question, response: solution}\n"
     )
     arguments = parse_arguments(["--config", str(config)])
-    assert arguments[1].dataset_weights == [0.7, 3.0]
     assert arguments[1].record_format().columns == {"prompt": "question", "response": "solution"}
     config.write_text(yaml.safe_dump(resolve_arguments(*arguments)))
     assert parse_arguments(["--config", str(config)])[1] == arguments[1]
@@ -250,12 +247,6 @@ def test_hyphens_and_bare_flags(tmp_path: Path) -> None:
     )
     assert (model.init_heads, model.head_type, data.max_length, data.packing) == ("a-b", None, 7, True)
     assert (training.use_cpu, training.bf16, run.choose) == (True, False, False)
-
-
-def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"report_to wandb.*pip install 'draftsmith\[wandb\]'"):
-        parse_arguments([*REQUIRED, "--report_to", "wandb"])
 
 
 def test_logging_by_time_is_read_back(tmp_path: Path) -> None:

@@ -43,7 +43,6 @@ JOINT: dict[str, Any] = {
     "head_type": "medusa",
     "head_overrides": ["num_heads=2"],
     "lora_r": 4,
-    "heads_warmup_steps": 0,
     "heads_loss_weight": 0.2,
     "num_eval_prompts": 0,
     "validation_fraction": 0,
@@ -53,6 +52,10 @@ NO_LOSS = LossOutput(loss=torch.zeros(()))
 
 def adapters(trainer: Any) -> list[Tensor]:
     return [weight.detach().clone() for weight in trainer.joint.adapters]
+
+
+def adapters_of(trainer: Any) -> set[int]:
+    return {id(weight) for weight in trainer.joint.adapters}
 
 
 def stored_adapter(folder: Path) -> dict[str, Tensor]:
@@ -122,7 +125,7 @@ class TestLosses:
                 monkeypatch.setattr(joint_module, "rows_per_chunk", lambda columns: 3)
             if is_recomputed:
                 joint.activation_checkpointing_enable()
-            output = joint(self.batch, partial(self.draft, joint), trains_target=True)
+            output = joint(self.batch, partial(self.draft, joint))
             assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)
             assert (output.target_sum / output.target_count).item() == pytest.approx(own.item(), rel=1e-5)
             found = self.gradients(joint, output.loss)
@@ -136,13 +139,13 @@ class TestLosses:
         """Also where a document begins with the assistant's token, which nothing in the row predicts."""
         joint = self.make(target_loss=target_loss)
         rows = [{"input_ids": random_prompt(n, seed=n)[0].tolist(), "loss_mask": [1] * n} for n in (9, 14, 6)]
-        parts = [joint(ConversationCollator(0)([row]), lambda states: NO_LOSS, trains_target=True) for row in rows]
+        parts = [joint(ConversationCollator(0)([row]), lambda states: NO_LOSS) for row in rows]
         wanted = self.gradients(joint, sum(part.loss * part.target_count for part in parts) / 26)
         packed = {name: [[value for row in rows for value in row[name]]] for name in rows[0]}
         batch = ConversationCollator(0)(
             [{name: values[0] for name, values in packed.items()} | {"document_lengths": [9, 14, 6]}]
         )
-        output = joint(batch, lambda states: NO_LOSS, trains_target=True)
+        output = joint(batch, lambda states: NO_LOSS)
         assert output.target_count == 26 == sum(part.target_count for part in parts)
         assert output.target_sum.item() == pytest.approx(sum(part.target_sum.item() for part in parts), rel=1e-4)
         for name, gradient in self.gradients(joint, output.loss).items():
@@ -162,7 +165,7 @@ class TestLosses:
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                joint(self.batch, partial(self.draft, joint), trains_target=True)
+                joint(self.batch, partial(self.draft, joint))
             kept.append(sum(sizes.values()))
         assert kept[1] < 0.6 * kept[0]
 
@@ -173,11 +176,11 @@ class TestLosses:
         on = [name for name, module in joint.target.model.named_modules() if module.training]
         assert on
         assert all("lora_dropout" in name for name in on)
-        one, other = (joint(self.batch, partial(self.draft, joint), trains_target=True).loss for _ in range(2))
+        one, other = (joint(self.batch, partial(self.draft, joint)).loss for _ in range(2))
         assert one != other
         joint.eval()
         assert not any(module.training for module in joint.target.model.modules())
-        one, other = (joint(self.batch, partial(self.draft, joint), trains_target=True).loss for _ in range(2))
+        one, other = (joint(self.batch, partial(self.draft, joint)).loss for _ in range(2))
         assert one == other
 
 
@@ -191,7 +194,6 @@ class TestRuns:
         options = {
             "max_steps": 30,
             "learning_rate": 0.008,
-            "heads_warmup_steps": 0.2,
             "validation_fraction": 0.25,
             "eval_strategy": "steps",
             "eval_steps": 30,
@@ -235,21 +237,6 @@ class TestRuns:
         )
         assert torch.equal(scope["target"].model(prompt).logits, adapted(prompt).logits)
 
-    def test_warm_up_trains_the_heads_as_if_alone_and_nothing_else(self, train: Runner) -> None:
-        options = {**JOINT, "heads_loss_weight": 1.0, "heads_lr_multiplier": 1.0, "max_steps": 6, "weight_decay": 0.1}
-        trainer = self.prepare(train, **{**options, "heads_warmup_steps": 6})
-        before = adapters(trainer)
-        trainer.train()
-        assert all(torch.equal(one, other) for one, other in zip(before, adapters(trainer), strict=True))
-        assert not any(trainer.optimizer.state[weight] for weight in trainer.joint.adapters)
-        logs = [entry for entry in trainer.state.log_history if "heads_loss" in entry]
-        assert len(logs) == 6
-        assert not any("target_loss" in entry for entry in logs)
-        joint = {name: weight.clone() for name, weight in trainer.heads.state_dict().items()}
-        names = ("lora_r", "heads_warmup_steps", "heads_loss_weight", "heads_lr_multiplier")
-        train(**{**options, **dict.fromkeys(names)})
-        assert_same(joint, train.weights())
-
     def test_accumulated_batches_equal_one_big_batch(self, train: Runner) -> None:
         """Both losses, also of packed rows, whose documents begin with tokens that nothing predicts."""
         found = []
@@ -268,15 +255,14 @@ class TestRuns:
 
     @needs_muon
     def test_learning_rates(self, train: Runner) -> None:
-        options = {"max_steps": 10, "warmup_steps": 2, "heads_warmup_steps": 4, "muon_learning_rate": 0.02}
+        options = {"max_steps": 10, "warmup_steps": 2, "muon_learning_rate": 0.02}
         trainer = self.prepare(train, **options, lr_scheduler_type="constant_with_warmup", learning_rate=0.001)
         rates = []
         step = trainer.training_step
 
         def note(*args: Any, **kwargs: Any) -> Tensor:
             groups = trainer.optimizer.param_groups
-            (adapter,) = [group for group in groups if group.get("is_adapter")]
-            assert {id(weight) for weight in adapter["params"]} == {id(weight) for weight in trainer.joint.adapters}
+            (adapter,) = [group for group in groups if {id(one) for one in group["params"]} == adapters_of(trainer)]
             others = [group for group in groups if group is not adapter and group["params"]]
             count = sum(len(group["params"]) for group in others)
             assert count == len(list(trainer.heads.parameters()))
@@ -285,7 +271,7 @@ class TestRuns:
 
         trainer.training_step = note
         trainer.train()
-        assert [rate for rate, _ in rates] == pytest.approx([0, 0, 0, 0, 0, 0.0005, *[0.001] * 4])
+        assert [rate for rate, _ in rates] == pytest.approx([0, 0.0005, *[0.001] * 8])
         assert rates[0][1] == {0}
         assert rates[1][1] == {0.002, 0.01}
         assert rates[-1][1] == {0.004, 0.02}
@@ -293,12 +279,11 @@ class TestRuns:
     @pytest.mark.ci
     @pytest.mark.slow
     def test_resuming_changes_nothing(self, train: Runner) -> None:
-        """Dropout draws random numbers; the third step is the first of both."""
+        """Dropout draws random numbers."""
         options = {
             **JOINT,
             "max_steps": 6,
             "lora_dropout": 0.1,
-            "heads_warmup_steps": 2,
             "save_strategy": "steps",
             "save_steps": 2,
         }
@@ -316,13 +301,9 @@ class TestRuns:
 
         with pytest.raises(ValueError, match=r"\br 4 \(now 8\)"):
             train(**{**options, "lora_r": 8}, output_dir=resumed, resume_from_checkpoint=True)
-        plain = dict.fromkeys(("lora_r", "lora_dropout", "heads_warmup_steps", "heads_loss_weight"))
+        plain = dict.fromkeys(("lora_r", "lora_dropout", "heads_loss_weight"))
         with pytest.raises(ValueError, match=r"checkpoint-6 .*lora_r 4 \(now None\)"):
             train(**{**options, **plain}, output_dir=resumed, resume_from_checkpoint=True)
-        adapter = resumed / "checkpoint-6" / "adapter" / "adapter_model.safetensors"
-        adapter.write_bytes(adapter.read_bytes()[:300])
-        with pytest.raises(ValueError, match=r"checkpoint-6: adapter/adapter_model\.safetensors"):
-            train(**options, output_dir=resumed, resume_from_checkpoint=resumed / "checkpoint-6")
 
     def test_the_best_checkpoint_is_both_parts_of_it(self, train: Runner) -> None:
         options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
@@ -352,8 +333,8 @@ class TestRuns:
         first = stored_adapter(train.output_dir)
         again = {"init_heads": train.output_dir, "head_type": None, "head_overrides": None, "max_steps": 2}
         for name, options in {
-            "frozen": dict.fromkeys(("lora_r", "heads_warmup_steps", "heads_loss_weight")),
-            "trained": {"heads_warmup_steps": 0},
+            "frozen": dict.fromkeys(("lora_r", "heads_loss_weight")),
+            "trained": {},
         }.items():
             folder = train.output_dir.with_name(name)
             train(**{**JOINT, **again, **options}, output_dir=folder)
@@ -378,8 +359,7 @@ class TestRefusals:
         ("options", "message"),
         [
             ({"lora_alpha": 8.0}, "lora_alpha .*lora_r"),
-            ({"heads_warmup_steps": 0.5, "target_loss": "lm"}, "target_loss, heads_warmup_steps .*lora_r"),
-            ({"lora_r": 4, "heads_warmup_steps": 2.5}, r"heads_warmup_steps 2\.5"),
+            ({"lora_alpha": 8.0, "target_loss": "lm"}, "lora_alpha, target_loss .*lora_r"),
             ({"lora_r": 0}, "lora_r 0"),
             ({"lora_r": 4, "lora_dropout": 1.0}, r"lora_dropout 1\.0"),
             ({"lora_r": 4, "heads_loss_weight": 0.0}, r"heads_loss_weight 0\.0"),

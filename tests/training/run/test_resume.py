@@ -37,15 +37,6 @@ def output_dir(checkpoint: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def cut(name: str, size: int) -> Callable[[Path], None]:
-    """Leaves the first `size` bytes of a file; a negative number leaves off so many at its end."""
-
-    def damage(folder: Path) -> None:
-        (folder / name).write_bytes((folder / name).read_bytes()[:size])
-
-    return damage
-
-
 def remove(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
@@ -53,10 +44,7 @@ def remove(name: str) -> Callable[[Path], None]:
 DAMAGES = {
     "no trainer state": (remove("trainer_state.json"), "trainer_state.json is missing"),
     "no weights": (remove("model.safetensors"), "model.safetensors is missing"),
-    "half the weights": (cut("model.safetensors", 3000), "model.safetensors is cut off"),
     "no optimizer": (remove("optimizer.pt"), "optimizer.pt is missing"),
-    "half an optimizer": (cut("optimizer.pt", -400), "optimizer.pt is cut off"),
-    "half a random state": (cut("rng_state.pth", -50), "rng_state.pth is cut off"),
 }
 
 
