@@ -91,7 +91,7 @@ def read_head_type(path: str, **hub: Any) -> str:
     if os.path.isdir(path) and not (folder / "config.json").is_file():
         if not (folder / "model.safetensors").is_file():  # ours have the names of published formats, without a config
             _refuse_other_format(open_published(path, on_meta=True, **hub))
-        raise ValueError(f"{folder} has no config.json: give a directory written by DraftHeads.save_pretrained")
+        raise ValueError(f"{folder} has no config.json: give the folder that draftsmith train or save_pretrained wrote")
     config = _read_config(path, **hub)
     kind = config.get("head_type")
     if kind not in known_kinds():

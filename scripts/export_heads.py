@@ -54,7 +54,7 @@ class ExportArguments:
 
     heads: str = option(help="Trained heads: a folder or a hub id.")
     target: str = option(help="Their target: a folder, a hub id or a GGUF file.")
-    format: str = option(help="Who reads them.", metadata={"choices": NAMES})
+    format: str = option(help=f"Format: {', '.join(NAMES)}.", metadata={"choices": NAMES})
     output: str = option(help="Folder to write, empty or not there yet.")
     target_gguf: str | None = option(
         default=None, help="The target's GGUF file, whose tokenizer the heads' file needs (format gguf)."

@@ -93,7 +93,8 @@ def generate_data(args: SynthesisArguments) -> None:
             f"{args.output}: shard {index} of {count} is done; the last shard to finish, or a rerun, merges all shards"
         )
     else:
-        report(stats, f"{args.output}: {stats['conversations']} conversations, {len(todo)} begun by this process")
+        report(stats, f"{args.output}: {stats['conversations']} conversations, {len(todo)} of them new")
+        print(f"next: draftsmith train --target {args.target} --dataset {args.output}")
 
 
 def make_plan(args: SynthesisArguments) -> list[Conversation]:

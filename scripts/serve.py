@@ -75,10 +75,10 @@ class ServeArguments:
     model_name: str | None = option(default=None, help="The target's name for clients; none = the name of its folder.")
     per_request_spec_decode_metrics: str = option(
         default="summary",
-        help="What each reply tells of its drafts in metrics.speculative_decoding, as vLLM's option of this name.",
+        help="Figures of drafting in each reply's metrics.speculative_decoding, as in vLLM.",
         metadata={"choices": ["none", "summary", "detailed"]},
     )
-    drain_seconds: float = option(default=10.0, help="How long running replies may go on when the server ends.")
+    drain_seconds: float = option(default=10.0, help="Seconds that running replies have when the server stops.")
     max_batch_size: int = option(default=8, help="Most replies of one drafter that are decoded at once.")
     max_length: int = option(
         default=2048, help="Most tokens of a conversation, the reply included; cut to what the target reads."

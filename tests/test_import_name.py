@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import draftsmith
 from draftsmith import heads, inference
 from tests.conftest import REPOSITORY
+from tests.test_readme import README, blocks
 
 FOLDERS = ("heads", "inference", "scripts", "training")
 
@@ -89,18 +91,21 @@ def test_programs_run_by_their_path(program: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_a_wheel_has_every_file(tmp_path: Path) -> None:
+def test_a_release_runs_in_a_fresh_environment(tmp_path: Path) -> None:
+    """A wheel made from the sdist has every file. Installed, it runs the README's block and the console command."""
     checkout = tmp_path / "checkout"  # a build leaves files behind
     for name in (*FOLDERS, "src"):
         shutil.copytree(REPOSITORY / name, checkout / name, symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, checkout)
-    done = run("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", "./checkout", cwd=tmp_path)
+    done = run("-c", f"import setuptools.build_meta as b; b.build_sdist({str(tmp_path)!r})", cwd=checkout)
+    assert done.returncode == 0, done.stderr
+    (sdist,) = tmp_path.glob("draftsmith-*.tar.gz")
+    done = run("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--quiet", str(sdist), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("draftsmith-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        archive.extractall(tmp_path / "site")
     ours = {
         f"draftsmith/{file.relative_to(REPOSITORY)}"
         for name in FOLDERS
@@ -109,6 +114,23 @@ def test_a_wheel_has_every_file(tmp_path: Path) -> None:
     }
     assert not ours - names
     assert not [name for name in names if name.split("/")[0] not in ("draftsmith",) and ".dist-info/" not in name]
-    code = "import draftsmith; print(draftsmith.__file__); draftsmith.generate"
-    done = run("-c", code, cwd=tmp_path, path=tmp_path / "site")
-    assert done.stdout == f"{tmp_path / 'site' / 'draftsmith' / '__init__.py'}\n", done.stderr
+
+    place = tmp_path / "fresh"
+    venv.create(place, symlinks=True)
+    (site,) = place.glob("lib/python*/site-packages")
+    others = Path(pytest.__file__).parents[1]  # .pth files there, as of an editable install, do not count
+    (site / "others.pth").write_text(str(others))
+    install = ("--quiet", "--no-deps", "--no-index", "--ignore-installed", str(wheel))
+    done = run("-m", "pip", "--python", str(place / "bin" / "python"), "install", *install, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    code = f"{blocks(README, 'python')[0]}\nimport draftsmith; print(draftsmith.__file__, draftsmith.__version__)"
+    words = [[str(place / "bin" / "python"), "-c", code], [str(place / "bin" / "draftsmith"), "chat", "--help"]]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    python, command = (
+        subprocess.run(one, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False) for one in words
+    )
+    version = wheel.name.split("-")[1]
+    expected = f"{blocks(README, 'text')[0]}{site / 'draftsmith' / '__init__.py'} {version}\n"
+    assert python.stdout == expected, python.stderr
+    assert command.stdout.startswith("usage: draftsmith chat"), command.stderr

@@ -154,7 +154,7 @@ def test_heads_batches_and_shards_change_nothing(
     assert journals(output) == []
     assert float(told.partition("acceptance length ")[2].split()[0]) > 1.0
     written = output.read_bytes()
-    assert "0 begun by this process" in run(output, "--prompts", prompts)
+    assert "0 of them new" in run(output, "--prompts", prompts)
     assert output.read_bytes() == written
 
 
@@ -239,7 +239,7 @@ def test_a_larger_plan_goes_on_from_a_finished_one(
     output = tmp_path / "out.jsonl"
     run(output, "--prompts", prompts, "--num_conversations", 10)
     assert results(output)["stats"]["conversations"] < 10
-    assert "20 begun by this process" in run(output, "--prompts", prompts)
+    assert "20 of them new" in run(output, "--prompts", prompts)
     assert results(output) == expected
 
 
@@ -327,7 +327,7 @@ def test_a_full_disk_loses_nothing(run: Run, expected: dict[str, Any], prompts: 
         run(output, *options, 2)
     assert told.format("") in str(exit_.value.code)
     assert len(journals(output)) == len([*tmp_path.iterdir()]) == 3
-    assert "0 begun by this process" in run(output, "--prompts", prompts)
+    assert "0 of them new" in run(output, "--prompts", prompts)
     assert results(output) == expected
 
 

@@ -135,7 +135,7 @@ class EndpointArguments:
     )
     concurrency: int = option(
         default=32,
-        help="Texts that a process asks the server for ahead of their use, and whose states wait on disk or in memory.",
+        help="Texts in flight per process; their states wait on disk or in memory.",
     )
     shared_folder: str | None = option(
         default=None,

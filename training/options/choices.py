@@ -260,7 +260,7 @@ def _choose_heads(name: str, shape: Shape, places: Sequence[str]) -> Choice:
         return Choice(
             "init_heads", name, f"the target's checkpoint has {found.count} MTP module(s), trained on far more tokens"
         )
-    reason = f"the most published results; served by {' and '.join(places)} (--for names others)"
+    reason = f"the most published results; served by {' and '.join(places)} (--for chooses others)"
     if found.is_quantized:
         reason += "; the MTP modules in the target's checkpoint are quantized, so they are left out"
     return Choice("head_type", KIND, reason)

@@ -40,7 +40,7 @@ def describe_expected(tokens: float, length: float | None = None) -> str:
     """
     _, least, most = next(bounds for bounds in EXPECTED if tokens < bounds[0])
     usual = f"below {most}" if least == 1 else f"above {least}" if most == math.inf else f"{least} to {most}"
-    usual = f"after as many tokens EAGLE-3 and MTP heads had {usual} on small targets (docs/choosing-heads.md)"
+    usual = f"usual after this many tokens: {usual} (EAGLE-3 and MTP on small targets; docs/choosing-heads.md)"
     if length is None:
         return f"acceptance length of chains of {CHAIN}: {usual}"
     verdict = "less than usual" if length < least else "more than usual" if length > most else "as usual"
@@ -84,9 +84,10 @@ class Pace:
     def describe(self) -> str:
         """What the run costs and what to expect from it; for a long run also what to do."""
         tokens = self.num_steps * self.tokens_per_step
+        amount = f"{tokens:,.0f}" if tokens < 1e6 else f"{tokens / 1e6:,.3g} M"
         lines = [
-            f"measured {self.tokens_per_second:,.0f} tokens/s: {tokens / 1e6:,.3g} M tokens ({self.num_steps:,} steps) "
-            f"take about {describe_time(self.seconds)}, without evaluations",
+            f"measured {self.tokens_per_second:,.0f} tokens/s: {amount} tokens ({self.num_steps:,} steps) take about "
+            f"{describe_time(self.seconds)}, without evaluations",
             describe_expected(tokens),
         ]
         if self.seconds > LONG:

@@ -37,7 +37,7 @@ class SynthesisArguments:
     )
     num_conversations: int | None = option(
         default=None,
-        help="Conversations to begin. self: required; regenerate: prompts to draw with --seed; none = all prompts.",
+        help="Most conversations to write. self: required; regenerate: prompts drawn with --seed; none = all prompts.",
     )
     max_turns: int | None = option(
         default=None, help="Most user turns per conversation; none = all given ones (regenerate), or 1 (self)."
