@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import AutoModelForCausalLM, HfArgumentParser
 
 from draftsmith.heads import create_heads
 from draftsmith.scripts import benchmark
 from draftsmith.scripts.benchmark import BenchmarkArguments
 from draftsmith.scripts.measuring.batches import MARK
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
-from tests.tiny_targets import tiny_target
 
 pytestmark = pytest.mark.usefixtures("known_hardware")
 
@@ -101,96 +100,11 @@ def test_a_run_over_batch_sizes(
     assert (tmp_path / "out" / "report-batches.plot").read_bytes().startswith(b"\x89PNG")
 
 
-def test_batches_of_all_sizes_have_the_same_prompts(small_chat: str, prompts: Path) -> None:
-    reports, _ = decode_all(
-        target=[small_chat], prompts=[str(prompts)], minutes=1e-6, batch_size=[1, 2], max_new_tokens=4, repeats=1
-    )
-    assert [report["environment"]["num_prompts"] for report in reports] == [1, 1]
-
-
-def test_other_drafters_are_measured_beside_heads(small_chat: str, heads_path: Path, prompts: Path) -> None:
-    """A small model, and everybody merged with n-grams: their texts are the target's."""
-    (report,), _ = decode_all(
-        target=[small_chat],
-        prompts=[str(prompts)],
-        heads=[str(heads_path)],
-        drafter_model=small_chat,
-        ngrams=True,
-        max_new_tokens=8,
-        tree=["chain:2"],
-        repeats=1,
-    )
-    rows = {row["name"]: row for row in report["rows"]}
-    for name in ("untrained", "untrained + n-grams", "small model", "small model + n-grams"):
-        assert (rows[name]["num_identical"], rows[name]["num_compared"]) == (3, 3)
-    assert rows["small model"]["acceptance_length"] > 2, "the target drafts for itself"
-    assert report["environment"]["drafter_model"] == small_chat
-
-
-@pytest.mark.slow
-def test_a_matrix_is_one_report_for_each_combination(
-    small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two targets, two files, two temperatures; the heads fit the first target only, and no assistant fits both."""
-    other = tmp_path / "other"
-    tokenizer = AutoTokenizer.from_pretrained(small_chat)
-    # Prompt look-up of older transformers needs an EOS token.
-    eos = tokenizer.eos_token_id
-    tiny_target("llama", vocab_size=len(tokenizer) + 8, initializer_range=0.02, eos_token_id=eos).save_pretrained(other)
-    tokenizer.save_pretrained(other)
-    more = tmp_path / "more.jsonl"
-    more.write_text(json.dumps({"id": "sea", "turns": ["The sea"]}) + "\n")
-    files = {"json": str(tmp_path / "report.json"), "plot": str(tmp_path / "plot.png")}
-    plots: list[str] = []
-    monkeypatch.setattr(benchmark, "draw_plot", lambda path, rows, title: plots.append(path.name))
-    targets, paths, temperatures = [small_chat, str(other)], [str(prompts), str(more)], [0.0, 0.7]
-    reports, _ = decode_all(
-        target=targets,
-        prompts=paths,
-        temperature=temperatures,
-        heads=[str(heads_path)],
-        assistant=str(other),
-        max_new_tokens=4,
-        num_prompts=1,
-        tree=["chain:1"],
-        repeats=1,
-        **files,
-    )
-    assert json.loads(Path(files["json"]).read_text()) == {"reports": json.loads(json.dumps(reports))}
-    keys = [tuple(report["environment"][key] for key in ("target", "prompts", "temperature")) for report in reports]
-    assert keys == [(target, path, value) for target in targets for path in paths for value in temperatures]
-    for report in reports:
-        problems = {row["name"]: row["problem"] for row in report["rows"] if row["problem"]}
-        if report["environment"]["target"] == targets[0]:
-            assert list(problems) == ["transformers assisted"]
-            assert f"the assistant one of {len(tokenizer) + 8}" in problems["transformers assisted"]
-        else:
-            assert list(problems) == ["untrained"]
-            assert "were made for a target with hidden size" in problems["untrained"]
-    assert plots == [f"plot-{n}.png" for n in range(1, 9)]
-
-
-def test_heads_for_another_target_than_the_only_one_are_an_error(
-    small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path
-) -> None:
-    tiny_target("llama").save_pretrained(tmp_path / "other")
-    AutoTokenizer.from_pretrained(small_chat).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="these medusa heads were made for a target with hidden size"):
-        decode_all(target=[str(tmp_path / "other")], prompts=[str(prompts)], heads=[str(heads_path)])
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--repeats", "0"], "--repeats 0"),
         (["--temperature", "0", "-1"], "--temperature -1.0"),
-        (["--temperature", "1", "1.0"], "--temperature 1.0 1.0"),
         (["--acceptance", "rejection"], "--acceptance rejection"),
-        (["--acceptance", "exakt", "--temperature", "1"], "acceptance.*'exakt'.*exact, rejection"),
-        (["--target", "a", "a"], "--target a a"),
-        (["--batch_size", "0", "2"], "--batch_size 0 2"),
-        (["--repetition_penalty", "0"], "--repetition_penalty 0.0"),
-        (["--batch_size", "2", "2"], "--batch_size 2 2"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl"),
     ],
 )

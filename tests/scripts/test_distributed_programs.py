@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -27,27 +26,6 @@ def test_a_chat(small_chat: str) -> None:
     words = ("chat", "--target", small_chat, "--ngrams", "--max_new_tokens", "12", "--compare")
     output = launch(*words, typed="Hi\nTell me more\n")
     assert len(re.findall(r"identical: the same \d+ tokens", output)) == 2, output
-
-
-@pytest.mark.slow
-def test_a_benchmark(small_chat: str, prompts: Path, tmp_path: Path) -> None:
-    """Distributed decoding stands beside plain decoding and ordinary drafting, with the same texts."""
-    path = tmp_path / "report.json"
-    words = ("--max_new_tokens", "8", "--repeats", "1", "--temperature", "0", "0.8", "--batch_size", "1", "2")
-    launch(
-        "bench", "--target", small_chat, "--prompts", str(prompts), "--json", str(path), "--compile", "false", *words
-    )
-    reports = json.loads(path.read_text())["reports"]
-    assert len(reports) == 4
-    for report in reports:
-        rows = {row["name"]: row for row in report["rows"]}
-        assert {"plain decoding", "n-gram drafter", "n-gram drafter, distributed"} <= rows.keys()
-        found = rows["n-gram drafter, distributed"]
-        if report["environment"]["batch"] > 1:
-            assert "one at a time" in found["problem"]
-        else:
-            assert found["num_identical"] == found["num_compared"] == 3
-            assert found["step_milliseconds"] is None
 
 
 @pytest.mark.parametrize("program", [generate, benchmark])

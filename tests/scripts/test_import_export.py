@@ -5,13 +5,9 @@ The target is the embedded one with its trained heads, so that acceptance length
 
 from __future__ import annotations
 
-import ast
 import io
 import json
-import re
-import shlex
 import shutil
-import textwrap
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -23,20 +19,16 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoTokenizer
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.formats.format import Exported
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.inference import Target
 from draftsmith.scripts import export_heads, import_heads
 from draftsmith.scripts.conversion import conventions
 from draftsmith.scripts.conversion.conventions import (
-    Convention,
-    Finding,
     compare_conventions,
     measure_cross_entropy,
     question_prompts,
 )
-from draftsmith.scripts.conversion.serving_card import fill_commands, fill_python
 from draftsmith.scripts.shared.model_loading import load_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
@@ -95,58 +87,17 @@ def test_out_and_back_is_the_same_heads(
         assert torch.equal(tensor, other.state_dict()[name]), name
 
 
-WRONG = {
-    "ids counted from the layer after": (
-        {"eagle_aux_hidden_state_layer_ids": [1, 7, 12]},
-        "the layer ids are one less than hidden_states' (read as [2, 8, 13])",
-        {"feature_layers": [2, 8, 13]},
-    ),
-    "ids counted from the layer before": (
-        {"eagle_aux_hidden_state_layer_ids": [3, 9, 14]},
-        "the layer ids are one more than hidden_states' (read as [2, 8, 13])",
-        {"feature_layers": [2, 8, 13]},
-    ),
-    "norm_output": ({"norm_output": True}, "norm_output is false", {"norm_output": False}),
-    "norm_before_residual": (
-        {"norm_before_residual": True},
-        "norm_before_residual is false",
-        {"norm_before_residual": False},
-    ),
-}
-MARKED = "norm_before_residual"  # CI runs this one, and wrong layer ids with the whole program, below
-
-
+@pytest.mark.ci
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("keys", "name", "changes"),
-    [pytest.param(*case, id=key, marks=pytest.mark.ci if key == MARKED else ()) for key, case in WRONG.items()],
-)
-def test_a_wrong_convention_is_found(
-    keys: dict[str, Any], name: str, changes: dict[str, Any], published: Path, chat_target: Any, chat_tokenizer: Any
-) -> None:
+def test_a_wrong_convention_is_found(published: Path, chat_target: Any, chat_tokenizer: Any) -> None:
     opened, target = open_published(str(published)), Target(chat_target)
     known = recognize(opened)
     assert known is not None
-    imported = known.read(replace(opened, config={**opened.config, **keys}), target)
-    prompts = question_prompts(chat_tokenizer)[:3]
-    finding = compare_conventions(known, imported, target, "somewhere", prompts)
-    assert (finding.best.name, finding.best.changes) == (name, changes)
+    imported = known.read(replace(opened, config={**opened.config, "norm_before_residual": True}), target)
+    finding = compare_conventions(known, imported, target, "somewhere", question_prompts(chat_tokenizer)[:3])
+    assert finding.best.changes == {"norm_before_residual": False}
     assert finding.advice is not None
-    assert name in finding.advice
-
-
-@pytest.mark.slow
-def test_right_conventions_are_left_alone(published: Path, chat_target: Any, chat_tokenizer: Any) -> None:
-    opened, target = open_published(str(published)), Target(chat_target)
-    known = recognize(opened)
-    assert known is not None
-    imported = known.read(opened, target)
-    prompts = question_prompts(chat_tokenizer)
-    finding = compare_conventions(known, imported, target, "somewhere", prompts)
-    own: DraftHeads = DraftHeads.from_pretrained(HEADS / "eagle3", dtype=torch.float32)
-    assert finding.best.changes == {}
-    assert finding.lengths == (conventions.decode(target, own, prompts)[1],) * 2
-    assert finding.advice is None
+    assert finding.best.name in finding.advice
 
 
 @pytest.mark.ci
@@ -189,21 +140,10 @@ def test_the_cross_entropy_is_the_slow_one(published: Path, chat_target: Any) ->
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-3, atol=1e-3)
 
 
-def test_heads_of_another_target_are_doubted() -> None:
-    one = Convention("they are as they were read", {}, torch.tensor([8.0, 9.0]))
-    advice = Finding([one], one, (1.1, 1.1)).advice
-    assert advice is not None
-    assert "1.10 tokens" in advice
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"settings": "norm_output"}, "--settings norm_output:"),
         ({"settings": "norm_output=perhaps"}, "--settings norm_output=perhaps"),
-        ({"settings": "norm_outputs=true"}, "'norm_outputs'"),
-        ({"checkpoint": "nowhere/at/all"}, "nowhere/at/all"),
-        ({"checkpoint": HEADS / "eagle3"}, str(HEADS / "eagle3")),
         ({"checkpoint": CHAT_TARGET}, "whole model"),
         ({"target": "TINY"}, "hidden_size is 256"),
     ],
@@ -233,21 +173,11 @@ def test_one_gguf_file_is_a_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(tensor, other.state_dict()[name]), name
 
 
-def test_an_import_does_not_replace_the_checkpoint(published: Path) -> None:
-    before = (published / "config.json").read_text()
-    with pytest.raises(SystemExit, match="is not empty"):
-        call(import_heads, checkpoint=published, target=CHAT_TARGET, output=published)
-    assert (published / "config.json").read_text() == before
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"format": "onnx"}, "'onnx'"),
-        ({"heads": "kangaroo"}, "kangaroo"),
         ({"format": "speculators", "heads": "eagle"}, "speculators"),
-        ({"repo_id": "me/heads"}, "--repo_id"),
-        ({"output": HEADS}, str(HEADS)),
         ({"target": "TINY"}, "hidden size 256"),
     ],
     ids=str,
@@ -281,43 +211,6 @@ def test_settings_that_do_not_come_back_are_named(tmp_path: Path, monkeypatch: A
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_names_are_quoted_in_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder with blanks and quotes, as one word for a shell, as JSON inside a word, and as a string of Python."""
-    folder = tmp_path / """my "heads" of Ann's"""
-    call(export_heads, heads=HEADS / "eagle", target=CHAT_TARGET, format="vllm", output=folder)
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  vllm serve"))
-    words = shlex.split(line)
-    assert words[:4] == ["vllm", "serve", str(CHAT_TARGET), "--speculative-config"]
-    assert json.loads(words[4])["model"] == str(folder)
-    exported = Exported({}, {}, commands=("run --in {heads}/x.gguf {target}",), python="load({heads}, {target})")
-    names = {"heads": str(folder), "target": "{heads}"}
-    (command,) = fill_commands(exported, **names)
-    assert shlex.split(command) == ["run", "--in", f"{folder}/x.gguf", "{heads}"]
-    assert fill_python(exported, **names) == f"load({str(folder)!r}, '{{heads}}')"
-
-
-@pytest.mark.parametrize(("kind", "is_eagle3"), [("eagle", False), ("eagle3", True)])
-def test_the_authors_code_is_python(
-    kind: str, is_eagle3: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Arguments as their EaModel.from_pretrained has them."""
-    call(export_heads, heads=HEADS / kind, target=CHAT_TARGET, format="eagle", output=tmp_path / "out")
-    told = capsys.readouterr().out
-    assert "Serve them with" not in told
-    card = (tmp_path / "out" / "README.md").read_text()
-    for text in (told.partition("Run them with:\n")[2], card.partition("```python\n")[2].partition("```")[0]):
-        code = ast.parse(textwrap.dedent(text))
-        (found,) = (
-            node
-            for node in ast.walk(code)
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "EaModel.from_pretrained"
-        )
-        arguments = {one.arg: ast.literal_eval(one.value) for one in found.keywords}
-        assert arguments["base_model_path"] == str(CHAT_TARGET)
-        assert arguments["ea_model_path"] == str(tmp_path / "out")
-        assert arguments["use_eagle3"] is is_eagle3
-
-
 def test_what_does_not_come_back_is_not_written(published: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch, "equal", lambda *_: False)
     with pytest.raises(SystemExit, match="does not give"):
@@ -326,9 +219,10 @@ def test_what_does_not_come_back_is_not_written(published: Path, tmp_path: Path,
 
 
 def test_uploading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """After a connection that broke, too; files of an export that was killed stay here."""
+
     class Hub:
         def create_repo(self, name: str, exist_ok: bool) -> Any:
-            assert exist_ok
             return type("Repository", (), {"repo_id": f"me/{name}"})
 
         def upload_folder(self, folder_path: Path, repo_id: str, ignore_patterns: list[str]) -> str:
@@ -338,35 +232,17 @@ def test_uploading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
             return f"{repo_id} with {len(list(filter_repo_objects(files, ignore_patterns=ignore_patterns)))} files"
 
     monkeypatch.setattr(export_heads, "HfApi", Hub)
-    output = tmp_path / "out"
+    output, fails = tmp_path / "out", True
     options = {"heads": HEADS / "eagle", "target": CHAT_TARGET, "output": output, "format": "sglang"}
     options |= {"push_to_hub": "true", "repo_id": "sglang-heads"}
-    (output / ".incomplete" / "x").mkdir(parents=True)  # an export was killed
+    (output / ".incomplete" / "x").mkdir(parents=True)
     (output / ".incomplete" / "x" / "y").touch()
-    command, fails = f"hf upload sglang-heads {output} .", True
     with pytest.raises(SystemExit, match="the connection broke"):
         call(export_heads, **options)
-    assert f"If that fails, repeat it: {command}" in capsys.readouterr().out
-    with pytest.raises(
-        SystemExit,
-        match=re.escape(command),
-    ):
-        call(export_heads, **options)
-    (output / ".incomplete").mkdir()
-    with pytest.raises(SystemExit) as refusal:
-        call(export_heads, **options)
-    assert "To upload" not in str(refusal.value.code)
+    assert f"If that fails, repeat it: hf upload sglang-heads {output} ." in capsys.readouterr().out
     shutil.rmtree(output)
-    local = {**options, "heads": HEADS / "eagle3", "format": "speculators"}
-    with pytest.raises(SystemExit, match=r"config\.json .*hub id"):
-        call(export_heads, **local)
-    assert not output.exists()
     fails = False
     call(export_heads, **options)
-    told = capsys.readouterr().out
-    assert "Uploaded to me/sglang-heads with 3 files" in told
-    assert f"--speculative-draft-model-path {tmp_path / 'out'}" in told
+    assert "Uploaded to me/sglang-heads with 3 files" in capsys.readouterr().out
     card = (output / "README.md").read_text()
-    assert "--speculative-draft-model-path sglang-heads" in card
-    assert str(REPOSITORY) not in card
-    assert str(tmp_path) not in card
+    assert not [place for place in (REPOSITORY, tmp_path) if str(place) in card]

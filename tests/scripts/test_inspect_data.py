@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from draftsmith.scripts import inspect_data
-from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.training.conversation_cases import sharegpt, tokenize, write
-from tests.training.runner import Runner, save_chat_target
+from tests.training.runner import save_chat_target
 
 
 @pytest.fixture(scope="module")
 def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chat_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture
-def train(target_path: Path, tmp_path: Path) -> Runner:
-    return Runner(target_path, tmp_path / "unused.jsonl", tmp_path / "heads")
 
 
 def inspect(*options: Any) -> None:
@@ -77,62 +69,6 @@ def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytes
     assert "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Yo<|im_end|>]]\n" in output
 
 
-def test_what_is_not_learned_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Calls that the template does not write, empty replies, and replies and columns that the data or we leave out."""
-    user, good, empty = (
-        {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", ""))
-    )
-    call = {**empty, "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
-    other = {**empty, "tool_calls": [{"function": {"name": "jump", "arguments": "{}"}}]}
-    records = [
-        {"messages": [user, call, user, good]},
-        {"messages": [user, good, user, other]},
-        {"messages": [user, empty]},
-        {"messages": [user, empty, user, empty, user, good]},
-        {"messages": [user, {**good, "weight": 0}, user, good]},
-        {"messages": [{"role": "system", "content": "x"}, user, good], "system": "y"},
-        {"prompt": "a", "completion": "b", "label": False},
-    ]
-    report = tmp_path / "counts.json"
-    inspect("--dataset", write(tmp_path / "a.jsonl", records), "--json", report, "--num_rows", 0)
-    found = json.loads(report.read_text())
-    (counts,) = found["sets"]
-    assert (counts["num_records"], counts["num_conversations"]) == (7, 3)
-    assert sorted(counts["dropped"].values()) == [1, 1, 2]
-    assert counts["dropped"]["the chat template rejects it (it does not write tool calls)"] == 2
-    assert counts["dropped"][f"nothing to learn: {EMPTY}"] == 1
-    (note,) = counts["notes"].keys() - {EMPTY, UNLEARNED}
-    assert "`system`" in note
-    assert counts["notes"] == {EMPTY: 2, UNLEARNED: 1, note: 1}
-    assert found["total"]["notes"] == counts["notes"]
-    output = capsys.readouterr().out
-    assert f"\n  2 {EMPTY}\n  1 {UNLEARNED}\n" in output
-
-
-def test_rows_end_where_the_targets_positions_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in training: 1,024 positions, though max_length is 2,048 by default."""
-    report = tmp_path / "counts.json"
-    inspect("--dataset", write(tmp_path / "a.jsonl", [sharegpt("Hi", "Yo " * 2000)]), "--json", report)
-    (counts,) = json.loads(report.read_text())["sets"]
-    assert (counts["num_tokens"], counts["num_at_max_length"]) == (1024, 1)
-    assert "1 have max_length (1024) tokens; the rest is cut off" in capsys.readouterr().out
-
-
-def test_pieces_of_a_row_are_its_text(capsys: pytest.CaptureFixture[str]) -> None:
-    """Characters of several tokens, of which one begins the reply; special tokens apart."""
-    tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)
-    messages = [{"role": "user", "content": "🙂 é"}, {"role": "assistant", "content": "🙂 [[a]]"}]
-    ids, mask = tokenize(messages, tokenizer)
-    pieces = [*inspect_data.describe_row({"input_ids": ids, "loss_mask": mask}, tokenizer)]
-    assert "".join(text for text, _ in pieces) == tokenizer.decode(ids)
-    assert [(text, kind) for text, kind in pieces if "trained" in kind] == [
-        ("🙂 [[a]]", "trained"),
-        ("<|im_end|>", "trained special"),
-    ]
-    assert Counter(kind for _, kind in pieces)["special"] == 3
-    assert inspect_data.mark([("a", ""), ("Yo", "trained"), ("<e>", "trained special")]) == "a[[Yo<e>]]"
-
-
 def test_a_training_config_and_a_stream_are_inspected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], target_path: Path
 ) -> None:
@@ -149,54 +85,3 @@ def test_a_training_config_and_a_stream_are_inspected(
         SystemExit, match=r"draftsmith inspect: unknown key 'datset' on the command line; did you mean 'dataset'\?"
     ):
         inspect_data.main(["--config", str(config), "--datset", "x"])
-
-
-GOOD = {"prompt": "word1", "response": "word2"}
-
-
-def template(text: str | None) -> Callable[[Path, Path], dict[str, Any]]:
-    def save(folder: Path, target: Path) -> dict[str, Any]:
-        tokenizer = AutoTokenizer.from_pretrained(target)
-        tokenizer.chat_template = text
-        for file in target.iterdir():
-            if "chat_template" not in file.name:
-                (folder / file.name).write_bytes(file.read_bytes())
-        tokenizer.save_pretrained(folder)
-        return {"target": folder, "dataset": write(folder / "a.jsonl", [GOOD])}
-
-    return save
-
-
-# A file, a line and a tokenizer; the tests of the readers have every kind of bad input.
-BAD_INPUT: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
-    "a missing file": (lambda folder, _: {"dataset": folder / "no.jsonl"}, "no.jsonl does not exist; give an existing"),
-    "broken JSON": (lambda folder, _: {"dataset": write(folder / "a.jsonl", ["{"])}, "a.jsonl, line 1: Expecting prop"),
-    "a template that refuses": (template("{{ raise_exception('never') }}"), r"the chat template rejects it \(never\)"),
-    "a template that adds no texts": (template("{{ messages[0].content + 1 }}"), r"rejects it \(TypeError: "),
-    "no chat template": (template(None), "the target's tokenizer has no chat template: set tokenizer.chat_template"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_input_is_one_clear_line(
-    name: str, tmp_path: Path, target_path: Path, train: Runner, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make, message = BAD_INPUT[name]
-    options = {"target": target_path, "max_length": 64, **make(tmp_path, target_path)}
-    with pytest.raises(ValueError, match=message) as error:  # of which train_heads.py makes a line
-        train(**options, num_eval_prompts=0)
-    assert "\n" not in str(error.value)
-    words = [
-        word
-        for key, value in options.items()
-        for word in (f"--{key}", *(value if isinstance(value, list) else [value]))
-    ]
-    exit_line = ""
-    try:
-        inspect_data.main([*map(str, words)])
-    except SystemExit as exit_:
-        exit_line = str(exit_)
-    # What is counted is no error here.
-    told = exit_line or capsys.readouterr().out
-    assert re.search(message, told)
-    assert "\n" not in exit_line

@@ -13,10 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from draftsmith.inference.serving.server import bind
 from draftsmith.scripts import serve
 from draftsmith.scripts.benchmarks import serving
-from draftsmith.scripts.benchmarks.serving import Answer, ServingArguments
+from draftsmith.scripts.benchmarks.serving import ServingArguments
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 HEADS = str(REPOSITORY / "examples" / "heads" / "eagle3")
@@ -54,57 +53,13 @@ def test_texts_under_load_and_the_end_by_a_signal(tmp_path: Path) -> None:
         assert process.stdout.read() == ""
 
 
-def test_the_numbers_of_a_contender() -> None:
-    answers = [Answer(number, "one two", 0.1 * number, 1.0 + number) for number in range(4)]
-
-    def tokenize(text: str) -> dict[str, list[str]]:
-        return {"input_ids": text.split()}
-
-    row = serving.make_row("x", [(answers[:2], 4.0), (answers[2:], 1.0)], ["one two"] * 3 + ["other"], tokenize)
-    assert row["tokens_per_second"] == 8 / 5
-    assert row["tokens_per_second_by_round"] == [1.0, 4.0]
-    assert row["latency_seconds"] == {"p50": 3.0, "p90": 4.0, "p99": 4.0}
-    assert row["texts_that_differ"] == 1
-    assert row["seconds"] == 5.0
-    assert serving.percentiles([3.0, 1.0, 2.0]) == {"p50": 2.0, "p90": 3.0, "p99": 3.0}
-
-
-def test_requests_are_repeated_until_the_time_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asks = [serving.Ask("a", 1, 0), serving.Ask("b", 1, 1)]
-    assert list(serving.in_turn(asks, 0)) == list(enumerate(asks))
-    monkeypatch.setattr(time, "monotonic", iter(range(100)).__next__)
-    assert [number for number, _ in serving.in_turn(asks, 3)] == [0, 1, 0]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_batch_size": 0}, "got --max_batch_size 0: give at least 1"),
-        ({"threads": 0}, "got --threads 0: give at least 1"),
-        ({"port": 70000}, "got --port 70000"),
-        ({"drain_seconds": -1.0}, "got --drain_seconds -1.0"),
         ({"tree": "chain"}, "got --tree chain without a drafter"),
     ],
 )
 def test_options_that_cannot_work(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         serve.ServeArguments(target="x", **options)  # type: ignore[arg-type]
-
-
-def test_two_heads_of_one_name_are_refused() -> None:
-    args = serve.ServeArguments(target=str(CHAT_TARGET), heads=[HEADS, HEADS])
-    with pytest.raises(ValueError, match="got two --heads called eagle3"):
-        serve.build_scheduler(args)
-
-
-def test_a_taken_port_is_told_before_anything_is_loaded() -> None:
-    with bind("127.0.0.1", 0) as taken:
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"--port {port}"):
-            serve.run(serve.ServeArguments(target="./nowhere", port=port))
-
-
-def test_replies_are_no_longer_than_the_target_reads() -> None:
-    scheduler, _ = serve.build_scheduler(serve.ServeArguments(target=str(CHAT_TARGET), max_batch_size=1))
-    assert scheduler.limits.max_length == scheduler.target.max_length

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.inference import NgramDrafter, Target
-from draftsmith.scripts.measuring.batches import MARK, choose_trees, make_batch_grid
-from draftsmith.scripts.measuring.contenders import TimedDrafter
+from draftsmith.inference import Target
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
 from draftsmith.scripts.measuring.report import make_rows, set_rooflines
 from draftsmith.scripts.measuring.roofline import Hardware, Work
-from draftsmith.scripts.measuring.table import Row
 from tests.scripts.test_benchmark import stats_of
 
 
@@ -27,20 +21,6 @@ def test_batches_are_full_and_left_padded() -> None:
     assert ([prompt.id for prompt in last.prompts], last.index) == (["p2", "p0"], 1)
     (every,) = make_batches(prompts, 7)
     assert [prompt.index for prompt in every.prompts] == [0, 1, 2, 0, 1, 2, 0]
-
-
-def test_rows_leave_the_batch_of_a_timed_drafter() -> None:
-    device = torch.device("cpu")
-    assert TimedDrafter(NgramDrafter(), device).can_copy_rows
-    without: Any = SimpleNamespace(
-        feature_layers=(),
-        max_depth=None,
-        drafts_chains_only=False,
-        shares_target_cache=False,
-        can_copy_rows=False,
-        reads_first_token=False,
-    )
-    assert not TimedDrafter(without, device).can_copy_rows
 
 
 # What the numbers say.
@@ -75,29 +55,3 @@ def test_rows_of_a_batch_by_hand(chat_target: PreTrainedModel) -> None:
     assert make_rows(contenders, prompts, settings, target)[2].num_identical is None, "no prompt was decoded by itself"
     set_rooflines([mine], contenders[2:], Hardware(bandwidth_gb_s=1.0, matmul_gflop_s=10.0))
     assert mine.roofline_share == 0.3, "1.5e9 operations take 150 ms of 500"
-
-
-def speed(name: str, tree: str, tokens_per_second: float, **options: Any) -> Row:
-    return Row(name, tree, tokens_per_second=tokens_per_second, over_transformers=tokens_per_second / 10, **options)
-
-
-def test_the_tree_of_each_batch_size() -> None:
-    rows = {
-        1: [speed(TRANSFORMERS, "", 10), speed("n-grams", "chain", 9), speed("h", "chain", 20), speed("h", "auto", 30)],
-        8: [
-            speed(TRANSFORMERS, "", 50),
-            speed(f"{PLAIN}, compiled", "", 80),
-            speed("n-grams", "chain", 40),
-            speed("h", "chain", 60),
-            speed("h", "auto", 0, problem="no"),
-            speed("h", "dynamic:4,4,16", 20),
-        ],
-    }
-    assert {batch: row.tree for batch, row in choose_trees(rows)["h"].items()} == {1: "auto", 8: "chain"}
-    grid = make_batch_grid(rows, {"target": "t", "dtype": "float32", "temperature": 0.0})
-    assert grid.columns == ["decoding", "batch 1", "batch 8"]
-    cells = {line[0]: line[1:] for line in grid.cells}
-    assert cells["h, chain"] == ["20.0 (2.00, –)", f"60.0 (6.00, –) {MARK}"]
-    assert cells["h, auto"] == [f"30.0 (3.00, –) {MARK}", "–"]
-    assert cells["h, dynamic:4,4,16"][0] == "–"
-    assert grid.notes[-1] == "h, fastest tree by batch size: 1 -> auto (3.00), 8 -> chain (0.75)"
