@@ -140,15 +140,3 @@ class TestCounts:
         ):
             with pytest.raises(ValueError, match=message):
                 create_heads(kind, target_of("llama")).limit_vocabulary(size, torch.arange(num_counts))
-
-    def test_all_tokens_are_no_limit(self) -> None:
-        heads = create_heads("mtp", target_of("llama")).limit_vocabulary(128)
-        assert heads.for_target(target_of("llama")).draft_token_ids is None
-
-
-def test_measured_costs_know_the_size() -> None:
-    from draftsmith.inference.planning.memory import _describe_drafter
-
-    heads = create_heads("mtp", target_of("llama"))
-    sizes = [_describe_drafter(heads.limit_vocabulary(size, torch.arange(128))) for size in (8, 9, 128)]
-    assert sizes[0] != sizes[1] != sizes[2] != sizes[0]

@@ -5,16 +5,13 @@ Legend: B batch, T sequence length, K depths, D hidden size.
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.heads import DraftHeads
 from draftsmith.heads.kinds.parallel import ParallelHeads
 from draftsmith.inference import Target
 from tests.heads.kinds import slow_layer
@@ -88,20 +85,6 @@ def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, A
                     torch.testing.assert_close(found, expected[slot][depth], rtol=1e-4, atol=1e-4)
 
 
-def test_masks_of_older_checkpoints_are_outputs_of_fc(target: Target, tmp_path: Path) -> None:
-    heads = parallel(target, mask_before_fc=False)
-    heads.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    for key in ("mask_before_fc", "mask_token_id", "own_embedding"):
-        del config[key]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = DraftHeads.from_pretrained(tmp_path).bind(target)
-    assert loaded.mask_hidden.shape == (32,)
-    input_ids, features = random_prompt(6), torch.randn(1, 6, 96)
-    for one, other in zip(heads.unroll(features, input_ids), loaded.unroll(features, input_ids), strict=True):
-        assert torch.equal(one.hidden, other.hidden)
-
-
 class TestDropping:
     def test_the_worked_example(self, target: Target) -> None:
         heads = parallel(target, num_depths=3)
@@ -138,10 +121,3 @@ class TestDropping:
                 assert len(set(slots)) == len(slots) > 0
                 assert set(slots) <= before
                 before = set(slots)
-
-    def test_a_ratio_of_one_drops_nothing(self, target: Target) -> None:
-        heads = parallel(target, num_depths=3, keep_ratio=1.0)
-        ids = random_prompt(9)
-        for step in heads.unroll_where(torch.randn(1, 9, 96), ids, torch.ones_like(ids), torch.arange(9)[None])[1:]:
-            assert step.slots is not None
-            assert sorted(step.slots[0].tolist()) == list(range(7))
