@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
-from draftsmith.training.data import records
-from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
-from draftsmith.training.data.conversations import BadLineError, Place, iterate_place, load_conversations
+from draftsmith.training.data.chat_tokens import tokenize_conversations
+from draftsmith.training.data.conversations import BadLineError, load_conversations
 from draftsmith.training.data.records import Share, read_records
-from draftsmith.training.synthesis.prompts import read_prompts
 from tests.conftest import CHAT_TARGET
 from tests.training.conversation_cases import TWO_TURNS, sharegpt, to_messages, write
 
@@ -45,20 +42,16 @@ def test_every_form_of_file_reads_the_same(tmp_path: Path) -> None:
 
 JSON_FILES: dict[str, tuple[str, int]] = {
     "one object, pretty-printed": (json.dumps({"messages": TWO_TURNS}, indent=2), 1),
-    "one object on a line": (json.dumps({"messages": TWO_TURNS}), 1),
     "records under data": (json.dumps({"version": 1, "data": [{"messages": TWO_TURNS}] * 3}, indent=2), 3),
-    "a conversation of texts under data": (json.dumps({"data": [turn["content"] for turn in TWO_TURNS]}, indent=1), 1),
     "a conversation of turns under data": (json.dumps({"data": TWO_TURNS}, indent=1), 1),
-    "one object with objects under data": (json.dumps({"messages": TWO_TURNS, "data": [{"score": 1}]}, indent=1), 1),
     "lines": ("\n".join([json.dumps({"data": TWO_TURNS})] * 2), 2),
 }
 
 
 @pytest.mark.parametrize("name", JSON_FILES)
-@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
-def test_forms_of_json_files(name: str, suffix: str, tmp_path: Path) -> None:
+def test_forms_of_json_files(name: str, tmp_path: Path) -> None:
     text, count = JSON_FILES[name]
-    file = write(tmp_path / f"a{suffix}", [text])
+    file = write(tmp_path / "a.json", [text])
     assert to_messages(load_conversations([file])) == [TWO_TURNS] * count
     shares = [list(read_records(Path(file), Share(index, 2))) for index in range(2)]
     assert sum(map(len, shares)) == count
@@ -73,36 +66,11 @@ def test_a_damaged_json_file_is_named_with_the_forms(cut: int | None, times: int
         load_conversations([file])
 
 
-def test_the_first_line_of_several_may_be_damaged(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.json", ['{"messages": [', {"messages": TWO_TURNS}])
-    assert to_messages(load_conversations([file], skip_bad_lines=True)) == [TWO_TURNS]
-
-
-def test_a_system_column_that_is_left_out_is_warned_of(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    system = {"role": "system", "content": "Be brief."}
-    row = {"messages": [system, *TWO_TURNS], "system": "Be kind."}
-    file = write(tmp_path / "a.jsonl", [row, row, {**row, "system": "Be brief."}, {**row, "system": None}])
-    for _ in range(2):  # the second time from the cache
-        caplog.clear()
-        assert len(drop_unusable(tokenize_conversations(load_conversations([file]), tokenizer, max_length=64))) == 4
-        (warning,) = [record.getMessage() for record in caplog.records]
-        assert warning.startswith("2 columns `system`, which are left out")
-    caplog.clear()
-    read_prompts(file)
-    assert "2 columns `system`" in caplog.text
-
-
 BAD_LINES = {
     "": "the line is empty",
     '{"conversations": [': "Expecting value",
-    "[]": "expected an object, got list",
     '{"text": "Hi"}': "got the columns ['text'], which no known layout has",
-    '{"messages": []}': "expected a non-empty list",
-    '{"messages": ["Hi"]}': "expected a turn with role and content, got str",
     '{"messages": [{"role": "narrator", "content": "Hi"}]}': "unknown role 'narrator'; known roles: human",
-    '{"messages": [{"role": "user", "content": null}]}': "content of a turn of user is NoneType",
 }
 
 
@@ -138,16 +106,6 @@ def test_a_torn_file_is_a_bad_line(tmp_path: Path) -> None:
     assert len(load_conversations([str(file)], skip_bad_lines=True)) == 2
 
 
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    file = tmp_path / "a.jsonl"
-    write(file, [sharegpt("Hi", "Yo")])
-    assert to_messages(load_conversations([str(file)]))[0][0]["content"] == "Hi"
-    changed = file.stat().st_mtime_ns
-    write(file, [sharegpt("Ha", "Yo")])
-    os.utime(file, ns=(changed + 1, changed + 1))
-    assert to_messages(load_conversations([str(file)]))[0][0]["content"] == "Ha"
-
-
 def test_what_is_read_and_tokenized_is_cached(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "a.jsonl", [sharegpt("Hi", "Yo")])
     rows = tokenize_conversations(load_conversations([file]), tokenizer, max_length=64)
@@ -159,9 +117,8 @@ def test_what_is_read_and_tokenized_is_cached(tmp_path: Path, tokenizer: Any, mo
 
 
 def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:
-    for path in (str(tmp_path / "nowhere"), "nowhere.jsonl", "./nowhere"):
-        with pytest.raises(ValueError, match="does not exist; give an existing file"):
-            load_conversations([path])
+    with pytest.raises(ValueError, match="does not exist; give an existing file"):
+        load_conversations(["nowhere.jsonl"])
     with pytest.raises(ValueError, match=r"has no files ending in \.json,"):
         load_conversations([str(tmp_path)])
     for suffix, rows in ((".jsonl", []), (".jsonl.gz", []), (".json", ["[]"])):
@@ -226,27 +183,15 @@ def test_parquet_files_read_as_json_does(tmp_path: Path) -> None:
     assert load_conversations([str(tmp_path)])["conversation"][:] == [*tables, *lines]
 
 
-@pytest.mark.parametrize("cut", [40, -30])
-def test_a_damaged_parquet_file_is_named(tmp_path: Path, cut: int, repository: Path) -> None:
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     file = Path(write_parquet(tmp_path / "a.parquet", [{"messages": TWO_TURNS}] * 5))
-    file.write_bytes(file.read_bytes()[:cut])
+    file.write_bytes(file.read_bytes()[:-30])
     with pytest.raises(BadLineError, match=r"a\.parquet, line 1: the rest of the file cannot be read"):
         load_conversations([str(file)])
-    (tmp_path / "set" / "data").mkdir(parents=True)
-    file.rename(tmp_path / "set" / "data" / "train-0.parquet")
-    with pytest.raises(ValueError, match=r"set \(train\) cannot be read: "):
-        load_conversations([str(tmp_path / "set")])
-
-
-def test_half_a_surrogate_pair_is_a_bad_line(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [sharegpt("Hi", "\ud83d"), sharegpt("Hi", "\ud83d\ude42")])
-    with pytest.raises(BadLineError, match=r"line 1: .*surrogates not allowed"):
-        load_conversations([file])
-    assert to_messages(load_conversations([file], skip_bad_lines=True))[0][1]["content"] == "\U0001f642"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet"])
-@pytest.mark.parametrize("count", [1, 3, 20])
+@pytest.mark.parametrize("count", [3, 20])
 def test_readers_share_a_file(name: str, count: int, tmp_path: Path) -> None:
     """Each record is read once, with the number of its line; one line is longer than some parts."""
     rows = [{"text": "x" * length} for length in (3, 40, 1, 0, 7, 7, 30, 2, 11)]
@@ -258,35 +203,3 @@ def test_readers_share_a_file(name: str, count: int, tmp_path: Path) -> None:
     found = sorted((int(str(place).rpartition(" ")[2]), record) for part in parts for place, record in part)
     assert found == list(enumerate(rows, start=1))
     assert count != 3 or all(parts)
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_readers_share_a_large_file(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each line is read once, with its number, also malformed ones. The last lines are long: readers have as many."""
-    monkeypatch.setattr(records, "LEAST_RANGE", 16)
-    monkeypatch.setattr(records, "_BLOCK", 1000)
-    file = tmp_path / "a.jsonl"
-    lines = [json.dumps("x" * (600 if number > 900 else 20)).encode() for number in range(1, 1001)]
-    lines[500] = b'"\xff"'
-    file.write_bytes(b"\n".join(lines))
-    parts = [list(read_records(file, Share(index, count))) for index in range(count)]
-    assert sorted(int(str(place).rpartition(" ")[2]) for part in parts for place, _ in part) == [*range(1, 1001)]
-    (problem,) = ((place, record) for part in parts for place, record in part if isinstance(record, Exception))
-    assert (str(problem[0]), "can't decode byte 0xff" in str(problem[1])) == (f"{file}, line 501", True)
-    for is_long, total in ((True, 100), (False, 899)):
-        sizes = [sum(isinstance(r, str) and (len(r) > 20) == is_long for _, r in part) for part in parts]
-        assert sum(sizes) == total
-        assert max(sizes) - min(sizes) < 0.1 * total
-
-
-def test_lines_of_a_small_file_are_dealt_out(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [{"text": "x"}] * 10 + [{"text": "x" * 10000}])
-    assert [len(list(read_records(Path(file), Share(index, 2)))) for index in range(2)] == [5, 6]
-
-
-def test_readers_share_short_files(tmp_path: Path) -> None:
-    for number in range(8):
-        write(tmp_path / f"{number}.jsonl", [{"text": number}])
-    parts = [list(iterate_place(Place.find(str(tmp_path)), share=Share(index, 4))) for index in range(4)]
-    assert [len(part) for part in parts] == [2, 2, 2, 2]
-    assert sorted(record["text"] for part in parts for _, record in part) == list(range(8))

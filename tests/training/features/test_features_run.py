@@ -6,13 +6,11 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import Target
@@ -24,11 +22,9 @@ from draftsmith.training.options.command_line import parse_arguments
 from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import count_computed
 from tests.training.runner import (
-    TEMPLATE,
     WORDS,
     Runner,
     assert_same,
-    save_chat_target,
     write_conversations,
 )
 
@@ -98,14 +94,6 @@ def test_a_hybrid_run_that_is_resumed_reads_what_it_had_computed(train: Runner, 
         file.unlink()
     train.break_off(3, **options, max_steps=10)
     train(**options, max_steps=10, resume_from_checkpoint=True)
-    assert_same(weights, train.weights())
-
-
-def test_processes_that_load_data_read_the_features(train: Runner, extract: Extract, tmp_path: Path) -> None:
-    extract()
-    train(features=tmp_path / "features")
-    weights = train.weights()
-    train(features=tmp_path / "features", dataloader_num_workers=1)
     assert_same(weights, train.weights())
 
 
@@ -207,27 +195,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"do not give the target's distribution: .* extract them again"):
             train(features=tmp_path / "features")
 
-    def test_an_extraction_of_something_else(self, extract: Extract, other_target: Path, tmp_path: Path) -> None:
-        extract()
-        for options, message in (
-            ({"max_length": 16}, "holds other features .*data_hash was .*give another --output_dir"),
-            ({"target": other_target}, "states of another target"),
-        ):
-            with pytest.raises(ValueError, match=message):
-                extract(**options)
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"head_type": "medusas"}, "unknown head_type 'medusas'; did you mean medusa; known kinds: .*medusa"),
-            ({"shard_target": "fsdp2"}, "got shard_target fsdp2: each process extracts its own texts"),
-            ({"shard_mb": 0}, "got shard_mb 0.0: it must be above 0"),
-        ],
-    )
-    def test_options(self, extract: Extract, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            extract(**options)
-
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
 def test_heads_with_an_adapter_learn_from_the_adapted_targets_states(
@@ -250,72 +217,12 @@ def test_heads_with_an_adapter_learn_from_the_adapted_targets_states(
     assert_same(online, train.weights())
 
     extract(plain := tmp_path / "plain", head_type="medusa")
-    index = plain / "index.json"
-    assert '"adapter_hash": null' in index.read_text()
-    index.write_text(index.read_text().replace(',\n    "adapter_hash": null', ""))  # before there was the entry
     for folder, changes, message in (
         (features, {"init_heads": tmp_path / "other"}, r"adapter_hash \w{16} \(now \w{16}\)\. .*--init_heads"),
-        (features, {"init_heads": None, "head_type": "medusa"}, r"adapter_hash \w{16} \(now None\)"),
         (plain, {}, r"adapter_hash None \(now \w{16}\)"),
     ):
         with pytest.raises(ValueError, match=message):
             train(**{**continued, **changes}, features=folder)
-    with pytest.raises(ValueError, match=r"adapter_hash None \(now \w{16}\)"):
-        extract(plain, head_type=None, init_heads=tmp_path / "one")
-    extract(plain, head_type="medusa")  # nothing is missing
-    with pytest.raises(ValueError, match=r"with an adapter that the server does not have"):
-        extract(head_type=None, init_heads=tmp_path / "one", endpoint="http://127.0.0.1:9/v1", batch_size=None)
-
-
-def test_a_template_that_writes_the_date_is_named(
-    train: Runner,
-    extract: Extract,
-    conversations: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The texts of the next day are others; tokenized rows are cached with their date, until the file changes."""
-    target = save_chat_target(tmp_path / "target")
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    tokenizer.chat_template = "{{ strftime_now('word%d') }} " + TEMPLATE
-    tokenizer.save_pretrained(target)
-
-    def begin_day(day: int) -> None:
-        today = SimpleNamespace(now=lambda: datetime(2026, 1, day))
-        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", today)
-        os.utime(conversations, ns=(day, day))
-        caplog.clear()
-
-    stored = {"target": target, "features": tmp_path / "features", "max_steps": 1, "num_eval_prompts": 0}
-    begin_day(11)
-    extract(target=target)
-    assert "strftime_now" in caplog.text
-    train(**stored)
-    caplog.clear()
-    train(**{**stored, "features": tmp_path / "hybrid"}, feature_mode="hybrid")
-    assert "strftime_now" in caplog.text
-    begin_day(12)
-    with pytest.raises(ValueError, match=r"lacks \d+ of the \d+ training texts .*today's date \(strftime_now\)"):
-        train(**stored)
-    with pytest.raises(ValueError, match=r"lacks a text of this batch: .*today's date \(strftime_now\)"):
-        train(**stored, streaming=True, vocabulary_rows=5, validation_fraction=0)
-    with pytest.raises(ValueError, match="data_hash was"):
-        extract(target=target)
-    assert "strftime_now" in caplog.text
-
-
-def test_a_training_configuration_names_what_to_extract(extract: Extract, train: Runner, tmp_path: Path) -> None:
-    """What the two programs share; its learning rate and its output_dir are training's."""
-    config = tmp_path / "train.yaml"
-    config.write_text(f"max_length: 32\nlearning_rate: 0.1\nhead_type: medusa\noutput_dir: {tmp_path / 'heads'}\n")
-    assert extract(config=config, max_length=None, head_type=None) > 0
-    settings = FeatureStore(tmp_path / "features").settings
-    assert list(settings.tensors) == ["last"]
-    assert not (tmp_path / "heads").exists()
-    config.write_text("learning_rates: 0.1\n")
-    with pytest.raises(ValueError, match=r"unknown key 'learning_rates' .* did you mean 'learning_rate'"):
-        extract(config=config)
 
 
 def test_features_of_another_data_set_are_found_by_their_text(train: Runner, extract: Extract, tmp_path: Path) -> None:

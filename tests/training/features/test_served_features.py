@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from draftsmith.training.features import endpoint_states
 from draftsmith.training.run import preparation
 from draftsmith.training.run.stopping import TrainingStoppedError
-from tests.params import slow_but
 from tests.tiny_targets import tiny_target
 from tests.training.runner import Runner, assert_same
 from tests.training.states_server import LAYERS, StatesServer
@@ -42,11 +37,7 @@ def wait_for_threads() -> None:
             thread.join(0.5)
 
 
-@pytest.mark.parametrize(
-    "options", slow_but({"rows"}, {"rows": {}, "packed": {"packing": True, "per_device_train_batch_size": 1}})
-)
 def test_heads_learn_as_online(
-    options: dict[str, Any],
     train: Runner,
     server: StatesServer,
     caplog: pytest.LogCaptureFixture,
@@ -54,7 +45,7 @@ def test_heads_learn_as_online(
 ) -> None:
     """The same losses; requests run ahead of training, and no file stays. Of the target only embedding, norm and LM
     head are here, and the acceptance length is not measured."""
-    online = train(**{**OPTIONS, **options})
+    online = train(**OPTIONS)
     weights = train.weights()
     held: list[list[str]] = []
     make = preparation._make_trainer
@@ -64,7 +55,7 @@ def test_heads_learn_as_online(
         return make(options, models, *args)
 
     monkeypatch.setattr(preparation, "_make_trainer", noted)
-    metrics = train(**served(server, **options))
+    metrics = train(**served(server))
     assert metrics["eval_loss"] == pytest.approx(online["eval_loss"], rel=CLOSE)
     assert metrics.keys() == online.keys()
     for name, weight in train.weights().items():
@@ -110,23 +101,6 @@ def test_a_server_that_dies_and_comes_back(train: Runner, server: StatesServer, 
     assert_same(weights, train.weights())
 
 
-def test_a_run_that_fails_leaves_no_files_and_sends_no_more(
-    train: Runner, server: StatesServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    complete = server.extract
-
-    def slow(ids: list[int], num_best: int) -> dict[str, Any]:
-        time.sleep(0.05)
-        return complete(ids, num_best)
-
-    monkeypatch.setattr(server, "extract", slow)
-    train.break_off(1, **served(server, concurrency=2, validation_fraction=0, eval_strategy="no"))
-    num_sent = len(server.bodies)
-    wait_for_threads()
-    assert list(server.folder.iterdir()) == []
-    assert len(server.bodies) <= num_sent + 2  # in flight
-
-
 def test_a_server_that_gets_another_model(train: Runner, server: StatesServer) -> None:
     """At the start, and later, when its states have another width."""
     right, server.model = server.model, tiny_target("llama", vocab_size=60, num_hidden_layers=4)
@@ -153,32 +127,11 @@ def test_a_server_that_gets_another_model(train: Runner, server: StatesServer) -
     wait_for_threads()
 
 
-def test_a_slow_server(
-    train: Runner, server: StatesServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Every batch waits for ten seconds and trains for ten: one warning, after a minute of waiting."""
-    ticks = count(0, 10)
-    monkeypatch.setattr(endpoint_states, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
-    train(**served(server, validation_fraction=0, eval_strategy="no"))
-    warnings = [record.message for record in caplog.records if "has waited" in record.message]
-    assert len(warnings) == 1
-    assert "waited 60 of its first 120 seconds for states from http" in warnings[0]
-    assert "give the server more devices, or raise --concurrency (now 6)" in warnings[0]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"features": "x"}, "got features x and features_endpoint http"),
-        ({"features_endpoint": None}, "got endpoint_model, concurrency without features_endpoint"),
-        ({"shard_target": "fsdp2"}, "got features_endpoint with shard_target, which splits the target"),
         ({"eval_prompts": "x.jsonl"}, "got features_endpoint with eval_prompts, which lets the target decode"),
-        ({"target_device_map": "auto"}, "got target_device_map auto with a server for the states"),
-        (
-            {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 4},
-            "features_endpoint excludes both",
-        ),
-        ({"on_policy_fraction": 0.5}, "got features_endpoint with on_policy_fraction"),
     ],
 )
 def test_options_that_need_the_target(

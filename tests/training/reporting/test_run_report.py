@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -16,8 +15,6 @@ from transformers import GenerationConfig
 
 from draftsmith.heads import DraftHeads
 from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED
-from draftsmith.training.reporting.model_card import render_card
-from draftsmith.training.reporting.report import render_report
 from draftsmith.training.run import outcome
 from tests.tiny_tokenizers import read_whole_words
 from tests.training.runner import Runner, write_conversations
@@ -76,32 +73,6 @@ class TestReport:
         assert isinstance(scope["heads"], DraftHeads)
         assert scope["output"].sequences.shape[1] == scope["prompt"]["input_ids"].shape[1] + 4
 
-    def test_hub_ids_stand_in_the_metadata_of_the_card(self) -> None:
-        card = render_card(
-            kind="medusa",
-            target="org/model",
-            location="me/heads",
-            datasets=["org/data:part", "file.jsonl"],
-            metrics={"eval_loss": 1.5, "eval_runtime": 3.0},
-            num_prompts=0,
-            record={"steps": 3, "tokens": 1000, "seconds": 2.5},
-            has_report=False,
-        )
-        data = yaml.safe_load(card.split("---\n")[1])
-        assert (data["base_model"], data["datasets"]) == ("org/model", ["org/data"])
-        assert "| loss | 1.5 |" in card
-        assert "runtime" not in card
-        assert "report.html" not in card
-
-    def test_without_matplotlib_there_are_no_curves(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-        text = render_report("t", summary={}, history=[{"step": 1, "loss": 2.0}], options={}, data={})
-        assert "<img" not in text
-        assert "pip install &#34;draftsmith[bench]&#34;" in text
-        assert "matplotlib is not installed" in caplog.text
-
     def test_what_goes_wrong_here_leaves_the_heads(
         self, train: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -113,23 +84,3 @@ class TestReport:
         assert train.weights()
         assert "the heads are saved, but their report or model card could not be written" in caplog.text
         assert not (train.output_dir / "report.html").exists()
-
-    def test_a_card_that_somebody_wrote_is_kept(self, train: Runner, caplog: pytest.LogCaptureFixture) -> None:
-        train.output_dir.mkdir()
-        (train.output_dir / "README.md").write_text("mine")
-        train(max_steps=1)
-        assert (train.output_dir / "README.md").read_text() == "mine"
-        assert "was written by someone else" in caplog.text
-
-    def test_uploads_all_of_it(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Without a hub: the files exist when the upload starts."""
-        uploaded: list[set[str]] = []
-        monkeypatch.setattr("draftsmith.training.run.trainer.HeadsTrainer.init_hf_repo", lambda self, *_: None)
-        monkeypatch.setattr(
-            "draftsmith.training.run.trainer.HeadsTrainer.push_to_hub",
-            lambda self, *a, **k: uploaded.append({file.name for file in train.output_dir.iterdir()}),
-        )
-        train(max_steps=1, report=True, push_to_hub=True, hub_model_id="me/heads", hub_strategy="end")
-        assert len(uploaded) == 1
-        assert {"README.md", "report.html", "model.safetensors", "training_record.json"} <= uploaded[0]
-        assert 'DraftHeads.from_pretrained("me/heads"' in (train.output_dir / "README.md").read_text()

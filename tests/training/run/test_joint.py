@@ -28,7 +28,6 @@ from draftsmith.training.options.joint_options import JointArguments
 from draftsmith.training.run.joint_model import JointModel, add_adapter
 from draftsmith.training.run.joint_trainer import JointTrainer
 from draftsmith.training.run.preparation import prepare_run
-from tests.conftest import needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.runner import Runner, assert_same
 
@@ -110,8 +109,7 @@ class TestLosses:
         states = TargetStates(torch.cat(hidden, dim=-1), output.hidden_states[-1])
         return own + joint.args.loss_weight * self.draft(joint, states).loss, own
 
-    @pytest.mark.parametrize("head_type", ["medusa", "eagle3"])
-    @pytest.mark.parametrize("target_loss", ["lm", "self_distillation"])
+    @pytest.mark.parametrize(("target_loss", "head_type"), [("lm", "medusa"), ("self_distillation", "eagle3")])
     def test_losses_and_gradients(self, target_loss: str, head_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
         joint = self.make(head_type, target_loss=target_loss, heads_loss_weight=0.3)
         expected, own = self.plainly(joint)
@@ -147,24 +145,6 @@ class TestLosses:
         assert output.target_sum.item() == pytest.approx(sum(part.target_sum.item() for part in parts), rel=1e-4)
         for name, gradient in self.gradients(joint, output.loss).items():
             assert (wanted[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
-
-    def test_recomputation_keeps_less(self) -> None:
-        """Numbers that the graph keeps for the backward pass, weights aside."""
-        kept = []
-        for is_recomputed in (False, True):
-            joint = self.make()
-            if is_recomputed:
-                joint.activation_checkpointing_enable()
-            sizes: dict[int, int] = {}
-
-            def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
-                sizes[tensor.data_ptr()] = tensor.numel()
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                joint(self.batch, partial(self.draft, joint), trains_target=True)
-            kept.append(sum(sizes.values()))
-        assert kept[1] < 0.6 * kept[0]
 
     def test_only_the_adapters_dropout_is_ever_on(self) -> None:
         joint = self.make(lora_dropout=0.5)
@@ -223,18 +203,6 @@ class TestRuns:
             greedy, adapted.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=12, do_sample=False)
         )
 
-        card = (train.output_dir / "README.md").read_text()
-        assert "the LoRA adapter in `adapter/`" in card
-        scope: dict[str, Any] = {}
-        exec(
-            card.split("```python\n")[1]
-            .split("```")[0]
-            .replace("max_new_tokens=128", "max_new_tokens=4")
-            .replace("Hello", "word1"),
-            scope,
-        )
-        assert torch.equal(scope["target"].model(prompt).logits, adapted(prompt).logits)
-
     def test_warm_up_trains_the_heads_as_if_alone_and_nothing_else(self, train: Runner) -> None:
         options = {**JOINT, "heads_loss_weight": 1.0, "heads_lr_multiplier": 1.0, "max_steps": 6, "weight_decay": 0.1}
         trainer = self.prepare(train, **{**options, "heads_warmup_steps": 6})
@@ -265,30 +233,6 @@ class TestRuns:
         assert len(losses) == 3
         torch.testing.assert_close(other_heads, heads, rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(other_lora, lora, rtol=1e-3, atol=1e-6)
-
-    @needs_muon
-    def test_learning_rates(self, train: Runner) -> None:
-        options = {"max_steps": 10, "warmup_steps": 2, "heads_warmup_steps": 4, "muon_learning_rate": 0.02}
-        trainer = self.prepare(train, **options, lr_scheduler_type="constant_with_warmup", learning_rate=0.001)
-        rates = []
-        step = trainer.training_step
-
-        def note(*args: Any, **kwargs: Any) -> Tensor:
-            groups = trainer.optimizer.param_groups
-            (adapter,) = [group for group in groups if group.get("is_adapter")]
-            assert {id(weight) for weight in adapter["params"]} == {id(weight) for weight in trainer.joint.adapters}
-            others = [group for group in groups if group is not adapter and group["params"]]
-            count = sum(len(group["params"]) for group in others)
-            assert count == len(list(trainer.heads.parameters()))
-            rates.append((adapter["lr"], {group["lr"] for group in others}))
-            return step(*args, **kwargs)
-
-        trainer.training_step = note
-        trainer.train()
-        assert [rate for rate, _ in rates] == pytest.approx([0, 0, 0, 0, 0, 0.0005, *[0.001] * 4])
-        assert rates[0][1] == {0}
-        assert rates[1][1] == {0.002, 0.01}
-        assert rates[-1][1] == {0.004, 0.02}
 
     @pytest.mark.ci
     @pytest.mark.slow
@@ -324,76 +268,19 @@ class TestRuns:
         with pytest.raises(ValueError, match=r"checkpoint-6: adapter/adapter_model\.safetensors"):
             train(**options, output_dir=resumed, resume_from_checkpoint=resumed / "checkpoint-6")
 
-    def test_the_best_checkpoint_is_both_parts_of_it(self, train: Runner) -> None:
-        options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_target_loss", "greater_is_better": True}
-        train(**{**JOINT, **options, **best, "validation_fraction": 0.25, "save_total_limit": 5, "learning_rate": 0.01})
-        history = json.loads((train.output_dir / "checkpoint-4" / "trainer_state.json").read_text())
-        chosen = Path(history["best_model_checkpoint"])
-        assert_same(stored_adapter(train.output_dir), stored_adapter(chosen))
-        assert_same(train.weights(), load_file(chosen / "model.safetensors"))
-
-    @pytest.mark.ci
-    @pytest.mark.slow
-    def test_checkpointing_by_trainers_own_option(self, train: Runner) -> None:
-        results = []
-        for value in (None, True):
-            train(**{**JOINT, "max_steps": 3, CHECKPOINTING: value}, output_dir=train.output_dir.with_name(str(value)))
-            results.append(stored_adapter(train.output_dir.with_name(str(value))))
-        for name, weight in results[0].items():
-            torch.testing.assert_close(results[1][name], weight, rtol=1e-4, atol=1e-6)
-        joint = self.prepare(train, **{CHECKPOINTING: True}).joint
-        with pytest.raises(ValueError, match="use_reentrant"):
-            joint.activation_checkpointing_enable({"use_reentrant": True})
-
-    def test_continuing_from_stored_heads(self, train: Runner) -> None:
-        """With their adapter trained on, or as it is."""
-        train(**{**JOINT, "max_steps": 4})
-        first = stored_adapter(train.output_dir)
-        again = {"init_heads": train.output_dir, "head_type": None, "head_overrides": None, "max_steps": 2}
-        for name, options in {
-            "frozen": dict.fromkeys(("lora_r", "heads_warmup_steps", "heads_loss_weight")),
-            "trained": {"heads_warmup_steps": 0},
-        }.items():
-            folder = train.output_dir.with_name(name)
-            train(**{**JOINT, **again, **options}, output_dir=folder)
-            same = all(torch.equal(weight, first[key]) for key, weight in stored_adapter(folder).items())
-            assert same == (name == "frozen")
-            DraftHeads.from_pretrained(folder).apply_adapter(tiny_like(train))
-        start = self.prepare(train, **again, output_dir=train.output_dir.with_name("start"))
-        stored = {id_of(weight) for weight in first.values()}
-        assert {id_of(weight) for weight in start.joint.adapters} == stored
-
-
-def tiny_like(train: Runner) -> Any:
-    return AutoModelForCausalLM.from_pretrained(train.defaults["target"]).eval()
-
-
-def id_of(weight: Tensor) -> tuple[float, ...]:
-    return tuple(weight.detach().flatten().tolist())
-
 
 class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
             ({"lora_alpha": 8.0}, "lora_alpha .*lora_r"),
-            ({"heads_warmup_steps": 0.5, "target_loss": "lm"}, "target_loss, heads_warmup_steps .*lora_r"),
-            ({"lora_r": 4, "heads_warmup_steps": 2.5}, r"heads_warmup_steps 2\.5"),
             ({"lora_r": 0}, "lora_r 0"),
-            ({"lora_r": 4, "lora_dropout": 1.0}, r"lora_dropout 1\.0"),
-            ({"lora_r": 4, "heads_loss_weight": 0.0}, r"heads_loss_weight 0\.0"),
         ],
     )
     def test_options(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             JointArguments(**options)
 
-    @pytest.mark.parametrize("names", [["lm_head", "q_proj"], ["embed_tokens"]])
-    def test_borrowed_layers(self, names: list[str]) -> None:
-        with pytest.raises(ValueError, match=str(names[0])):
-            add_adapter(tiny_target("llama"), JointArguments(lora_r=4, lora_target_modules=names))
-
-    def test_unknown_layers(self) -> None:
-        with pytest.raises(ValueError, match="nowhere"):
-            add_adapter(tiny_target("llama"), JointArguments(lora_r=4, lora_target_modules=["nowhere"]))
+    def test_borrowed_layers(self) -> None:
+        with pytest.raises(ValueError, match="lm_head"):
+            add_adapter(tiny_target("llama"), JointArguments(lora_r=4, lora_target_modules=["lm_head", "q_proj"]))

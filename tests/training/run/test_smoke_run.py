@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from draftsmith.training import train_heads
 from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.run.preparation import prepare_run
 from draftsmith.training.run.smoke_run import NUM_STEPS, SmokeRun, smoke_run
@@ -70,33 +68,3 @@ def test_it_measures_the_longest_rows_and_leaves_nothing(
 )
 def test_runs_of_other_kinds(train: Runner, options: dict[str, Any]) -> None:
     assert try_out(train, **options).num_steps == 8
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # read by PEFT
-def test_steps_of_heads_and_adapters_train_both(train: Runner) -> None:
-    pytest.importorskip("peft", reason="peft is an optional extra")
-    run = prepare_run(*parse_arguments(train.arguments(dry_run=True, lora_r=2, heads_warmup_steps=6)))
-    adapters: Any = run.trainer.joint.adapters  # type: ignore[attr-defined]
-    before = [weight.detach().clone() for weight in adapters]
-    smoke_run(run)
-    assert not all(torch.equal(one, other) for one, other in zip(before, adapters, strict=True))
-
-
-def test_a_hybrid_run_stores_no_features(train: Runner, tmp_path: Path) -> None:
-    try_out(train, features=tmp_path / "deep" / "features", feature_mode="hybrid")
-    assert not (tmp_path / "deep").exists()
-
-
-class TestProgram:
-    def run(self, train: Runner, monkeypatch: pytest.MonkeyPatch, **options: Any) -> int:
-        monkeypatch.setattr("sys.argv", ["train_heads.py", *train.arguments(dry_run=True, **options)])
-        monkeypatch.setattr("sys.path", [*train_heads.sys.path])
-        return train_heads.main()
-
-    def test_it_prints_what_it_measured(
-        self, train: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert self.run(train, monkeypatch) == 0
-        output = capsys.readouterr().out
-        for line in ("dry run passed", "seconds per step", "peak memory", "8 steps, at most", "without --dry_run"):
-            assert line in output
