@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
-import pytest
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.inference import Target, generate
-from draftsmith.inference.serving.comparison import DifferenceRequest, describe_difference
-from draftsmith.inference.serving.reply_maker import ReplyMaker
-from draftsmith.inference.serving.server import bind
 from tests.inference.serving.arrivals import SECONDS
 from tests.inference.serving.conftest import Running
-from tests.tiny_targets import tiny_target
 
 MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
 
@@ -27,12 +22,9 @@ def decode(target: Target, tokenizer: PreTrainedTokenizerBase, *, temperature: f
     return out.sequences[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("temperature", [0, 0.9])
-def test_a_fault(
-    served: Running, served_target: Target, chat_tokenizer: PreTrainedTokenizerBase, temperature: float
-) -> None:
-    text = decode(served_target, chat_tokenizer, temperature=temperature)
-    body: dict[str, Any] = {"messages": MESSAGES, "temperature": temperature, "seed": 5}
+def test_a_fault(served: Running, served_target: Target, chat_tokenizer: PreTrainedTokenizerBase) -> None:
+    text = decode(served_target, chat_tokenizer, temperature=0.9)
+    body: dict[str, Any] = {"messages": MESSAGES, "temperature": 0.9, "seed": 5}
     body["texts"] = [text, [*text[:4], (text[4] + 7) % 4096, *text[5:]]]
     with httpx.Client(base_url=served.url, timeout=SECONDS) as client:
         answer = client.post("/difference", json=body).json()
@@ -42,27 +34,3 @@ def test_a_fault(
             refused = client.post("/difference", json={**body, "texts": texts})
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == "texts"
-
-
-def test_a_near_tie(chat_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Two tokens with the same weights in the LM head."""
-    model = tiny_target("llama", vocab_size=4096, tie_word_embeddings=False).to(torch.bfloat16)
-    target = Target(model)
-    text = decode(target, chat_tokenizer, temperature=0)
-    twin = next(token for token in range(4096) if token not in text)
-    with torch.no_grad():
-        model.lm_head.weight[twin] = model.lm_head.weight[text[0]]
-    body = DifferenceRequest(messages=MESSAGES, temperature=0.0, seed=5, texts=[text, [twin]])
-    answer = describe_difference(ReplyMaker(target, chat_tokenizer, {}, max_length=200), body)
-    assert answer["is_near_tie"]
-    assert all(cure in answer["text"] for cure in ("--batch_invariant true", "--dtype float32"))
-
-
-def test_a_port_that_is_taken(served: Running) -> None:
-    port = int(served.address.rpartition(":")[2])
-    with pytest.raises(ValueError, match=f"--port {port}: .*--port 0"):
-        bind("127.0.0.1", port)
-    with pytest.raises(ValueError, match="--host nowhere"):
-        bind("nowhere.invalid", 0)
-    with bind("127.0.0.1", 0) as free:
-        assert free.getsockname()[1] > 0

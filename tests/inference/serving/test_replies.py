@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,10 +14,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.inference import Target, generate
 from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
-from draftsmith.inference.serving import app
-from draftsmith.inference.serving.scheduler import Limits
 from tests.inference.serving.arrivals import SECONDS
-from tests.inference.serving.conftest import MODEL, Running, running
+from tests.inference.serving.conftest import MODEL, Running
 
 MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
 PROMPT = "The sea is"
@@ -116,18 +113,6 @@ def test_many_async_clients_get_their_own_texts(
         assert [text] == texts_alone(served_target, chat_tokenizer, options["prompt"][0], **settings)
 
 
-def test_several_prompts_and_choices_are_numbered(served: Running) -> None:
-    with served.client() as client:
-        both = client.completions.create(model=MODEL, prompt=["One", "Two two"], n=2, max_tokens=4, **SAMPLED)
-        alone = [
-            client.completions.create(model=MODEL, prompt=prompt, n=2, max_tokens=4, **SAMPLED)
-            for prompt in ("One", "Two two")
-        ]
-    assert [choice.text for choice in both.choices] == [choice.text for one in alone for choice in one.choices]
-    assert both.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone)
-    assert both.usage.completion_tokens == 16
-
-
 def test_stop_strings_and_stop_tokens(served: Running) -> None:
     options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
     with served.client() as client:
@@ -194,12 +179,7 @@ def test_penalties_and_biases_change_a_text_as_generate_does(
     ("own", "given", "options"),
     [
         ({"repetition_penalty": 1.9}, {"repetition_penalty": 1.0}, {}),
-        ({"sequence_bias": [[[77], 50.0]]}, {"logit_bias": {}}, {}),
-        ({"min_p": 0.9}, {"min_p": 0}, SAMPLED),
         ({"top_p": 0.1}, {"top_p": 1}, {"temperature": 0.9, "seed": 5}),
-        ({"top_k": 1}, {"top_k": 0}, SAMPLED),
-        ({"top_k": 1}, {"top_k": -1}, SAMPLED),
-        ({"temperature": 0.01}, {"temperature": 1}, {"seed": 5}),
     ],
     ids=str,
 )
@@ -212,8 +192,6 @@ def test_a_neutral_value_switches_the_models_own_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     body = {"temperature": 0, **options, "prompt": [5, 6, 7], "max_tokens": 12}
-    if "temperature" in given:
-        del body["temperature"]
 
     def ask(**more: Any) -> str:
         reply = httpx.post(f"{served.url}/completions", json=body | more, timeout=SECONDS).json()
@@ -224,23 +202,6 @@ def test_a_neutral_value_switches_the_models_own_off(
     left_out = ask(**dict.fromkeys(given))
     assert left_out != plain, "the model's own setting must change this text for the test to mean anything"
     assert ask(**given) == plain
-
-
-def test_stop_strings_of_the_model_hold_where_a_request_gives_none(
-    served: Running, served_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    body = {"temperature": 0, "prompt": [5, 6, 7], "max_tokens": 12}
-
-    def ask(**more: Any) -> tuple[str, str]:
-        (choice,) = httpx.post(f"{served.url}/completions", json=body | more, timeout=SECONDS).json()["choices"]
-        return choice["text"], choice["finish_reason"]
-
-    plain, _ = ask()
-    own, other = plain[3:5], plain[6:8]
-    monkeypatch.setattr(served_target.model, "generation_config", GenerationConfig(stop_strings=own))
-    assert ask() == ask(stop=None) == (plain[: plain.index(own)], "stop")
-    assert ask(stop=[]) == (plain, "length")
-    assert ask(stop=other) == (plain[: plain.index(other)], "stop")
 
 
 def test_reports_of_drafting(served: Running) -> None:
@@ -291,75 +252,6 @@ def test_models_health_and_metrics(served: Running) -> None:
     assert served.metric("num_requests_running") == served.metric("cache_rows_used") == 0
 
 
-def count_drafting(served: Running) -> dict[str, float]:
-    """As `vllm bench serve` adds up its metrics: by the first of these names that a line contains."""
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens_per_pos", "num_accepted_tokens")
-    counts = dict.fromkeys(names, 0.0)
-    for line in httpx.get(f"{served.address}/metrics").text.splitlines():
-        if line.startswith("vllm:spec_decode"):
-            counts[next(name for name in names if name in line)] += float(line.split()[-1])
-    return counts
-
-
-def test_other_programs_count_drafting_by_the_names_of_vllm(served: Running) -> None:
-    before = count_drafting(served)
-    with served.client() as client:
-        client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=9, temperature=0)
-    served.wait_until_idle()
-    after = count_drafting(served)
-    assert {name: after[name] - before[name] for name in after} == {
-        "num_drafts": 2,
-        "num_draft_tokens": 6,
-        "num_accepted_tokens": 6,
-        "num_accepted_tokens_per_pos": 6,
-    }
-
-
-def test_replies_tell_what_drafting_did_as_those_of_vllm(
-    served_target: Target, chat_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """A token comes from the prompt; a step accepts three drafts, and the last one may keep no more than one."""
-    expected = {
-        "mean_acceptance_length": 4.0,
-        "draft_acceptance_rate": 1.0,
-        "acceptance_histogram": [0, 0, 0, 2],
-        "acceptance_histogram_by_draft_length": {"3": [0, 0, 0, 2]},
-        "num_spec_steps": 2,
-        "num_accepted_draft_tokens": 6,
-        "num_draft_tokens": 6,
-        "num_spec_tokens": 3,
-    }
-    more = {"per_step_accepted": [3, 3], "per_step_drafted": [3, 3]}
-    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 9, "temperature": 0}
-    limits = Limits(max_rows=2, max_length=64, max_waiting=4)
-    for metrics in ("none", "summary", "detailed"):
-        with running(served_target, chat_tokenizer, limits=limits, metrics=metrics) as served:
-            url = f"{served.url}/completions"
-            whole = [httpx.post(url, json=body | own).json() for own in ({}, {"n": 2}, {"heads": "none"})]
-            streamed = httpx.post(url, json=body | {"stream": True, "stream_options": {"include_usage": True}}).text
-        last = json.loads(streamed.split("data: ")[-2])
-        if metrics == "none":
-            assert all("metrics" not in one for one in (*whole, last))
-            continue
-        own = {"speculative_decoding": expected | (more if metrics == "detailed" else {})}
-        assert [one["metrics"] for one in (*whole, last)] == [own, *[{"speculative_decoding": None}] * 2, own]
-
-
-def test_min_tokens_puts_off_every_end(served: Running) -> None:
-    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 0}
-    with served.client() as client:
-        words = client.completions.create(**options).choices[0].logprobs.tokens
-        ids = [number for number in range(4096) if tokenizer_of(served).decode([number]) == words[3]]
-        for end in ({"stop_token_ids": ids}, {"stop": [words[3]]}):
-            early, late = (
-                client.completions.create(**options, extra_body=end | least).usage.completion_tokens
-                for least in ({}, {"min_tokens": 6})
-            )
-            assert early < 6 <= late
-        with pytest.raises(openai.BadRequestError, match="min_tokens is 13"):
-            client.completions.create(**options, extra_body={"min_tokens": 13})
-
-
 def test_json_schemas(served: Running) -> None:
     pytest.importorskip("xgrammar", reason="replies by a grammar need xgrammar")
     schema = {
@@ -380,19 +272,3 @@ def test_json_schemas(served: Running) -> None:
                 extra_body={"heads": heads},
             )
             assert json.loads(reply.choices[0].message.content).keys() == {"a", "b"}
-
-
-def test_the_page_is_served_if_there_is_one(
-    served_target: Target, chat_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = tmp_path / "index.html"
-    page.write_text("<title>chat</title>")
-    for path, status in ((page, 200), (tmp_path / "absent.html", 404)):
-        monkeypatch.setattr(app, "PAGE", path)
-        with running(served_target, chat_tokenizer, limits=Limits(max_rows=1, max_length=64), api_key="x") as one:
-            reply = httpx.get(f"{one.address}/")
-            assert reply.status_code == status
-            assert status == 404 or (reply.text, reply.headers["content-type"]) == (
-                "<title>chat</title>",
-                "text/html; charset=utf-8",
-            )

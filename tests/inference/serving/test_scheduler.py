@@ -6,7 +6,6 @@ import itertools
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,12 +18,9 @@ from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.planning.costs import StepCosts
-from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.prefix_cache import PREFILL_CHUNK
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
-from draftsmith.inference.state import CATCH_UP, DecodeState
-from draftsmith.inference.step import Step
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.serving.arrivals import SECONDS, Arrival, drafters_of, draw_options, end, serve
 from tests.params import slow_but
@@ -111,31 +107,7 @@ def set_costs(monkeypatch: pytest.MonkeyPatch, *, most_rows: int) -> None:
     monkeypatch.setattr(StepCosts, "expect", expect)
 
 
-def test_the_planner_hears_how_much_each_row_has_to_go(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a served batch are in the order in which they joined; the planner learns from those with most to go."""
-    set_costs(monkeypatch, most_rows=9)
-    seen: list[tuple[list[int], list[int]]] = []
-    learn = Planner.learn
-
-    def note(planner: Planner, policy: Any, counted: Any, left: Any) -> None:
-        (lane,) = (one for one in oracle._lanes.values() if one.planner is planner)
-        ends = [one.row.request.max_length - len(one.prompt) for one in arrivals if one.row in lane.replies]
-        emitted = [len(one.tokens) for one in arrivals if one.row in lane.replies]
-        seen.append((sorted(left), sorted(end - new for end, new in zip(ends, emitted, strict=True))))
-        assert len(counted) == len(left)
-        learn(planner, policy, counted, left)
-
-    monkeypatch.setattr(Planner, "learn", note)
-    arrivals = [
-        Arrival(oracle.target, [3 + n], {"max_new_tokens": 10 + 20 * n, "do_sample": False}, lane=("draft", "auto"))
-        for n in range(3)
-    ]
-    serve(oracle, arrivals, num_first=3)
-    assert [left for left, _ in seen] == [expected for _, expected in seen]
-    assert max(map(len, (left for left, _ in seen))) == 3
-
-
-@pytest.mark.parametrize("tree", ["chain:2", "dynamic:3,2,6", "auto"])
+@pytest.mark.parametrize("tree", ["chain:2", "auto"])
 def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_costs(monkeypatch, most_rows=2)
     arrivals = draw_arrivals(oracle.target, 6)
@@ -143,79 +115,6 @@ def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monke
         arrival.lane = ("draft", tree if number % 2 else None)
     serve(oracle, arrivals)
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
-
-
-def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows join and leave all the time. The drafter reads what waits for it, and its rows stay those of the batch."""
-    target, held = target_of("llama", num_hidden_layers=2), []
-    set_costs(monkeypatch, most_rows=0)
-    append = DecodeState.append
-
-    def note(state: DecodeState, *args: Any) -> None:
-        append(state, *args)
-        if state.rows:
-            held.append(int(state.num_pending.max()))
-
-    monkeypatch.setattr(DecodeState, "append", note)
-    scheduler = Scheduler(target, drafters_of(tiny_heads("eagle3", target)), tree="auto", limits=LIMITS)
-    draws = random.Random(2)
-    options = [{"max_new_tokens": draws.randrange(5, 90), "do_sample": bool(draws.randrange(2))} for _ in range(12)]
-    arrivals = [Arrival(target, [3 + number], each, seed=number) for number, each in enumerate(options)]
-    serve(scheduler, arrivals, num_first=3, chance=0.0)
-    end(scheduler)
-    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
-    assert len(held) > 4 * CATCH_UP
-    assert max(held) == CATCH_UP
-    assert all(one.row is not None and not one.row.drafts for one in arrivals)
-
-
-def test_more_lanes_than_fit_take_turns(oracle: Scheduler) -> None:
-    trees = ["chain:2", "chain:3", None, "chain:4", "dynamic:2,2,4", "chain:2"]
-    arrivals = draw_arrivals(oracle.target, 6)
-    for arrival, tree in zip(arrivals, trees, strict=True):
-        arrival.lane = ("draft", tree)
-    serve(oracle, arrivals, num_first=6)
-    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
-
-
-def test_a_row_without_a_lane_is_not_passed_for_ever(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two lanes are busy for as long as others may pass; then one of them empties."""
-    monkeypatch.setattr("draftsmith.inference.serving.scheduler.PATIENCE_SECONDS", 0.0)
-    options = {"max_new_tokens": 8, "do_sample": False}
-    lanes = [("draft", None), ("none", None), ("draft", "chain:2"), *[("draft", None), ("none", None)] * 4]
-    arrivals = [Arrival(oracle.target, [number + 3], options, lane=lane) for number, lane in enumerate(lanes)]
-    serve(oracle, arrivals, num_first=len(arrivals))
-    starts = [one.row.started for one in arrivals if one.row is not None and one.row.started is not None]
-    assert starts[2] == min(starts[2:])
-    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
-
-
-def test_reports_tell_drafts_from_the_targets_own_tokens(oracle: Scheduler) -> None:
-    arrival = Arrival(oracle.target, [5, 6, 7], {"max_new_tokens": 20, "do_sample": False}, num_top=3)
-    serve(oracle, [arrival], num_first=1)
-    first, *steps = arrival.pieces
-    assert [token.depth for token in first.tokens] == [0]
-    assert arrival.row is not None
-    assert any(len(piece.tokens) > 2 for piece in steps)
-    for piece in steps:
-        depths = [token.depth for token in piece.tokens]
-        assert depths == [*range(1, len(depths)), 0] or (piece.finish_reason and depths == [*range(1, len(depths) + 1)])
-        for token in piece.tokens:
-            assert (token.probability is None) == (token.depth == 0)
-            assert token.probability is None or 0 < token.probability <= 1.0001
-    with torch.no_grad():
-        logits = oracle.target.model(torch.tensor([arrival.prompt + arrival.tokens])).logits[0, 2:-1]
-    expected = logits.log_softmax(-1)
-    tokens = [token for piece in arrival.pieces for token in piece.tokens]
-    for token, scores in zip(tokens, expected, strict=True):
-        assert token.logprob == pytest.approx(float(scores[token.id]), abs=1e-4)
-        best = scores.topk(3)
-        assert [number for number, _ in token.top] == best.indices.tolist()
-        assert [value for _, value in token.top] == pytest.approx(best.values.tolist(), abs=1e-4)
-    stats = arrival.row.stats
-    # The first token is the prompt's; the last step may be cut by the limit.
-    assert 1 + sum((d + 1) * n for d, n in enumerate(stats.accepted_histogram)) >= 20
-    assert stats.num_verify_steps == len(steps)
 
 
 def test_stop_strings_end_a_text_in_the_middle_of_a_step(oracle: Scheduler) -> None:
@@ -284,28 +183,6 @@ def test_prompts_that_begin_alike_are_read_once(oracle: Scheduler, monkeypatch: 
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
     assert sizes[0] == 53
     assert max(sizes[1:]) <= 6
-
-
-def test_prompts_and_steps_run_in_the_runners_context(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is closed between them: other threads have passes, too."""
-    open_contexts, seen = [0], set()
-
-    @contextmanager
-    def active(_: Step) -> Iterator[None]:
-        open_contexts[0] += 1
-        yield
-        open_contexts[0] -= 1
-
-    def note(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: (seen.add((name, open_contexts[0])), run(*args, **kwargs))[1]
-
-    for name in ("prefill", "verify"):
-        monkeypatch.setattr(Target, name, note(name, getattr(Target, name)))
-    monkeypatch.setattr(Step, "active", active)
-    options = {"max_new_tokens": 12, "do_sample": False}
-    serve(oracle, [Arrival(oracle.target, [4, 5, token], options) for token in (6, 7)], num_first=1)
-    assert seen == {("prefill", 1), ("verify", 1)}
-    assert open_contexts == [0]
 
 
 def test_cancelled_rows_leave_before_the_next_step(oracle: Scheduler) -> None:
@@ -388,11 +265,3 @@ def test_stopping_lets_rows_end_for_a_while(oracle: Scheduler) -> None:
     assert ended.wait(SECONDS)
     end(scheduler)
     assert long.pieces[-1].error == "the server is shutting down"
-
-
-def test_what_cannot_be_served_is_refused() -> None:
-    class Fixed(NgramDrafter):
-        can_copy_rows = False
-
-    with pytest.raises(ValueError, match="cannot copy rows"):
-        Scheduler(target_of("llama"), drafters_of(Fixed()), limits=LIMITS)
