@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-import draftsmith.inference.distributed.server as server
 from draftsmith.inference import Decoder, DistributedDecoder, Drafter, NgramDrafter, SmallModelDrafter, Target
 from draftsmith.inference.distributed.server import TargetServer
 from tests.heads.tiny_heads import tiny_heads
@@ -91,11 +90,6 @@ def test_drafters_of_every_sort(drafter: Any) -> None:
     assert decode("llama", drafter, 3, CALLS["sampled"])[0]
 
 
-def test_long_gaps_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_MISSED", 1)
-    assert all(decode("mistral", scripted, number, CALLS["greedy"])[0] for number in range(3, 6))
-
-
 def fake(target: Target, num_servers: int = 2) -> FakeLink:
     return FakeLink(partial(TargetServer, target), num_servers)
 
@@ -147,18 +141,6 @@ def test_ends_of_texts() -> None:
     assert decoder.link.is_closed
 
 
-def test_a_second_text_ends_the_first() -> None:
-    target, prompt = target_of("llama"), random_prompt(8, 2)
-    text = plain("llama", prompt)
-    decoder = DistributedDecoder(target, scripted(target, text), link=fake(target))
-    stream = decoder.stream(prompt, max_new_tokens=NUM_NEW, do_sample=False)
-    next(stream), next(stream)
-    output = decoder.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False)
-    assert torch.equal(output.sequences, text[:, : output.sequences.shape[1]])
-    with pytest.raises(RuntimeError, match="another text began"):
-        list(stream)
-
-
 def test_streams() -> None:
     """A stream hands out the text of `generate`, tells drafts apart, and may be left before the end."""
     target, prompt = target_of("llama"), random_prompt(8, 2)
@@ -177,20 +159,6 @@ def test_streams() -> None:
         own = sum(len(step) - step.num_drafted for step in steps)
         assert own in (stream.output.stats.num_verify_steps, stream.output.stats.num_verify_steps + 1)
     assert any(step.num_drafted for step in steps)
-
-
-def test_what_is_counted() -> None:
-    target, prompt = target_of("llama"), random_prompt(8, 2)
-    text = plain("llama", prompt)
-    drafter = ScriptedDrafter([text[0]], target.vocab_size, ranks=(0,), feature_layers=())
-    link = FakeLink(partial(TargetServer, target), 2, most_delay=0)
-    decoder = DistributedDecoder(target, drafter, lookahead=4, link=link)
-    stats = decoder.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False).stats
-    timeline = decoder.timeline
-    assert stats.num_drafted == len(timeline.drafts)
-    assert stats.num_verify_passes == len(timeline.verifications) == stats.num_target_forwards - 1
-    assert stats.num_new_tokens == NUM_NEW
-    assert timeline.num_dropped == timeline.num_wasted == 0, "all drafts are right"
 
 
 def test_calls_that_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy
@@ -70,35 +69,6 @@ def test_every_known_class_gives_the_same_scores(name: str) -> None:
     assert name in IDLE or not torch.equal(expected, scores)
 
 
-def test_values_keep_their_types() -> None:
-    values: tuple[Any, ...] = (1, 1.0, True, None, "é", float("inf"), [1, [2]], (1, (2,)), {1, 2}, {(1, 2): [{}]}, [])
-    tensors = (
-        torch.tensor(0.1),
-        torch.tensor([[True]]),
-        torch.zeros(2, 0, dtype=torch.int32),
-        torch.randn(2).bfloat16(),
-    )
-    sent = KNOWN["TopKLogitsWarper"](1)
-    sent.values, sent.tensors = values, tensors
-    (received,) = send(sent)
-    assert repr(received.values) == repr(values)
-    for one, other in zip(received.tensors, tensors, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-
-
-def test_tensors_go_to_the_servers_own_device() -> None:
-    """Rank 0's may be on a GPU that is not the server's."""
-    text = encode_processors([stock.MinLengthLogitsProcessor(7, 2)])
-    assert decode_processors(text, torch.device("meta"))[0].eos_token_id.is_meta
-
-
-def test_the_docstrings_example() -> None:
-    attributes = {"min_length": 7, "eos_token_id": ["tensor", ["int64", [1], [2]]]}
-    text = encode_processors([stock.MinLengthLogitsProcessor(7, 2)])
-    assert json.loads(text) == [["MinLengthLogitsProcessor", attributes]]
-
-
 def test_processors_that_are_not_sent() -> None:
     class TopKLogitsWarper(LogitsProcessor):  # a namesake
         pass
@@ -112,8 +82,3 @@ def test_processors_that_are_not_sent() -> None:
     odd.top_k = [object()]
     with pytest.raises(ValueError, match=r"TopKLogitsWarper\.top_k holds a value of type object"):
         encode_processors([odd])
-
-
-def test_a_class_that_this_side_lacks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"NewLogitsProcessor.*same transformers"):
-        decode_processors('[["NewLogitsProcessor", {}]]', CPU)
