@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from draftsmith.inference import Decoder, DynamicTree, GenerationStats, StaticTree, Target, chain
-from draftsmith.inference.runners.compiled import count_graphs
 from tests.scripted_drafter import HostDrafter, ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
@@ -133,21 +132,6 @@ def test_the_text_of_compiled_steps(num_rows: int, options: dict[str, Any], capl
     )
     assert sum(stats.accepted_histogram[2:]) > 0, "paths of several drafts were accepted"
     assert not [message for message in caplog.messages if "accept" in message], "acceptance is one graph"
-
-
-@pytest.mark.ci
-@pytest.mark.slow  # makes its graphs anew for several lengths
-@pytest.mark.usefixtures("traced_alone")
-def test_another_prompt_makes_no_other_graph() -> None:
-    decoder = Decoder(tiny_target("llama", num_hidden_layers=1), compile=True)
-    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
-    options |= {"min_new_tokens": 3, "exponential_decay_length_penalty": (3, 1.1), "forced_eos_token_id": 5}
-    options |= {"encoder_repetition_penalty": 1.2, "encoder_no_repeat_ngram_size": 3, "begin_suppress_tokens": [11]}
-    counts = []
-    for length in (4, 30, 17, 23):  # a size that has changed once is left open
-        decoder.generate(random_prompt(length, seed=length), max_new_tokens=6, eos_token_id=EOS, **options)
-        counts.append(count_graphs())
-    assert counts[-1] == counts[1]
 
 
 def test_greedy_text_is_that_of_transformers_generate() -> None:

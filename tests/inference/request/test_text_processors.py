@@ -15,7 +15,6 @@ from transformers.generation import logits_process as stock
 
 from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
 from draftsmith.inference.request.text_processors import TextProcessor, read_processors
-from draftsmith.inference.request.token_history import TokenHistory
 from draftsmith.inference.targets.masks import compute_ancestors
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import compute_depths
@@ -118,26 +117,6 @@ def test_all_nodes_of_random_trees_get_transformers_scores(name: str) -> None:
     assert num_changed > NUM_TREES / 10
 
 
-def test_the_docstrings_examples() -> None:
-    """see=0, the=1, cat=2, dog=3, sat=4, ran=5; and the n-gram of three: a=0, b=1, c=2."""
-    parents = torch.tensor([[-1, 0, 0, 1, 1]])
-    tree = TokenTree(torch.tensor([[1, 2, 3, 4, 5]]), parents, compute_depths(parents), torch.zeros(1, 5))
-    texts = texts_of([[0, 1]]).at_nodes(tree.token_ids, tree.depths, tree.ancestors)
-    found = [row[:length] for row, length in zip(texts.token_ids.tolist(), texts.lengths.tolist(), strict=True)]
-    assert found == [[0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 4], [0, 1, 2, 5]]
-    texts = texts_of([[0, 1, 2, 0, 1]])
-    (no_trigram,) = read_processors([stock.NoRepeatNGramLogitsProcessor(3)], texts, VOCAB)
-    assert no_trigram(texts, torch.zeros(1, VOCAB)).isinf()[0].nonzero().tolist() == [[2]]
-
-
-def test_texts_with_more_tokens() -> None:
-    texts = texts_of([[1, 2, 3], [4]])
-    one = texts.extended(torch.tensor([5, -1]))
-    two = one.extended(torch.tensor([6, 6]))
-    assert (two.lengths.tolist(), texts.lengths.tolist()) == ([5, 3], [3, 1])
-    assert two.last(2).tolist() == [[5, 6], [0, 6]]
-
-
 @pytest.mark.parametrize("copies", [1, 3])
 def test_rows_that_share_a_source(copies: int) -> None:
     """As with num_return_sequences."""
@@ -152,9 +131,3 @@ def test_rows_that_share_a_source(copies: int) -> None:
 def test_tokens_that_the_target_does_not_have_are_refused() -> None:
     with pytest.raises(ValueError, match="vocabulary size"):
         read_processors([stock.NoBadWordsLogitsProcessor([[VOCAB]])], texts_of([[0]]), VOCAB)
-
-
-def test_a_penalty_beyond_all_numbers() -> None:
-    texts: TokenHistory = texts_of([[0, 0, 0]])
-    (own,) = read_processors([stock.ExponentialDecayLengthPenalty((0, 1e300), 1, 1)], texts, VOCAB)
-    assert own(texts, torch.ones(1, VOCAB))[0].tolist() == [1.0, float("inf"), *[1.0] * (VOCAB - 2)]
