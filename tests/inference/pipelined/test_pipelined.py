@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.generation import BaseStreamer
+from transformers import PreTrainedModel
 
-from draftsmith.inference import Target, generate
+from draftsmith.inference import generate
 from draftsmith.inference.pipelined.decoder import PipelinedDecoder
-from draftsmith.inference.pipelined.texts_in_flight import Segment, TextInFlight
-from draftsmith.inference.targets.layer_groups import LayerGroups, tie_layers
+from draftsmith.inference.targets.layer_groups import tie_layers
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
 LENGTHS = (5, 23, 1)
@@ -70,48 +68,6 @@ def test_end_of_text_and_limits() -> None:
     assert PipelinedDecoder(model).generate(**prompts, **options).sequences.tolist() == expected.tolist()
     one = PipelinedDecoder(model).generate(**prompts, max_new_tokens=1, do_sample=False).sequences
     assert one.tolist() == plain[:, : one.shape[1]].tolist()
-
-
-def test_streamers_and_stop_strings() -> None:
-    class Streamer(BaseStreamer):
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-            self.is_ended = False
-
-        def put(self, value: torch.Tensor) -> None:
-            self.tokens += value.flatten().tolist()
-
-        def end(self) -> None:
-            self.is_ended = True
-
-    streamer = Streamer()
-    output = PipelinedDecoder(tied_target()).generate(
-        random_prompt(6), max_new_tokens=8, do_sample=False, streamer=streamer
-    )
-    assert streamer.is_ended
-    assert streamer.tokens == output.sequences[0].tolist()
-
-
-def test_the_example_of_the_docstring() -> None:
-    text = TextInFlight([5, 6], num_groups=3, segment_size=2)
-    assert text.groups == [Segment(0, (5, 6)), None, None]
-    assert text.may_predict
-    assert not text.may_emit
-    assert text.move(7, 0) is False
-    assert text.move(9, 0) is False
-    assert text.groups == [Segment(3, (9,)), Segment(2, (7,)), Segment(0, (5, 6))]
-    assert text.may_emit
-    assert text.move(1, 7) is False
-    assert text.move(2, 8) is True
-    assert text.groups == [Segment(3, (8,)), None, None]
-    assert (text.known, text.num_confirmed, text.num_dropped) == (4, 1, 2)
-
-
-def test_a_saved_model_is_still_tied(tmp_path: Any) -> None:
-    model = tied_target()
-    model.save_pretrained(tmp_path, state_dict={name: value.clone() for name, value in model.state_dict().items()})
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert LayerGroups(Target.of(loaded)).num_groups == 3
 
 
 def test_refusals() -> None:

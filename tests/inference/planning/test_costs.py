@@ -47,31 +47,11 @@ def test_plain_steps_are_measured_beside_drafting() -> None:
     assert ratios[1] / ratios[0] == pytest.approx(1.5)
 
 
-def test_steps_of_another_number_of_rows_tell_nothing() -> None:
-    costs = costs_at(num_rows=4)
-    run(costs, 0, 2.0, 2.0)
-    guess = costs.expect()[1]
-    costs.enter(do_sample=False, num_rows=5, length=100)
-    assert not costs.is_ready
-    run(costs, 1, 9.0, 9.0, 9.0)
-    assert costs.expect()[1] == guess
-
-
 def test_new_conditions_begin_with_what_is_known_nearby() -> None:
     simple = [costs_at(rows).expect()[3] for rows in (1, 8)]
     stored = {(False, 1, 3): [1.0, 1.1, 1.2, 3.0 * simple[0], 1.4, 1.5]}
     assert costs_at(1, 2000, stored).expect()[3] == pytest.approx(3.0 * simple[0])
     assert costs_at(8, 100, stored).expect()[3] == pytest.approx(3.0 * simple[1])
-
-
-def test_a_first_time_replaces_what_was_stored() -> None:
-    stored = {(False, 1, 3): [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]}
-    costs = costs_at(1, 100, stored)
-    assert costs.learned() == {}, "nothing that was not measured here is stored again with today's date"
-    run(costs, 0, 1.0, 1.0)
-    run(costs, 5, 4.0)
-    assert costs.expect() == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4, 4.0])
-    assert [*costs.learned()] == [(False, 1, 3)]
 
 
 def test_a_decoder_tells_its_costs() -> None:
@@ -81,8 +61,3 @@ def test_a_decoder_tells_its_costs() -> None:
     decoder.generate(random_prompt(4), max_new_tokens=100, do_sample=False, eos_token_id=None)
     assert decoder.costs(length=100) != guesses
     assert decoder.costs(8, do_sample=True)[0] == pytest.approx(decoder.costs()[0])
-
-
-def test_fixed_trees_have_no_costs() -> None:
-    with pytest.raises(ValueError, match="tree='auto'"):
-        Decoder(tiny_target("llama"), NgramDrafter(), tree="chain:2").costs()

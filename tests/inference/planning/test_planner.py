@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from draftsmith.inference import Decoder, DraftLogits, DraftSampling, DynamicTree, generate
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.planning.planner import AcceptedTokens, Planner
+from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.trees.candidates import CandidateTrees, gamma_chain
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.planning.simulation import Cost, Simulation
@@ -76,44 +75,6 @@ def test_it_decodes_nearly_as_fast_as_the_best_fixed_choice(case: str) -> None:
     assert tokens / seconds > 0.95 * max(fixed)
 
 
-@pytest.mark.parametrize("chances", ["medusa", "mtp", "best"])
-def test_the_first_text_of_a_machine_is_hardly_slower_than_plain(chances: str) -> None:
-    tokens, seconds = 0, 0.0
-    for seed in range(20):
-        simulation = Simulation(TREES, COSTS["compiled"], CHANCES[chances], seed=seed)
-        simulation.decode()
-        tokens, seconds = tokens + simulation.tokens, seconds + simulation.seconds
-    plain = Simulation(TREES, COSTS["compiled"], CHANCES[chances])
-    plain.decode(fixed=0)
-    assert tokens / seconds > 0.98 * plain.tokens / plain.seconds
-
-
-def test_another_process_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
-    first, second = (
-        Simulation(TREES, COSTS["flat"], CHANCES["best"], seed=seed, file=tmp_path / "learned.json") for seed in (0, 1)
-    )
-    for _ in range(12):
-        first.decode()
-    second = Simulation(TREES, COSTS["flat"], CHANCES["best"], seed=1, file=tmp_path / "learned.json")
-    second.decode()
-    assert second.drafted[4] + second.drafted[5] > 0.7 * second.drafted.total()
-
-
-def test_costs_that_have_become_wrong_are_dropped(tmp_path: Path) -> None:
-    """Learned when trees cost nothing; then they cost more than they gain."""
-    file = tmp_path / "learned.json"
-    before = Simulation(TREES, COSTS["flat"], CHANCES["medusa"], file=file)
-    for _ in range(12):
-        before.decode()
-    after = Simulation(TREES, steps_of(0.5, 0.15, 0.1), CHANCES["medusa"], file=file)
-    for _ in range(4):
-        after.decode()
-    after.drafted.clear()
-    for _ in range(10):
-        after.decode()
-    assert after.drafted[0] > 0.8 * after.drafted.total()
-
-
 def test_drafting_comes_back_when_it_gains() -> None:
     simulation = Simulation(TREES, COSTS["compiled"], CHANCES["useless"])
     for _ in range(10):
@@ -126,26 +87,6 @@ def test_drafting_comes_back_when_it_gains() -> None:
     for _ in range(10):
         simulation.decode()
     assert simulation.drafted[0] < 0.2 * simulation.drafted.total()
-
-
-@pytest.mark.parametrize("period", [1, 3, 16])
-def test_changes_of_rows_give_trials_no_more_time(period: int) -> None:
-    """Rows join and leave a served batch in which drafting gains nothing."""
-    now = 0.0
-    planner = Planner(TREES, clock=lambda: now)
-    seconds, cost = 0.0, COSTS["eager"]
-    plain = 0.0
-    for number in range(3000):
-        if number % period == 0:
-            planner.begin(do_sample=False)
-        num_rows = 1 + number // period % 9
-        policy = planner.choose(num_rows, 100)
-        place = planner.policies.index(policy)
-        now += cost(place, num_rows, 100)
-        if number > 500:
-            seconds, plain = seconds + cost(place, num_rows, 100), plain + cost(0, num_rows, 100)
-        planner.learn(policy, [[0] * 5 if place else []] * num_rows, [1] * num_rows)
-    assert 1.0 <= seconds / plain < 1.03
 
 
 def test_rows_in_any_order_teach_the_same() -> None:
@@ -161,16 +102,6 @@ def test_rows_in_any_order_teach_the_same() -> None:
         taught.append(planner._tokens[False].expect())
     assert taught[0] == pytest.approx([1.0, 1.5, 1.5], abs=0.02)
     assert all(one == pytest.approx(taught[0]) for one in taught)
-
-
-def test_a_tree_that_is_not_drafted_keeps_its_ratio_to_those_that_are() -> None:
-    tokens = AcceptedTokens([1.5, 2.0, 2.5])
-    for _ in range(400):
-        tokens.learn(2, [1, 2, 3])
-    assert tokens.expect() == pytest.approx([1.0, 2.0, 3.0, 4.0], abs=0.05)
-    for _ in range(800):
-        tokens.learn(0, [0, 0, 0])
-    assert tokens.expect() == pytest.approx([1.0, 1.0, 1.5, 2.0], abs=0.05)
 
 
 class TableDrafter(NgramDrafter):
@@ -237,19 +168,3 @@ def test_decoding_with_chosen_trees(tree: CandidateTrees) -> None:
     expected = generate(model, None, **pad_prompts(prompts), **options).sequences
     for _ in range(2):
         assert torch.equal(decoder.generate(**pad_prompts(prompts), **options).sequences, expected)
-
-
-def test_trees_to_choose_from_are_nested() -> None:
-    with pytest.raises(ValueError, match="at least one DynamicTree"):
-        CandidateTrees([])
-    with pytest.raises(ValueError, match="at least 1 token"):
-        gamma_chain(0)
-    for sizes in (((2, 4, 8), (1, 4, 4)), ((1, 2, 3), (2, 4, 8)), ((3, 4, 4), (2, 4, 8))):
-        with pytest.raises(ValueError, match="small to large"):
-            CandidateTrees([DynamicTree(*size) for size in sizes])
-
-
-def test_trees_are_cut_to_the_drafters_depth() -> None:
-    limited = CandidateTrees().limit_depth(2)
-    assert limited.max_depth == 2
-    assert [one.num_nodes for one in limited.candidates] == [2, 4, 8, 16, 25]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,20 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference import Decoder, DynamicTree, Target, chain
-from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.drafters.small_model import SmallModelDrafter
-from draftsmith.inference.drafters.staged import StagedDrafter
-from draftsmith.inference.engine import Engine
-from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.prefill import finish, prefill
 from draftsmith.inference.request.row import Row
-from draftsmith.inference.runners import cuda_graphs
-from draftsmith.inference.runners.cuda_graphs import CudaGraph, Graphs, graph_runner
+from draftsmith.inference.runners.cuda_graphs import Graphs
 from draftsmith.inference.state import DecodeState
-from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import Step
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.runners.recorder import Recorded, Recorder, spoil
@@ -106,54 +93,6 @@ def test_trained_heads(kind: str) -> None:
     assert num_accepted > 0
 
 
-def test_every_depth_is_accepted_around_a_drafter_whose_state_moves(caplog: pytest.LogCaptureFixture) -> None:
-    target = Target(tiny_target("llama"))
-    prompts = [random_prompt(50 + row, seed=row) for row in range(4)]
-    expected = [Decoder(target).generate(prompt, max_new_tokens=40, **GREEDY).sequences[0] for prompt in prompts]
-    scripted = ScriptedDrafter(expected, VOCAB_SIZE)
-    assert not scripted.has_static_state
-    decoder = Decoder(target, scripted, tree=DynamicTree(3, 3, 8))
-    recorded = capture(decoder)
-    with caplog.at_level(logging.WARNING):
-        found = decoder.generate(**pad_prompts(prompts), max_new_tokens=40, **GREEDY)
-    for row, text in enumerate(expected):
-        assert found.sequences[row][3 - row :].tolist() == text.tolist()
-    assert min(found.stats.accepted_histogram) > 0, "not every depth was reached"
-    assert recorded.used == ALL - {"draft", "root"}
-    assert not recorded.eager
-    assert not caplog.messages
-
-
-class HostReader(NgramDrafter):
-    """Its state stays where it is, but it asks for a value."""
-
-    def expand(self, state: Any, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        assert token_ids.max().item() < VOCAB_SIZE
-        return super().expand(state, token_ids, parents, depth)
-
-
-HOST_READERS: dict[str, Callable[[], Drafter]] = {
-    "expand": HostReader,
-    "staged": lambda: StagedDrafter(SmallModelDrafter(tiny_target("llama", seed=1))),
-}
-
-
-@pytest.mark.parametrize("name", HOST_READERS)
-def test_a_drafter_that_reads_on_the_host_runs_eagerly(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    target, drafter, prompt = Target(tiny_target("llama")), HOST_READERS[name](), random_prompt(9).repeat(1, 3)
-    decoder, eager = (Decoder(target, drafter, tree=chain(3)) for _ in range(2))
-    recorded = capture(decoder)
-    with caplog.at_level(logging.WARNING):
-        found, expected = (one.generate(prompt, max_new_tokens=30, **GREEDY) for one in (decoder, eager))
-    assert found.sequences.tolist() == expected.sequences.tolist()
-    assert found.stats.accepted_histogram == expected.stats.accepted_histogram
-    assert recorded.used >= {"verify", "accept", "commit"}
-    assert recorded.eager == ({"draft"} if drafter.has_static_state else set())
-    assert ["draft" in message and "CUDA graph" in message for message in caplog.messages] == [True] * len(
-        recorded.eager
-    )
-
-
 @pytest.mark.parametrize("kind", slow_but({"mtp"}, ["mtp", "kangaroo", "block"]))
 def test_trees_of_all_sizes_and_steps_without_the_drafter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that wait for the drafter outlive the replays that made them; the drafter catches up now and then."""
@@ -174,56 +113,6 @@ def test_trees_of_all_sizes_and_steps_without_the_drafter(kind: str, monkeypatch
     assert not recorded.eager
 
 
-def test_conversations_streams_and_scores() -> None:
-    target, prompt = Target(tiny_target("llama")), random_prompt(50)
-    drafter = MergedDrafter(tiny_heads("mtp", target), NgramDrafter())
-    decoder, eager = (Decoder(target, drafter, tree="dynamic:3,3,8") for _ in range(2))
-    recorded = capture(decoder)
-    settings = {"max_new_tokens": 20, "return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    for seed in range(3):
-        first, second = (
-            one.generate(prompt, reuse_cache=seed > 0, do_sample=True, seed=seed, **settings)
-            for one in (decoder, eager)
-        )
-        assert first.sequences.tolist() == second.sequences.tolist()
-        assert first.stats.accepted_histogram == second.stats.accepted_histogram
-        for mine, theirs in ((first.scores, second.scores), (first.logits, second.logits)):
-            assert mine is not None
-            assert theirs is not None
-            for one, other in zip(mine, theirs, strict=True):
-                torch.testing.assert_close(one, other)
-        prompt = torch.cat([first.sequences, random_prompt(3, seed=seed)], dim=1)
-    streams = [list(one.stream(prompt, max_new_tokens=20, **GREEDY)) for one in (decoder, eager)]
-    for mine, theirs in zip(*streams, strict=True):
-        assert list(mine) == list(theirs)
-        assert mine.probabilities == pytest.approx(theirs.probabilities)
-    assert recorded.num_replays > 20
-    assert not recorded.eager
-
-
-def test_processors_that_read_the_text() -> None:
-    """One of each kind: none of them reads a value on the host."""
-    target, prompts = Target(tiny_target("llama")), long_prompts(2)
-    decoder, eager = (Decoder(target, NgramDrafter(), tree=chain(2)) for _ in range(2))
-    recorded = capture(decoder)
-    settings: dict[str, Any] = {
-        "max_new_tokens": 30,
-        "no_repeat_ngram_size": 4,
-        "encoder_repetition_penalty": 1.1,
-        "encoder_no_repeat_ngram_size": 5,
-        "bad_words_ids": [[3], [5, 7]],
-        "min_new_tokens": 9,
-        "exponential_decay_length_penalty": (4, 1.01),
-        "eos_token_id": 2,
-        **GREEDY,
-    }
-    for penalty in (1.3, 1.3, 1.1):
-        expected, found = (one.generate(**prompts, repetition_penalty=penalty, **settings) for one in (eager, decoder))
-        assert found.sequences.tolist() == expected.sequences.tolist()
-    assert recorded.num_replays > 100
-    assert not recorded.eager
-
-
 def test_batch_invariant_steps() -> None:
     """In trees and beside other rows, the scores of plain decoding in this mode, bit by bit."""
     target = Target(tiny_target("llama", dtype=torch.bfloat16, num_hidden_layers=2))
@@ -240,18 +129,6 @@ def test_batch_invariant_steps() -> None:
         assert all(torch.equal(mine[row], theirs[0]) for mine, theirs in zip(found.logits, alone.logits, strict=True))
     assert recorded.num_replays > 5
     assert not recorded.eager
-
-
-def test_another_batch_size_takes_other_graphs() -> None:
-    target = Target(tiny_target("llama"))
-    decoder = Decoder(target, tiny_heads("eagle3", target), tree=chain(2))
-    recorded = capture(decoder)
-    for batch_size in (1, 2, 1):
-        prompts = long_prompts(batch_size)
-        expected = Decoder(target).generate(**prompts, max_new_tokens=15, **SAMPLED).sequences
-        assert decoder.generate(**prompts, max_new_tokens=15, **SAMPLED).sequences.tolist() == expected.tolist()
-        entries = recorded.graphs["verify"].entries.values()
-        assert {entry.result.logits.shape[0] for entry in entries if entry.is_captured} == {batch_size}
 
 
 OTHER_LENGTHS = ["eagle3-0", "kangaroo-0", "small model", "eagle3 + ngrams", "medusa-0"]
@@ -350,35 +227,6 @@ def test_no_tensor_of_a_state_moves(name: str, is_captured: bool, monkeypatch: p
     assert is_captured or drafter.can_copy_rows == (len(decoder._state.rows) < 3)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", slow_but({"eagle3-0", "kangaroo-0", "ngrams"}, STATIC_DRAFTERS))
-def test_no_tensor_of_a_state_moves_when_rows_join(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each row's text is its own, whoever comes and goes."""
-    target = target_for(name)
-    decoder = Decoder(target, DRAFTERS[name](target), tree="dynamic:3,2,6")
-    prompts, budgets = [random_prompt(5 + row, seed=row).repeat(1, 3)[0].tolist() for row in range(4)], (9, 14, 5, 12)
-    rows = [Row(0, prompt, 0, budget) for prompt, budget in zip(prompts, budgets, strict=True)]
-    with target.without_autograd():
-        states = [decoder.step.new_state(size, 64, 64) for size in (3, 1)]
-        engine = Engine(decoder.step, states[0], PhaseClock(GenerationStats(), target.device), planner=decoder.planner)
-        watch, joining = Watch(decoder.step, monkeypatch), list(rows)
-        while joining or states[0].rows:
-            if joining and len(states[0].rows) < 3:
-                join(engine, states[1], joining.pop(0))
-            engine.advance()
-            states[0].rows = [] if all(row.is_finished for row in states[0].rows) else states[0].rows
-    assert watch.num_checks > 10
-    for row in rows:
-        expected = Decoder(target).generate(torch.tensor([row.prompt]), max_new_tokens=len(row.new), seed=3).sequences
-        assert expected[0].tolist() == row.text
-
-
-def join(engine: Engine, state: DecodeState, row: Row) -> None:
-    read = finish(prefill(state, engine.step, [row], GenerationStats()))
-    sampler = Sampler(do_sample=False, row_seeds=row_seeds(0, 1, state.tokens.device), texts=state.history)
-    row.emit(engine.step.first(state, read.logits, read.feature, sampler).emitted[0, :1].tolist())
-    engine.add(state, sampler)
-
-
 # Graphs of functions of their own.
 
 
@@ -421,19 +269,8 @@ def test_what_a_replay_passes_through_is_nonsense() -> None:
     assert kept[1].isnan().all()
 
 
-def test_other_keys_and_shapes_are_other_graphs() -> None:
-    graphs = Graphs("scale", Recorder)
-    for factor, size in ((2.0, 3), (3.0, 3), (3.0, 5)):
-        for _ in range(3):
-            found = graphs.run(factor, lambda values, factor=factor: values * factor, torch.ones(size))
-        assert found.tolist() == [factor] * size
-    assert len(graphs.entries) == 3
-
-
 HOST_READS: dict[str, Callable[[Tensor], Tensor]] = {
     "item": lambda values: values * values[0].item(),
-    "mask": lambda values: values[values > 0],
-    "nonzero": lambda values: values[values.nonzero()[:, 0]],
     "bool": lambda values: values if values.sum() > 0 else -values,
 }
 
@@ -454,73 +291,9 @@ def test_a_read_on_the_host_is_not_captured(name: str, caplog: pytest.LogCapture
     assert "read runs eagerly from now on, not as a CUDA graph: aten" in caplog.text
 
 
-def test_a_capture_that_fails_leaves_the_function_eager(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(Recorder):
-        def capture(self, function: Callable[[], None]) -> None:
-            super().capture(function)
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    graphs = Graphs("double", Failing)
-    assert run_often(graphs, lambda values: values[0] * 2, torch.ones(4)).tolist() == [2.0] * 4
-    assert graphs.is_eager
-    assert "not permitted when stream is capturing" in caplog.text
-
-
-def test_too_many_settings_run_eagerly(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(cuda_graphs, "GRAPH_LIMIT", 2)
-    graphs = Graphs("double", Recorder)
-    for size in range(1, 5):
-        assert graphs.run((), lambda values: values * 2, torch.ones(size)).tolist() == [2.0] * size
-    assert len(graphs.entries) == 2
-    assert "make a new Decoder" in caplog.text
-
-
 def test_graphs_need_a_gpu_and_exclude_compile() -> None:
     model = tiny_target("llama")
     with pytest.raises(ValueError, match="CUDA graphs need a GPU"):
         Decoder(model, graphs=True)
     with pytest.raises(ValueError, match="choose one of them"):
         Decoder(model, graphs=True, compile=True)
-
-
-def test_the_calls_of_torch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins of the right signatures; no graph is made."""
-    calls: list[str] = []
-
-    class Stream:
-        device = torch.device("cuda:1")
-
-        def __init__(self, device: torch.device) -> None:
-            assert device == self.device
-
-        def wait_stream(self, stream: Any) -> None:
-            calls.append("own waits" if isinstance(stream, str) else "current waits")
-
-    class Current(str):
-        wait_stream = Stream.wait_stream
-
-    @contextmanager
-    def entered(name: str) -> Iterator[None]:
-        calls.append(name)
-        yield
-        calls.append(f"end of {name}")
-
-    signature = inspect.signature(torch.cuda.graph.__init__)
-
-    def graph(*args: Any, **kwargs: Any) -> Any:
-        assert signature.bind(None, *args, **kwargs).arguments["pool"] == "pool"
-        return entered("capture")
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Current(device))
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: entered("stream"))
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: calls.append("replay")))
-    made = graph_runner(torch.device("cuda:1")).verify.__self__.graphs["verify"]._new_graph()  # type: ignore[attr-defined]
-    assert isinstance(made, CudaGraph)
-    made.warm_up(lambda: calls.append("run"))
-    made.capture(lambda: calls.append("run"))
-    made.replay()
-    assert calls[:5] == ["own waits", "stream", "run", "end of stream", "current waits"]
-    assert calls[5:] == ["capture", "run", "end of capture", "replay"]

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.inference import Decoder, DynamicTree, StaticTree, StepTokens, chain, generate, stream
+from draftsmith.inference import DynamicTree, StaticTree, StepTokens, chain, generate, stream
 from draftsmith.inference.drafters.sampling import GREEDY_TEMPERATURE
-from draftsmith.inference.engine import Emission, Engine
-from draftsmith.inference.step import StepOutput
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -66,54 +64,13 @@ def test_streams_tell_which_tokens_were_drafted(tree: str, options: dict[str, An
         assert len({round(p, 3) for step in steps for p in step.probabilities if p is not None}) > 1
 
 
-def test_plain_decoding_drafts_nothing() -> None:
-    assert {tuple(step.depths) for step in stream(MODEL, None, PROMPTS[:1], **GREEDY)} == {(0,)}
-
-
-def test_a_step_that_is_cut_within_its_drafts() -> None:
-    text = generate(MODEL, None, PROMPTS[:1], **{**GREEDY, "max_new_tokens": 40}).sequences
-    options = {**GREEDY, "max_new_tokens": 4}
-    first, second = stream(MODEL, scripted(text, ranks=(0,)), PROMPTS[:1], tree=chain(4), **options)
-    assert (first.depths, second.depths, second.num_drafted) == ([0], [1, 2, 3], 3)
-    assert second == text[0, 7:10].tolist()
-    assert None not in second.probabilities
-
-
-@pytest.mark.parametrize("options", [{"acceptance": "rejection"}, {}], ids=["rejection", "coupled"])
-def test_drafts_drawn_with_noise(options: dict[str, Any]) -> None:
-    """Rejected siblings do not change the probability that a draft was drawn with; coupled drafts know the noise."""
+def test_drafts_drawn_with_noise() -> None:
+    """Rejected siblings do not change the probability that a draft was drawn with."""
     text = generate(MODEL, None, PROMPTS[:1], **{**SAMPLED, "max_new_tokens": 40}).sequences
     drafter = scripted(text, is_strict=False)
-    steps = list(stream(MODEL, drafter, PROMPTS[:1], tree=TREES["static"], **options, **SAMPLED))
+    steps = list(stream(MODEL, drafter, PROMPTS[:1], tree=TREES["static"], acceptance="rejection", **SAMPLED))
     found = [p for step in steps for p in step.probabilities if p is not None]
     assert len(found) >= 2
     assert all(0 < p <= 1 for p in found)
-    if options:
-        by_rank = rank_probabilities(1.0)
-        assert all(any(p == pytest.approx(q, rel=1e-4) for q in by_rank) for p in found)
-
-
-def test_rows_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows end at different lengths, and the last ones move into the places of those that left."""
-    texts = generate(MODEL, None, PROMPTS, **{**GREEDY, "max_new_tokens": 40}).sequences
-    kept: list[list[StepTokens]] = [[], [], []]
-    emit, make = Engine.emit, Engine.__init__
-
-    def note(engine: Engine, output: StepOutput) -> Emission:
-        emission = emit(engine, output)
-        for _, row, _, step in emission.given:
-            kept[row.index].append(step)
-        return emission
-
-    monkeypatch.setattr(Engine, "emit", note)
-    monkeypatch.setattr(
-        Engine, "__init__", lambda *args, **options: make(*args, **options | {"records_probabilities": True})
-    )
-    drafter = scripted(texts)
-    Decoder(MODEL, drafter, tree=TREES["dynamic"]).generate(PROMPTS, eos_token_id=int(texts[0, 14]), **GREEDY)
-    for row, steps in enumerate(kept):
-        new = [token for step in steps for token in step]
-        assert new == texts[row, 6 : 6 + len(new)].tolist()
-        assert_told(steps, drafter._write_script().ranks[row], GREEDY_TEMPERATURE)
-        assert sum(step.num_drafted for step in steps) > 0
-    assert len({sum(map(len, steps)) for steps in kept}) > 1
+    by_rank = rank_probabilities(1.0)
+    assert all(any(p == pytest.approx(q, rel=1e-4) for q in by_rank) for p in found)
