@@ -130,11 +130,11 @@ def _read_config(path: str, **hub: Any) -> dict[str, Any]:
 
 def _refuse_other_format(published: Published) -> None:
     if (found := recognize(published)) is not None:
-        cure = found.cure or (
-            "Pass target=model to DraftHeads.from_pretrained, which then imports them, or write them as heads of this "
-            f"library: draftsmith import --checkpoint {shlex.quote(published.path)}"
+        raise ValueError(
+            f"{published.path} holds {found.title}. Pass target=model to DraftHeads.from_pretrained, which then "
+            "imports them, or write them as heads of this library: draftsmith import --checkpoint "
+            f"{shlex.quote(published.path)}"
         )
-        raise ValueError(f"{published.path} holds {found.title}. {cure}")
 
 
 def load_strictly(kind: type[Any], path: str, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:

@@ -4,12 +4,10 @@ if not __name__.startswith("draftsmith."):  # a second copy of the classes must 
     raise ImportError(f"import draftsmith.{__name__}, not {__name__}")
 
 from draftsmith.inference.acceptance.rules import AcceptanceRule
-from draftsmith.inference.custom_generate import CustomGenerate
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.distributed.distributed_decoder import DistributedDecoder
 from draftsmith.inference.distributed.gloo_link import serve_target
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
@@ -26,7 +24,6 @@ from draftsmith.inference.trees.static import StaticTree, chain
 
 __all__ = [
     "AcceptanceRule",
-    "CustomGenerate",
     "Decoder",
     "DistributedDecoder",
     "DraftLogits",
@@ -35,7 +32,6 @@ __all__ = [
     "DynamicTree",
     "GenerationOutput",
     "GenerationStats",
-    "MergedDrafter",
     "NgramDrafter",
     "PipelinedDecoder",
     "SmallModelDrafter",

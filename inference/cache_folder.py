@@ -1,4 +1,4 @@
-"""The folder in which measured costs and compiled kernels are kept from process to process."""
+"""The folder in which compiled kernels are kept from process to process."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.emitted_scores import EmittedScores
 from draftsmith.inference.engine import Engine, GenerationOutput, StepTokens
 from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.planning.memory import memory_file
 from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.prefill import finish, prefill
 from draftsmith.inference.prefix_cache import PrefixHit, match
@@ -65,9 +64,8 @@ class Decoder:
             - "gamma" or "gamma:LENGTH": a chain of the length that decodes fastest, or none
             - a YAML file with a static tree, a list of rank paths, or a `TreePolicy`
         acceptance: "exact" (the default), "rejection" (Leviathan et al.; siblings without replacement),
-            "block_verification" (of chains), "typical" (Medusa; lossy), or an `AcceptanceRule`. A greedy target always
-            gets "exact". When sampling, "rejection" and "block_verification" keep the target's distribution, but their
-            texts depend on the drafts.
+            "typical" (Medusa; lossy), or an `AcceptanceRule`. A greedy target always gets "exact". When sampling,
+            "rejection" keeps the target's distribution, but its texts depend on the drafts.
         is_coupled: at temperature > 0 and with exact acceptance, let the drafter read the target's own Gumbel noise.
             More drafts are accepted, and the text is the same either way.
         batch_invariant: compute every token's scores in the same way, bit by bit, in passes of any number of tokens and
@@ -138,9 +136,8 @@ class Decoder:
                 "tree='auto' and 'gamma' choose by each process's own clock, and processes that split a target by "
                 "tensor parallelism must verify the same tree: give a fixed one, such as tree='chain:3'"
             )
-        step, candidates = self.step, self.policy.candidates
-        file = memory_file(self.target, self.drafter, candidates, step.runner.name, is_coupled=step.is_coupled)
-        return Planner(candidates, file, node_cost=NODE_COSTS.get(self.target.device.type, NODE_COSTS["cuda"]))
+        node_cost = NODE_COSTS.get(self.target.device.type, NODE_COSTS["cuda"])
+        return Planner(self.policy.candidates, node_cost=node_cost)
 
     def _choose_runner(self, *, compile: bool, graphs: bool) -> Runner:  # noqa: A002
         if graphs and compile:
@@ -236,10 +233,7 @@ class Decoder:
         if request.streamer is not None:
             request.streamer.put(request.given_ids.cpu())
         with self.target.without_autograd(), self.step.active():
-            records = on_step is not None
-            for kept in self._begin(
-                request, seeds, clock, scores, reuse_cache=reuse_cache, records_probabilities=records
-            ):
+            for kept in self._begin(request, seeds, clock, scores, reuse_cache=reuse_cache):
                 if on_step is not None:
                     on_step(kept[0], kept[0].num_drafted)
         clock.pause()
@@ -253,12 +247,11 @@ class Decoder:
         scores: EmittedScores,
         *,
         reuse_cache: bool,
-        records_probabilities: bool = False,
     ) -> Iterator[list[StepTokens]]:
         """Reads the prompts; the steps of the call, as in `Engine.run`."""
         clock.start()
         state, hit = self._get_state(request, reuse_cache=reuse_cache)
-        engine = Engine(self.step, state, clock, planner=self.planner, records_probabilities=records_probabilities)
+        engine = Engine(self.step, state, clock, planner=self.planner)
         reading = prefill(
             state, self.step, request.rows, clock.stats, source=request.source, media=request.media, hit=hit
         )
@@ -279,7 +272,7 @@ class Decoder:
         reuse_cache: bool = False,
         **options: Any,
     ) -> TokenStream:
-        """`generate` of one row, step by step: `for tokens in decoder.stream(...)`, or `async for`. Each step's list of
+        """`generate` of one row, step by step: `for tokens in decoder.stream(...)`. Each step's list of
         tokens also tells which of them were drafted (`StepTokens`).
 
         Arguments and errors are those of `generate`, without `streamer` and `on_step`. The decoder is busy until the
@@ -303,7 +296,7 @@ class Decoder:
             release = busy.pop_all().close
         # A stream that is over, and is kept for its output, must not keep the engine's buffers.
         gather = partial(gather_output, request, scores, clock.stats)
-        begin = partial(self._begin, request, seeds, clock, scores, reuse_cache=reuse_cache, records_probabilities=True)
+        begin = partial(self._begin, request, seeds, clock, scores, reuse_cache=reuse_cache)
         return TokenStream(self._stream_steps(request, begin, clock, release), gather, release)
 
     def _stream_steps(
@@ -312,7 +305,7 @@ class Decoder:
         begin: Callable[[], Iterator[list[StepTokens]]],
         clock: PhaseClock,
         release: Callable[[], None],
-    ) -> Iterator[StepTokens]:
+    ) -> Generator[StepTokens, None, None]:
         steps: Iterator[list[StepTokens]] | None = None
         try:
             while True:
@@ -398,23 +391,6 @@ class Decoder:
     def holds_text(self) -> bool:
         """Whether the last call has left something in the cache for `reuse_cache`."""
         return self._state is not None and self._state.is_whole
-
-    def costs(self, num_rows: int = 1, length: int = 256, *, do_sample: bool = False) -> list[float]:
-        """What `tree="auto"` has learned of the costs of steps: plain ones first, then those with each candidate, as
-        ratios. Before there were such steps they are guesses.
-
-        Args:
-            num_rows: rows in the batch; length: tokens in the longest of them.
-
-        Raises:
-            ValueError: for a decoder with a fixed tree.
-        """
-        if self.planner is None:
-            raise ValueError(
-                "costs are learned with tree='auto' or 'gamma': give one of them; this decoder's tree is a "
-                f"{type(self.policy).__name__}"
-            )
-        return self.planner.costs(num_rows, length, do_sample=do_sample)
 
 
 @contextmanager

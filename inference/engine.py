@@ -5,9 +5,6 @@ Legend: B rows in the batch (of an output: all), L prompt length, P path length,
 
 from __future__ import annotations
 
-import itertools
-import math
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -48,36 +45,22 @@ class StepTokens(list[int]):
     Worked example, the verify step of `Acceptance`: the ids of "cat", "ran" and "away", depths 1, 2 and 0.
     """
 
-    def __init__(self, token_ids: Sequence[int], probabilities: Sequence[float] = ()) -> None:
+    def __init__(self, token_ids: Sequence[int], num_drafted: int = 0) -> None:
         """
         Args:
-            probabilities: of the accepted drafts, which come first.
+            num_drafted: how many tokens, the first ones, were drafted.
         """
         super().__init__(token_ids)
-        self._drafted = list(probabilities)
-
-    @property
-    def num_drafted(self) -> int:
-        """How many tokens, the first ones, were drafted."""
-        return len(self._drafted)
+        self.num_drafted = num_drafted
 
     @property
     def depths(self) -> list[int]:
         """Of each token. d >= 1: an accepted draft of the tree's level d; 0: the target's own token."""
         return [*range(1, self.num_drafted + 1), *[0] * (len(self) - self.num_drafted)]
 
-    @property
-    def probabilities(self) -> list[float | None]:
-        """Of each token, what the drafter gave an accepted draft among its candidates; None: the target's own token.
-
-        They are the scores that rank the candidates (`DraftSampling.score`): for a greedy target they are taken at
-        `GREEDY_TEMPERATURE`, and coupled drafts are scored with the noise of the target's draw.
-        """
-        return [*self._drafted, *[None] * (len(self) - self.num_drafted)]
-
     def cut(self, length: int) -> StepTokens:
         """The first `length` tokens."""
-        return StepTokens(self[:length], self._drafted[:length])
+        return StepTokens(self[:length], min(self.num_drafted, length))
 
 
 @dataclass(frozen=True)
@@ -102,7 +85,6 @@ class Engine:
         state: the rows', empty or of an earlier call.
         clock: its stats count the steps.
         planner: chooses each step's policy; None = it is the step's own.
-        records_probabilities: tell how probable the drafter found each accepted draft (`StepTokens`).
     """
 
     def __init__(
@@ -112,10 +94,9 @@ class Engine:
         clock: PhaseClock,
         *,
         planner: Planner | None = None,
-        records_probabilities: bool = False,
     ) -> None:
         self.step, self.state, self.clock, self.planner = step, state, clock, planner
-        self.records_probabilities, self.stats = records_probabilities, clock.stats
+        self.stats = clock.stats
         self.is_finished = False
         self.sampler: Sampler
         self._setup_before = step.runner.seconds()
@@ -164,7 +145,6 @@ class Engine:
             self.sampler,
             self.clock,
             is_counting=planner is not None and planner.is_counting,
-            records_probabilities=self.records_probabilities,
         )
         is_lazy, width = self.sampler.is_lazy, output.accepted.path.shape[1]
         emission, stats = self.emit(output), self.stats
@@ -180,7 +160,6 @@ class Engine:
     def emit(self, output: StepOutput) -> Emission:
         """Hands tokens to their texts, which decide whether they have ended."""
         state, width = self.state, output.accepted.path.shape[1]
-        end = 1 + width * (2 if output.has_probabilities else 1)
         emission = Emission(output, [])
         counted: list[list[int]] = []
         left: list[int] = []
@@ -188,11 +167,11 @@ class Engine:
         for place, (row, values) in enumerate(zip(state.rows, emitted, strict=True)):
             if row.is_finished:
                 continue
-            new = _read_row(values[:end], width)
+            new = StepTokens(values[: values[width]], max(0, values[width] - 1))
             left.append(row.budget)
             num_kept = row.emit(new)
             emission.given.append((place, row, new, new if num_kept == len(new) else new.cut(num_kept)))
-            counted.append(values[end:])
+            counted.append(values[width + 1 :])
         if self.planner is not None and not output.is_first:
             self.planner.learn(output.policy, counted, left)
         self.settle_rows()
@@ -209,8 +188,6 @@ class Engine:
                 ended.append(place)
                 state.is_whole = state.is_whole and row.error is None
         self.is_finished = len(ended) == len(state.rows)
-        if self.is_finished and self.planner is not None:
-            self.planner.store()
         if not ended or self.is_finished:  # then the cache stays as it is, for the next call
             return
         if not self.step.rows_may_leave:
@@ -227,12 +204,3 @@ class Engine:
         self.sampler = Sampler.join(samplers, self.state.history)
         if self.planner is not None:
             self.planner.begin(do_sample=self.sampler.do_sample)
-
-
-def _read_row(values: list[int], width: int) -> StepTokens:
-    """A row's tokens, from what the host read of it (`StepOutput.emitted`)."""
-    tokens, bits = values[: values[width]], values[width + 1 :]
-    if not bits:
-        return StepTokens(tokens, [math.nan] * (len(tokens) - 1))
-    path = struct.unpack(f"{len(bits)}f", struct.pack(f"{len(bits)}i", *bits))[: len(tokens)]
-    return StepTokens(tokens, [min(1.0, math.exp(below - above)) for above, below in itertools.pairwise(path)])

@@ -15,20 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache.kv_cache import KVCache, Span
+from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.cache.source import Source
 from draftsmith.inference.prefix_cache import PREFILL_CHUNK, PrefixHit, count_shared
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats
-from draftsmith.inference.step import VERIFIED_CHUNK, Step
+from draftsmith.inference.step import Step
 from draftsmith.inference.targets.backbone import TargetOutput
 from draftsmith.inference.targets.multimodal import Media, read_media
-from draftsmith.inference.trees.token_tree import TokenTree
 
 MIN_SHARED = 32  # a shared beginning shorter than this is not worth a pass of its own
-# Longer prompts are read eagerly: most of their time is products, which are as fast.
-VERIFIED_PROMPT = 256
 
 
 @dataclass(frozen=True)
@@ -127,9 +124,7 @@ def _read_rest(
     """
     cache, device = state.cache, state.cache.lengths.device
     longest = max(len(prompt) - count for prompt, count in zip(prompts, kept, strict=True))
-    chunk = VERIFIED_CHUNK if step.verifies_prompts and longest <= VERIFIED_PROMPT else PREFILL_CHUNK
-    if step.target.reads_prompts_whole:
-        chunk = longest
+    chunk = longest if step.target.reads_prompts_whole else PREFILL_CHUNK
     for start in range(0, longest, chunk):
         size = min(chunk, longest - start)
         # Where this chunk begins and ends in each prompt. It holds few or no tokens of rows that wait.
@@ -140,7 +135,9 @@ def _read_rest(
         parts = list(zip(prompts, begins, ends, strict=True))
         span = Span(min(begin for _, begin, end in parts if begin < end), max(begins))
         token_ids, counts = _pad([prompt[begin:end] for prompt, begin, end in parts], size, device)
-        output = _read_chunk(cache, step, token_ids, counts, span)
+        output = step.target.prefill(
+            cache, token_ids, counts, span=span, feature_layers=step.feature_layers, chunk_size=size
+        )
         stats.num_target_forwards += 1
         # The token after the last one of a prompt is not known yet.
         following = [prompt[begin + 1 : end + 1] for prompt, begin, end in parts]
@@ -148,22 +145,6 @@ def _read_rest(
         del output  # or its features would stay alive during the next chunk
         yield size
     return read
-
-
-def _read_chunk(cache: KVCache, step: Step, token_ids: Tensor, counts: Tensor, span: Span) -> TargetOutput:
-    """Reads a chunk of prompts and commits it; arguments as in `Target.prefill`."""
-    length = token_ids.shape[1]
-    view = cache.view_slots(span.longest + length).shape[0]
-    # Sizes that runners would take for others: torch takes a size of 1 for fixed, and may take two equal ones for one;
-    # the beginning that a batch shares is read by one row.
-    is_other = not 1 < length <= VERIFIED_CHUNK or length == view or cache.batch_size < cache.max_batch_size
-    if not step.verifies_prompts or is_other:
-        layers = step.feature_layers
-        return step.target.prefill(cache, token_ids, counts, span=span, feature_layers=layers, chunk_size=length)
-    output = step.verify(cache, TokenTree.from_prompts(token_ids, counts), span)
-    cache.advance(counts)
-    rows = torch.arange(len(counts), device=counts.device)
-    return TargetOutput(output.logits[rows, (counts - 1).clamp(min=0)][:, None], output.features)
 
 
 def _read_media(

@@ -31,8 +31,6 @@ from draftsmith.inference.trees.token_tree import TokenTree
 # Capacities of caches are rounded up: to powers of two where shapes are fixed, so that few occur.
 CAPACITY_MULTIPLE = 256
 FIXED_CAPACITY = 1024
-# Tokens of a row per pass of `verify` over prompts. From 128 on attention takes another way.
-VERIFIED_CHUNK = 120
 
 
 @dataclass
@@ -43,8 +41,7 @@ class StepOutput:
         policy: that drafted the tree; None = nothing was drafted.
         target: of the tree's nodes; of a first token, of the prompt's last one.
         emitted: [B, ...] int64, what the host reads: P tokens, how many of them are real, then, where somebody asks,
-            the bits of P log-probabilities, and what each of the planner's candidates would have accepted.
-        has_probabilities: whether the log-probabilities are there.
+            what each of the planner's candidates would have accepted.
         is_first: whether these are the tokens after the prompts.
     """
 
@@ -53,7 +50,6 @@ class StepOutput:
     target: TargetOutput
     accepted: Acceptance
     emitted: Tensor
-    has_probabilities: bool = False
     is_first: bool = False
 
 
@@ -143,27 +139,22 @@ def accept(
 
 def commit(
     state: DecodeState,
-    tree: TokenTree,
     accepted: Acceptance,
     features: Tensor | None,
     *,
     is_chain: bool,
-    records_probabilities: bool,
 ) -> Tensor:
     """Keeps the accepted nodes in the cache, and adds their tokens to the texts and to what the drafter is to read.
 
     Returns:
-        [B, P + 1, or 2 P + 1] int64, as in `StepOutput`.
+        [B, P + 1] int64, as in `StepOutput`.
     """
     counts = accepted.counts * state.active
     path, tokens = accepted.path, accepted.next_tokens
     state.cache.commit(path, counts, is_chain=is_chain)
     kept = None if features is None else features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
     state.append(tokens.clamp(min=0), counts, kept)
-    columns = [tokens, counts[:, None]]
-    if records_probabilities:
-        columns.append(tree.log_probs.gather(1, path).view(torch.int32))
-    return torch.cat(columns, dim=1)
+    return torch.cat([tokens, counts[:, None]], dim=1)
 
 
 def count_accepted(policy: TreePolicy, tree: TokenTree, path: Tensor, counts: Tensor) -> Tensor | None:
@@ -178,14 +169,12 @@ class Runner:
     Attributes:
         draft, plant_root, verify, accept, commit, count_accepted: what runs in the place of the functions above.
         has_fixed_rows: finished rows stay in the batch, and shapes repeat from step to step.
-        reads_prompts: whether `verify` serves any number of nodes at full speed, and so prompts.
         view_multiple: views of the cache are rounded up to a multiple of this many slots.
         active: the context in which functions run.
         seconds: how long preparing functions has taken so far.
         forget: drops what belongs to states that are no longer used.
     """
 
-    name: str = "eager"
     draft: Callable[..., tuple[TokenTree, Tensor | None]] = draft
     plant_root: Callable[..., tuple[TokenTree, Tensor | None]] = plant_root
     verify: Callable[[Step, KVCache, TokenTree], TargetOutput] = verify
@@ -193,7 +182,6 @@ class Runner:
     commit: Callable[..., Tensor] = commit
     count_accepted: Callable[..., Tensor | None] = count_accepted
     has_fixed_rows: bool = False
-    reads_prompts: bool = False
     view_multiple: int = VIEW_MULTIPLE
     active: Callable[[Target], AbstractContextManager[None]] = lambda target: target.backbone.hold_attention()
     seconds: Callable[[], float] = float
@@ -238,14 +226,12 @@ class Step:
         clock: PhaseClock,
         *,
         is_counting: bool = False,
-        records_probabilities: bool = False,
     ) -> StepOutput:
         """One step of all rows.
 
         Args:
             policy: drafts the tree; None = plain decoding.
             is_counting: hand out what the candidates of a policy to choose from would have accepted.
-            records_probabilities: hand out the drafter's log-probabilities of the accepted drafts.
         """
         run, state.is_whole = self.runner, False
         span = state.open_step(self.path_width, shows_texts=sampler.texts is not None)
@@ -266,16 +252,14 @@ class Step:
         accepted = judge(state, tree, output.logits, noise, sampler, self.rule)
         clock.stop("accept")
         is_chain = policy is None or policy.is_chain
-        emitted = run.commit(
-            state, tree, accepted, output.features, is_chain=is_chain, records_probabilities=records_probabilities
-        )
+        emitted = run.commit(state, accepted, output.features, is_chain=is_chain)
         state.pending_bound += accepted.path.shape[1]
         if is_counting:
             counted = run.count_accepted(self.policy, tree, accepted.path, emitted[:, accepted.path.shape[1]])
             assert counted is not None, "a policy to choose from counts"
             emitted = torch.cat([emitted, counted], dim=1)
         clock.stop("commit")
-        return StepOutput(policy, tree, output, accepted, emitted, records_probabilities)
+        return StepOutput(policy, tree, output, accepted, emitted)
 
     def verify(self, cache: KVCache, tree: TokenTree, span: Span) -> TargetOutput:
         """One forward pass over all nodes, in new slots."""
@@ -306,12 +290,6 @@ class Step:
             return num_nodes
         # Drafting may begin on rows that have just emitted more than their text's length.
         return max(num_nodes, self.path_width + 1 + self.policy.num_scratch)
-
-    @property
-    def verifies_prompts(self) -> bool:
-        """Whether short prompts are read by `verify`. Plain decoding verifies one token only, and where scores must not
-        depend on the drafter, it reads as plain."""
-        return self.runner.reads_prompts and self.policy is not None and self.target.min_pass_tokens == 1
 
     @property
     def rows_may_leave(self) -> bool:

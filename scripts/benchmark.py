@@ -52,7 +52,7 @@ from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 
 GROUPS = {
-    "target and drafters": "target heads draft_vocab_size drafter_model ngrams assistant tree acceptance",
+    "target and drafters": "target heads draft_vocab_size drafter_model assistant tree acceptance",
     "prompts and sampling": "prompts num_prompts minutes max_new_tokens temperature repetition_penalty batch_size seed",
     "execution": "dtype compile pack_weights distributed device threads repeats",
     "output": "json markdown plot",
@@ -77,9 +77,6 @@ class BenchmarkArguments:
     )
     drafter_model: str | None = option(
         default=None, help="A small causal LM with the target's tokenizer, as one more drafter."
-    )
-    ngrams: bool = option(
-        default=False, help="Measure every drafter once more, with its candidates and n-grams of the text in one tree."
     )
     num_prompts: int | None = option(
         default=None, help="Use only the first N prompts of each file; none = as many as --minutes allow."
@@ -214,7 +211,6 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
             vocabulary=args.vocabulary,
             assistant=args.assistant,
             drafter_model=args.drafter_model,
-            has_ngrams=args.ngrams,
             prompts=args.prompts,
             num_prompts=args.num_prompts,
             max_new_tokens=args.max_new_tokens,

@@ -25,7 +25,6 @@ if not __package__:  # launched as a file
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.checkpoint import SCRATCH, replace_checkpoint
 from draftsmith.heads.config import is_hub_id, public_name
-from draftsmith.heads.draft_vocabulary import write_counts
 from draftsmith.heads.formats.format import Exported, Format
 from draftsmith.heads.formats.registry import FORMATS, find_format
 from draftsmith.inference import Target
@@ -92,15 +91,14 @@ def run(args: ExportArguments) -> None:
             "engines look for it; give the target's hub id as --target"
         )
     # What other people read names no folder of this machine.
-    is_public = args.push_to_hub or known.needs_this_library
     card = render_serving_card(
         exported,
         name=known.name,
         kind=heads.config.head_type,
-        heads=args.repo_id or (output.name if is_public else args.output),
-        target=public_name(args.target) if is_public else args.target,
+        heads=args.repo_id or args.output,
+        target=public_name(args.target) if args.push_to_hub else args.target,
     )
-    write_checked(exported, known, heads, target, output, card, args.repo_id)
+    write_checked(exported, known, heads, target, output, card)
     count = len(exported.tensors)
     print(f"Wrote {heads.config.head_type} heads, {count} tensors, to {args.output} (format {known.name}).")
     for note in exported.notes:
@@ -152,18 +150,12 @@ def upload(args: ExportArguments, output: Path) -> None:
 
 
 def write_checked(
-    exported: Exported, known: Format, heads: DraftHeads, target: Target, output: Path, card: str, place: str | None
+    exported: Exported, known: Format, heads: DraftHeads, target: Target, output: Path, card: str
 ) -> None:
-    """Writes the folder, unless what was written does not come back as the same heads.
-
-    Args:
-        place: the hub id under which users will find the heads, if there is one.
-    """
+    """Writes the folder, unless what was written does not come back as the same heads."""
     with replace_checkpoint(output) as scratch:
-        exported.save(scratch, place)
+        exported.save(scratch)
         (scratch / "README.md").write_text(card, encoding="utf-8")
-        if known.needs_this_library and heads.token_counts is not None:  # engines would take the file for weights
-            write_counts(scratch, heads.token_counts)
         again: DraftHeads = DraftHeads.from_pretrained(scratch, target=target)
         mine, theirs = heads.state_dict(), again.state_dict()
         changed = [name for name in mine if name not in theirs or not torch.equal(mine[name], theirs[name])]

@@ -3,8 +3,7 @@
     draftsmith chat --target examples/chat-13m --heads examples/heads/eagle3
     draftsmith chat --target examples/chat-13m --heads examples/heads/eagle3 --prompt "Tell me a story."
 
-Heads, a small model (--drafter_model) and n-grams of the text (--ngrams) can draft. Several drafters are merged: the
-tree has the candidates of all of them.
+Heads, a small model (--drafter_model) or n-grams of the text (--ngrams) draft.
 
 In a terminal, the program is a chat: /help lists its commands, Ctrl-C ends a reply, Ctrl-D ends the program. With
 --prompt it answers one prompt. In a pipe it answers each line of the standard input. The text goes to the standard

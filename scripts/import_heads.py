@@ -2,7 +2,7 @@
 
     draftsmith import --checkpoint yuhuili/EAGLE3-LLaMA3.1-Instruct-8B \\
         --target meta-llama/Llama-3.1-8B-Instruct --output outputs/imported
-    draftsmith import --checkpoint DIR --target TARGET --output outputs/imported --check true
+    draftsmith import --checkpoint DIR --target TARGET --output outputs/imported --settings norm_output=true
 
 The format is seen from the files. Every tensor and every key is accounted for, or nothing is written.
 `DraftHeads.from_pretrained(checkpoint, target=model)` does the same without writing.
@@ -24,7 +24,6 @@ from draftsmith.heads.checkpoint import check_place, is_published
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.importing import build_heads
-from draftsmith.scripts.conversion.conventions import compare_conventions, question_prompts
 from draftsmith.scripts.shared.model_loading import DTYPES, check_folder, load_target
 from draftsmith.scripts.shared.whole_files import check_new_folder
 from draftsmith.training.data.options import option
@@ -39,9 +38,6 @@ class ImportArguments:
     checkpoint: str = option(help="Heads of another project: a folder, a hub id or a GGUF file.")
     target: str = option(help="The target that they draft for: a folder, a hub id or a GGUF file.")
     output: str = option(help="Folder to write the heads to.")
-    check: bool = option(
-        default=False, help="Decode a few prompts under every known convention; name the one that fits."
-    )
     settings: list[str] = option(
         default_factory=list,
         help="Settings of the heads in place of those that were read, as key=value with JSON values.",
@@ -85,7 +81,7 @@ def run(args: ImportArguments) -> None:
         check_new_folder(args.output)
     if not is_published(args.checkpoint):
         raise ValueError(f"{args.checkpoint} holds heads of this library already: use them as they are")
-    target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device, keeps_dtype=True)
+    target, _ = load_target(args.target, dtype=args.dtype, device=args.device, keeps_dtype=True)
     published = open_published(args.checkpoint)
     known = recognize(published)
     if known is None:
@@ -95,13 +91,6 @@ def run(args: ImportArguments) -> None:
     heads = build_heads(imported, target, args.checkpoint)
     for note in imported.notes:
         print(f"note: {note}")
-    if args.check:
-        finding = compare_conventions(known, imported, target, args.checkpoint, question_prompts(tokenizer))
-        print(f"acceptance length {finding.lengths[0]:.2f} tokens a pass; cross-entropy of the drafts in nats where")
-        for one in finding.conventions:
-            print(f"  {float(one.cross_entropy.mean()):6.3f}  {one.name}")
-        if finding.advice is not None:
-            print(f"warning: {finding.advice}", file=sys.stderr)
     heads.save_pretrained(args.output)
     print(
         f"{args.checkpoint} holds {known.title}.\n"

@@ -37,8 +37,8 @@ API_KEY_VARIABLE = "DRAFTSMITH_API_KEY"
 GROUPS = {
     "target and drafters": "target heads draft_vocab_size drafter_model ngrams dtype device tree pack_weights "
     "batch_invariant",
-    "server": "host port api_key model_name per_request_spec_decode_metrics drain_seconds",
-    "limits": "max_batch_size max_length max_queue max_lanes threads",
+    "server": "host port api_key model_name drain_seconds",
+    "limits": "max_batch_size max_length max_queue threads",
 }
 
 
@@ -51,10 +51,10 @@ class ServeArguments:
     draft_vocab_size: int | None = option(default=None, help=SIZE_HELP)
     draft_vocab_data: list[str] = option(default_factory=list, help=DATA_HELP)
     drafter_model: str | None = option(
-        default=None, help="A small causal LM with the target's tokenizer that also drafts."
+        default=None, help="A small causal LM with the target's tokenizer, as one more drafter."
     )
     staged: bool = option(default=False, help="N-grams draft for the --drafter_model, in chains.")
-    ngrams: bool = option(default=False, help="Also draft with n-grams of the text.")
+    ngrams: bool = option(default=False, help="N-grams of the text, as one more drafter.")
     tree: str | None = option(
         default=None,
         help=f"Token tree; none = auto, which drafts less the more replies run: {TREE_HELP}.",
@@ -73,24 +73,18 @@ class ServeArguments:
         default=None, help=f"Key that requests must carry; none = ${API_KEY_VARIABLE}, and without it no key."
     )
     model_name: str | None = option(default=None, help="The target's name for clients; none = the name of its folder.")
-    per_request_spec_decode_metrics: str = option(
-        default="summary",
-        help="What each reply tells of its drafts in metrics.speculative_decoding, as vLLM's option of this name.",
-        metadata={"choices": ["none", "summary", "detailed"]},
-    )
     drain_seconds: float = option(default=10.0, help="How long running replies may go on when the server ends.")
     max_batch_size: int = option(default=8, help="Most replies of one drafter that are decoded at once.")
     max_length: int = option(
         default=2048, help="Most tokens of a conversation, the reply included; cut to what the target reads."
     )
     max_queue: int = option(default=64, help="Most replies that wait; more are refused (429).")
-    max_lanes: int = option(default=2, help="Most pairs of drafter and tree at once; each has a cache of its own.")
     threads: int | None = option(
         default=None, help="CPU threads of the engine; none = one fewer than torch's default, for the connections."
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_length", "max_queue", "max_lanes", "threads"):
+        for name in ("max_batch_size", "max_length", "max_queue", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"got --{name} {getattr(self, name)}: give at least 1")
         self.vocabulary = DraftVocabulary.of(self)
@@ -106,15 +100,19 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     """The scheduler, not started, and the tokenizer."""
     _note(f"loading {args.target}")
     target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
-    others: dict[str, Any] = {"drafter_model": args.drafter_model, "staged": args.staged, "ngrams": args.ngrams}
-    others["vocabulary"] = args.vocabulary
     drafters: dict[str, Drafter] = {}
-    for heads in args.heads or ([None] if args.drafter_model or args.ngrams else []):
-        _note(f"loading {', '.join(filter(None, (heads, args.drafter_model, 'n-grams' if args.ngrams else None)))}")
-        drafter = load_drafter(target, tokenizer, heads=heads, **others)
-        name = "drafter" if heads is None else Path(heads).name
+    sources: list[dict[str, Any]] = [{"heads": heads, "vocabulary": args.vocabulary} for heads in args.heads]
+    if args.drafter_model:
+        sources.append({"drafter_model": args.drafter_model, "staged": args.staged})
+    if args.ngrams:
+        sources.append({"ngrams": True})
+    for source in sources:
+        kind, place = next(iter(source.items()))
+        name = kind if place is True else Path(place).name
         if name in drafters:
-            raise ValueError(f"got two --heads called {name}: rename the folder of one of them")
+            raise ValueError(f"got two drafters called {name}: rename the folder of one of them")
+        _note(f"loading {kind if place is True else place}")
+        drafter = load_drafter(target, tokenizer, **source)
         assert drafter is not None
         drafters[name] = drafter
     if args.pack_weights:
@@ -122,7 +120,7 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
         target = target.with_packed_weights()
     target = target.batch_invariant() if args.batch_invariant else target
     length = min(args.max_length, target.max_length or args.max_length)
-    limits = Limits(args.max_batch_size, length, args.max_queue, args.max_lanes)
+    limits = Limits(args.max_batch_size, length, args.max_queue)
     _note("allocating the caches")
     return Scheduler(target, name_drafters(drafters), tree=args.tree, limits=limits), tokenizer
 
@@ -138,18 +136,12 @@ def run(args: ServeArguments) -> None:
     torch.set_num_threads(args.threads or max(1, torch.get_num_threads() - 1))
     scheduler, tokenizer = build_scheduler(args)
     model = args.model_name or Path(args.target).name
-    app = create_app(
-        scheduler,
-        tokenizer,
-        model=model,
-        api_key=args.api_key or os.environ.get(API_KEY_VARIABLE),
-        metrics=args.per_request_spec_decode_metrics,
-    )
+    app = create_app(scheduler, tokenizer, model=model, api_key=args.api_key or os.environ.get(API_KEY_VARIABLE))
     server = new_server(app, drain_seconds=args.drain_seconds)
     size = scheduler.num_bytes / 1e6
     print(
         f"{model} with {', '.join(scheduler.drafters)}: at most {args.max_batch_size} replies of "
-        f"{scheduler.limits.max_length} tokens at once for each of {args.max_lanes} drafters or trees, {size:.0f} MB "
+        f"{scheduler.limits.max_length} tokens at once for each of these, {size:.0f} MB "
         "of keys and values",
         flush=True,
     )

@@ -15,13 +15,13 @@ from transformers import LogitsProcessor
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Decoder, GenerationStats, Target
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.noise import gumbel_noise
 from draftsmith.inference.request.chat_template import encode_prompt
 from draftsmith.scripts.benchmarks.llama_cpp import write_llama
 from draftsmith.scripts.shared.model_loading import load_target
 from tests.conftest import REPOSITORY
 from tests.llama_cpp_server import start_server
+from tests.mixed_drafter import MixedDrafter
 from tests.scripted_drafter import ScriptedDrafter
 from tests.training.runner import Runner, write_conversations
 
@@ -108,7 +108,7 @@ def test_texts_are_those_of_transformers(
     for rows in [*((row,) for row in range(4)), *(range(first, first + 4) for first in range(4, 20, 4))]:
         truth = [torch.cat([torch.tensor(prompts[row]), replies[row]]) for row in rows]
         scripted = ScriptedDrafter(truth, target.vocab_size, feature_layers=heads.feature_layers)
-        decoder = Decoder(target, MergedDrafter(scripted, heads), tree=tree)
+        decoder = Decoder(target, MixedDrafter(scripted, heads), tree=tree)
         batch = pad(tokenizer, [prompts[row] for row in rows])
         seed = {"seed": [*rows]} if options["do_sample"] else {}
         output = decoder.generate(**batch, max_new_tokens=NUM_TOKENS, **options, **seed)

@@ -42,7 +42,7 @@ _NAMES = {
 _EMBEDDING = "embed_tokens.weight"
 _MASK_FILE = "mask_embedding.pt"
 # Keys of ours that published configs have no place for.
-_OWN = ("num_anchors", "loss_decay", "confidence_threshold")
+_OWN = ("num_anchors", "loss_decay")
 
 
 class DFlash(Format):

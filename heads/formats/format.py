@@ -98,7 +98,6 @@ class Exported:
         commands: how to serve them, one command for each engine; `{heads}` and `{target}` stand for the paths.
         python: how to decode with them where no command does; `{heads}` and `{target}` stand for the quoted paths.
         notes: what a user of the files should know, one sentence each.
-        files: further text files; `{heads}` in them stands for the quoted hub id of the heads, or for None.
         not_uploaded: why a folder of these files is not uploaded, and what to do; "" = it may be.
     """
 
@@ -110,17 +109,9 @@ class Exported:
     commands: tuple[str, ...] = ()
     python: str = ""
     notes: tuple[str, ...] = ()
-    files: dict[str, str] = field(default_factory=dict)
 
-    def save(self, folder: Path, at: str | None = None) -> None:
-        """Writes config.json and the weights into a folder; of a GGUF file `config` is the metadata.
-
-        Args:
-            at: the hub id under which users will find the heads, if there is one.
-        """
-        for name, text in self.files.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(text.replace("{heads}", json.dumps(at) if at else "None"), encoding="utf-8")
+    def save(self, folder: Path) -> None:
+        """Writes config.json and the weights into a folder; of a GGUF file `config` is the metadata."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
         if self.file.endswith(".gguf"):
             write_gguf(folder / self.file, self.config, tensors)
@@ -141,17 +132,12 @@ class Format(ABC):
         title: as in "this folder holds TITLE".
         kinds: of heads that can be written in it.
         settings: that new heads need where the kind's defaults are others, so that they can be written.
-        needs_this_library: whether who decodes with such heads needs this library, so that no other choice of format
-            names it.
-        cure: what to do with a checkpoint of a format that is named, but not read; None = it is read.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]] = ()
     settings: ClassVar[dict[str, Any]] = {}
-    needs_this_library: ClassVar[bool] = False
-    cure: str | None = None
 
     @abstractmethod
     def matches(self, published: Published) -> bool:
@@ -179,14 +165,3 @@ class Format(ABC):
             ValueError: it copies nothing.
         """
         raise ValueError(f"{self.title} takes nothing from the target's file {path}: leave --target_gguf out")
-
-    def variants(self, settings: dict[str, Any], target: Target) -> dict[str, dict[str, Any]]:
-        """Conventions under which other projects may have written the same files.
-
-        Args:
-            settings: of an `Imported`.
-
-        Returns:
-            what the convention is -> the settings that differ.
-        """
-        return {}

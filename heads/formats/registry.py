@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from draftsmith.heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
-from draftsmith.heads.formats.custom_generate import CustomGenerateFolder
 from draftsmith.heads.formats.eagle.eagle1 import Eagle1, SGLangEagle1, VLLMEagle1
 from draftsmith.heads.formats.eagle.eagle3 import Eagle3
 from draftsmith.heads.formats.eagle.engines import SGLangEagle3, VLLMEagle3
@@ -16,14 +15,12 @@ from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from draftsmith.heads.formats.medusa import Medusa, VLLMMedusa
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
-from draftsmith.heads.formats.unread import DFlash2, WholeModel
 from draftsmith.inference.targets.target import Target
 
 # In the order of recognition: the first that matches is the checkpoint's, so the special ones come first. Several with
 # one name write different kinds of heads for one engine.
 FORMATS: tuple[Format, ...] = (
     GgufEagle3(),
-    DFlash2(),
     BlockSpeculators(),
     DFlash(),
     Speculators(),
@@ -33,7 +30,6 @@ FORMATS: tuple[Format, ...] = (
     Medusa(),
     VLLMMedusa(),
     VLLMMTP(),
-    WholeModel(),
     VLLMEagle1(),
     VLLMEagle3(),
     SGLangEagle1(),
@@ -41,12 +37,11 @@ FORMATS: tuple[Format, ...] = (
     VLLMBlock(),
     SGLangBlock(),
     SGLangMTP(),
-    CustomGenerateFolder(),
 )
 
 
 # Where heads can decode -> the format that is written for it; "" = heads of this library as they are.
-PLACES = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "gguf", "transformers": "custom_generate", "draftsmith": ""}
+PLACES = {"vllm": "vllm", "sglang": "sglang", "llama.cpp": "gguf", "draftsmith": ""}
 
 
 def serves(place: str, kind: str) -> bool:
@@ -100,8 +95,7 @@ def find_format(name: str, kind: str) -> Format:
         raise ValueError(f"got format {name!r}; allowed are {', '.join(dict.fromkeys(one.name for one in writers))}")
     if (found := next((known for known in named if kind in known.kinds), None)) is not None:
         return found
-    engines = [known for known in writers if not known.needs_this_library]
-    others = dict.fromkeys(known.name for known in engines if kind in known.kinds)
+    others = dict.fromkeys(known.name for known in writers if kind in known.kinds)
     kinds = dict.fromkeys(one for known in named for one in known.kinds)
     raise ValueError(
         f"{kind} heads are not written as {name}, which takes {', '.join(kinds)}: "

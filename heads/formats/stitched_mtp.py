@@ -68,8 +68,8 @@ class Stitched(Exported):
     checkpoint: Path = Path()
     replaced: frozenset[str] = frozenset()
 
-    def save(self, folder: Path, at: str | None = None) -> None:
-        super().save(folder, at)
+    def save(self, folder: Path) -> None:
+        super().save(folder)
         files = find_tensors(str(self.checkpoint))
         places = dict.fromkeys(self.tensors, self.file)
         for name in sorted(set(files.values())):
@@ -156,13 +156,12 @@ class VLLMMTP(Format):
         if family not in FAMILIES:
             raise ValueError(
                 f"engines serve MTP only in checkpoints of families that have it ({known}), and this target is of "
-                f"{family}: train eagle3 heads for it, or choose custom_generate"
+                f"{family}: train eagle3 heads for it"
             )
         if config.stock_layer is None:
             raise ValueError(
                 f"these heads have a layer as Llama's, and engines run {family}'s own in its MTP modules: train on "
-                "from the target's modules (MTPHeads.from_target_checkpoint in draftsmith.heads.kinds.mtp), or choose "
-                "custom_generate"
+                "from the target's modules (MTPHeads.from_target_checkpoint in draftsmith.heads.kinds.mtp)"
             )
         naming = FAMILIES[family]
         free = {"norm_output"} if family in self.passed_before_norm else set()
@@ -175,7 +174,7 @@ class VLLMMTP(Format):
             raise ValueError(
                 f"engines run {family}'s MTP modules with "
                 + ", ".join(f"{name} {value} (these heads: {getattr(config, name)})" for name, value in wrong.items())
-                + ": train heads so, or choose custom_generate"
+                + ": train heads so"
             )
         return naming
 

@@ -86,11 +86,7 @@ class BlockConfig(DecoderConfig):
         markov_rank: R, of the bias W2 W1[x_{k-1}] that the previous token adds to the logits (DSpark: 256); 0 = none.
             In trees every node has its own previous token (PCTree).
         has_confidence: train a head for the chance that a depth's token is accepted if all tokens before it are
-            (DSpark). In a tree every node has its own confidence. A `MergedDrafter` uses the confidence as a weight.
-        confidence_threshold: needs `has_confidence`. Leaves out nodes below the root's children whose chance of being
-            accepted (the product of the confidences along the path) is smaller than this (DSpark). None = off, the
-            default: trees have fixed shapes, so leaving a node out saves no time, but a dynamic tree fills the place.
-            You may change it between texts: `from_pretrained(path, confidence_threshold=0.1)`, or in `heads.config`.
+            (DSpark). Engines read it; nothing here does.
         is_causal: a block's rows see only the rows before them (JetSpec).
         mask_token_id: the token whose embedding MASK has (from_target: `seldom_token`), as in DFlash: engines look it
             up in the target. None: MASK has an embedding of its own, which is trained.
@@ -110,7 +106,6 @@ class BlockConfig(DecoderConfig):
         predicts_at_anchor: bool = False,
         markov_rank: int = 0,
         has_confidence: bool = False,
-        confidence_threshold: float | None = None,
         is_causal: bool = False,
         mask_token_id: int | None = None,
         **kwargs: Any,
@@ -132,7 +127,6 @@ class BlockConfig(DecoderConfig):
         self.predicts_at_anchor = predicts_at_anchor
         self.markov_rank = markov_rank
         self.has_confidence = has_confidence
-        self.confidence_threshold = confidence_threshold
         self.is_causal = is_causal
         self.mask_token_id = mask_token_id
         super().__init__(**kwargs)
@@ -140,22 +134,6 @@ class BlockConfig(DecoderConfig):
             raise ValueError(f"mask_token_id is {mask_token_id}; allowed is 0 to {self.target_vocab_size - 1}")
         if self.target_num_layers and not self.feature_layers:
             raise ValueError("feature_layers is empty; block drafters read at least one layer (DFlash: five)")
-        self.check_settings()
-
-    def check_settings(self) -> None:
-        """Checks the settings that may be changed between texts.
-
-        Raises:
-            ValueError: naming the setting that cannot be used.
-        """
-        threshold = self.confidence_threshold
-        if threshold is not None and not 0 <= threshold <= 1:
-            raise ValueError(f"confidence_threshold is {threshold}; allowed is 0 to 1, or null to leave nothing out")
-        if threshold is not None and not self.has_confidence:
-            raise ValueError(
-                f"confidence_threshold is {threshold}, but these heads have no confidence head: leave it out, or train "
-                "heads with has_confidence"
-            )
 
     @property
     def num_depths(self) -> int:
@@ -179,19 +157,12 @@ class BlockState(RowState):
 
     Attributes:
         caches: each draft layer's keys and values of the fused features, with N scratch rows for the block.
-        chances: [B, room for a frontier] float32; its first W entries are the chances that a child of each node of the
-            last frontier is accepted.
-        threshold: the config's value at the start of the text; compiled graphs would not see a later change.
-        hidden: [B, K, D] normed states of all depths after the last accepted slot.
-        logits: [B, K, V] of these states, without the Markov bias.
+        logits: [B, K, V] of all depths after the last accepted slot, without the Markov bias.
     """
 
     caches: list[DraftCache]
-    chances: Tensor
-    threshold: float | None
-    hidden: Tensor | None = None
     logits: Tensor | None = None
-    row_fields = ("caches", "chances")
+    row_fields = ("caches",)
 
 
 class BlockHeads(DraftHeads):
@@ -330,11 +301,9 @@ class BlockHeads(DraftHeads):
     # Decoding.
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> BlockState:
-        self.config.check_settings()
         sizes = {"num_slots": max_length, "num_scratch": self.config.block_size}
         caches = [layer.self_attn.new_cache(batch_size, **sizes) for layer in self.each_layer]
-        chances = torch.ones(batch_size, max(1, num_scratch), device=self.device)
-        return BlockState(caches, chances, self.config.confidence_threshold)
+        return BlockState(caches)
 
     def extend(
         self, state: BlockState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
@@ -356,8 +325,7 @@ class BlockHeads(DraftHeads):
             q, keys, values = layer.project(hidden, positions)
             view = cache.append_scratch(keys, values, mask)
             hidden = layer.finish(hidden, layer.self_attn.attend(q, *view))
-        state.hidden = self.norm(hidden[:, size - self.max_depth :])
-        state.logits = self.score_as_target(state.hidden)
+        state.logits = self.score_as_target(self.norm(hidden[:, size - self.max_depth :]))
         return self.expand(state, anchors, torch.zeros_like(anchors), 0)
 
     def expand(self, state: BlockState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
@@ -365,17 +333,7 @@ class BlockHeads(DraftHeads):
         logits = state.logits[:, depth : depth + 1]
         if self.markov is not None:
             logits = logits + self.markov.lm_head(self.markov.embedding(token_ids))
-        if self.confidence is None:
-            return DraftLogits(logits, self.draft_token_ids)
-        assert state.hidden is not None
-        confidence = self.confidence(self.join(state.hidden[:, depth : depth + 1], token_ids))[..., 0]
-        confidence = confidence.float().sigmoid()  # [B, W]; without a Markov bias [B, 1], as the logits
-        chances = confidence if depth == 0 else confidence * state.chances.gather(1, parents)
-        state.chances.narrow(1, 0, token_ids.shape[1]).copy_(chances)
-        if depth and state.threshold is not None:
-            is_doubtful = chances[:, : logits.shape[1]] < state.threshold
-            logits = logits.masked_fill(is_doubtful[..., None], float("-inf"))
-        return DraftLogits(logits, self.draft_token_ids, confidence)
+        return DraftLogits(logits, self.draft_token_ids)
 
 
 def _gather_clamped(token_ids: Tensor, places: Tensor) -> Tensor:

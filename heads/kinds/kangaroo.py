@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DecoderConfig
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
+from draftsmith.heads.modules.layers import DraftAttention, DraftCache, RMSNorm
 from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.cache.shared_rows import SharedRows
 from draftsmith.inference.drafters.base import DraftLogits
@@ -51,12 +51,6 @@ class KangarooConfig(DecoderConfig):
     Args:
         exit_layer: the number of the target's layers that drafting runs: at least 1, and fewer than all (from_target:
             `default_exit_layer`).
-        confidence_threshold: the second exit (section 3.2). A token gets no children if it was drawn from a
-            distribution whose best token has a smaller chance than this, at temperature 1 (the paper uses 0.6). None =
-            off, the default: trees have fixed shapes, so leaving a node out saves no time. You may change it between
-            texts: `from_pretrained(path, confidence_threshold=0.6)`, or in `heads.config`.
-        use_mlp: a gated MLP with its own norm after the attention. The paper's adapter has none (section 3.1: one
-            multi-head attention and two norms).
         **kwargs: arguments of `DecoderConfig`.
     """
 
@@ -67,14 +61,10 @@ class KangarooConfig(DecoderConfig):
         self,
         *,
         exit_layer: int = 1,
-        confidence_threshold: float | None = None,
-        use_mlp: bool = False,
         feature_layers: tuple[int, ...] | list[int] = (),
         **kwargs: Any,
     ) -> None:
         self.exit_layer = exit_layer
-        self.confidence_threshold = confidence_threshold
-        self.use_mlp = use_mlp
         num_layers = kwargs.get("target_num_layers", 0)
         if num_layers == 1:
             raise ValueError("this target has 1 layer; Kangaroo exits before the last layer, so it needs 2 or more")
@@ -83,22 +73,11 @@ class KangarooConfig(DecoderConfig):
                 f"exit_layer is {exit_layer}; allowed is 1 to {num_layers - 1} for a target of {num_layers} layers"
             )
         super().__init__(feature_layers=feature_layers or [exit_layer], **kwargs)
-        self.check_settings()
-
-    def check_settings(self) -> None:
-        """Checks the settings that may be changed between texts.
-
-        Raises:
-            ValueError: naming the setting that cannot be used.
-        """
         if self.feature_layers != [self.exit_layer]:
             raise ValueError(
                 f"feature_layers is {self.feature_layers} and exit_layer {self.exit_layer}; Kangaroo reads the "
                 "exit layer's state only: set exit_layer when heads are created, and leave feature_layers out"
             )
-        threshold = self.confidence_threshold
-        if threshold is not None and not 0 <= threshold <= 1:
-            raise ValueError(f"confidence_threshold is {threshold}; allowed is 0 to 1, or null for no second exit")
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
@@ -106,25 +85,19 @@ class KangarooConfig(DecoderConfig):
 
 
 class KangarooAdapter(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) if there is an MLP. `KangarooHeads` has the norm before the LM
-    head."""
+    """x + attention(norm(x)). `KangarooHeads` has the norm before the LM head."""
 
     def __init__(self, config: KangarooConfig) -> None:
         super().__init__()
         size, eps = config.target_hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.self_attn = DraftAttention(config, size, size)
-        self.use_mlp: bool = config.use_mlp
-        if self.use_mlp:
-            self.post_attention_layernorm = RMSNorm(size, eps)
-            self.mlp = GatedMLP(config, size)
 
     def project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn.project(self.input_layernorm(hidden), positions)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)) if self.use_mlp else hidden
+        return hidden + attended
 
 
 @dataclass
@@ -134,17 +107,13 @@ class KangarooState(RowState):
     Attributes:
         cache: the adapter's keys and values, with R scratch rows.
         rows: the same rows in the target's own cache; None until it is shared.
-        tree: who sees whom among these rows. The root is the first level, of one row, after a first place for nothing.
-        confidence: [B, 1 + R] float32, the chance of each row's best child, from the second place on.
-        threshold: the config's value at the start of the text; compiled graphs would not see a later change.
+        tree: who sees whom among these rows. The root is the first level, of one row.
     """
 
     cache: DraftCache
     rows: SharedRows | None
     tree: TreeRows
-    confidence: Tensor
-    threshold: float | None
-    row_fields = ("cache", "tree", "confidence")
+    row_fields = ("cache", "tree")
 
 
 class KangarooHeads(DraftHeads):
@@ -194,12 +163,10 @@ class KangarooHeads(DraftHeads):
     # Decoding.
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> KangarooState:
-        self.config.check_settings()
         num_rows = 1 + num_scratch
         cache = self.adapter.self_attn.new_cache(batch_size, num_slots=max_length, num_scratch=num_rows)
-        confidence = torch.ones(batch_size, 1 + num_rows, device=self.device)
         tree = TreeRows(batch_size, num_rows, self.device)
-        return KangarooState(cache, None, tree, confidence, self.config.confidence_threshold)
+        return KangarooState(cache, None, tree)
 
     def share_cache(self, state: KangarooState, cache: KVCache) -> None:
         state.rows = SharedRows(cache, state.cache.num_scratch)
@@ -219,11 +186,7 @@ class KangarooHeads(DraftHeads):
         return DraftLogits(logits, self.draft_token_ids)
 
     def expand(self, state: KangarooState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        level = state.tree.open_level(parents)
-        drawn_with = level.parents_of(state.confidence)
-        logits = self._draft(state, token_ids, level)
-        if state.threshold is not None:
-            logits = logits.masked_fill((drawn_with < state.threshold)[..., None], float("-inf"))
+        logits = self._draft(state, token_ids, state.tree.open_level(parents))
         return DraftLogits(logits, self.draft_token_ids)
 
     def _draft(self, state: KangarooState, token_ids: Tensor, level: Level) -> Tensor:
@@ -236,7 +199,4 @@ class KangarooHeads(DraftHeads):
         positions = (cache.lengths[:, None] + level.depth).expand_as(token_ids)
         q, keys, values = self.adapter.project(hidden, positions)
         attended = self.adapter.self_attn.attend(q, *cache.append_scratch(keys, values, level.ancestors))
-        logits = self.score(self.adapter.finish(hidden, attended))
-        wide = logits.float()
-        state.confidence.index_copy_(1, level.places, (wide.amax(-1) - wide.logsumexp(-1)).exp())
-        return logits
+        return self.score(self.adapter.finish(hidden, attended))

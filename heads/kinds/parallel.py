@@ -51,8 +51,6 @@ class ParallelConfig(Eagle3Config):
         num_layers: EAGLE-3's layer plus the plain decoder layers above it (likewise).
         keep_ratio: the share of one depth's slots that the next depth is trained on (0.7 in published trainers).
         min_keep_ratio: the share of all slots that every depth keeps (0.2 in published trainers).
-        mask_before_fc: the learned hidden state of mask rows is one of features, which fc projects, as engines read it.
-            True in new heads; False in older checkpoints, whose state is fc's output.
         mask_token_id: the token whose embedding mask rows have, for heads with an `own_embedding`; None = an embedding
             beside the table.
         **kwargs: arguments of `Eagle3Config`, without `ttt_steps` and `norm_output`.
@@ -68,7 +66,6 @@ class ParallelConfig(Eagle3Config):
         num_layers: int = 2,
         keep_ratio: float = 0.7,
         min_keep_ratio: float = 0.2,
-        mask_before_fc: bool = False,
         mask_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -88,7 +85,6 @@ class ParallelConfig(Eagle3Config):
         self.num_layers = num_layers
         self.keep_ratio = keep_ratio
         self.min_keep_ratio = min_keep_ratio
-        self.mask_before_fc = mask_before_fc
         self.mask_token_id = mask_token_id
         super().__init__(**kwargs)
         del self.ttt_steps
@@ -103,7 +99,7 @@ class ParallelConfig(Eagle3Config):
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
         num_layers, num_depths = default_shape(target.num_layers)
-        usual = {"num_layers": num_layers, "num_depths": num_depths, "mask_before_fc": True, "norm_output": False}
+        usual = {"num_layers": num_layers, "num_depths": num_depths, "norm_output": False}
         return super().from_target(target, **{**usual, **overrides})
 
 
@@ -152,8 +148,7 @@ class ParallelHeads(Eagle3Heads):
         size = config.hidden_size
         if config.mask_token_id is None:
             self.mask_embedding = nn.Parameter(torch.zeros(size))
-        width = self.fc.in_features if config.mask_before_fc else size
-        self.mask_hidden = nn.Parameter(torch.full((width,), 0.02))  # a norm of zeros would be zero
+        self.mask_hidden = nn.Parameter(torch.full((self.fc.in_features,), 0.02))  # a norm of zeros would be zero
         biases = {"qkv_bias": config.qkv_bias, "o_bias": config.o_bias}
         self.layers = nn.ModuleList(
             DecoderLayer(config, size, DraftAttention(config, size, size, **biases))
@@ -185,7 +180,7 @@ class ParallelHeads(Eagle3Heads):
     def mask_inputs(self) -> tuple[Tensor, Tensor]:
         """The embedding and the g of every mask row, both [D]."""
         embedding = self.mask_embedding if self.config.mask_token_id is None else self._mask_row()
-        return embedding, self.fuse(self.mask_hidden) if self.config.mask_before_fc else self.mask_hidden
+        return embedding, self.fuse(self.mask_hidden)
 
     def run_layers(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """All layers over slots and mask rows side by side, [B, W + M, D].

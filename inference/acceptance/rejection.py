@@ -1,6 +1,6 @@
-"""Acceptance by comparing probabilities: token rejection over siblings, and block verification of chains.
+"""Acceptance by comparing probabilities: token rejection over siblings.
 
-Both give the target's distribution exactly. They need drafts that were drawn from q (`drafters/sampling.py`), and noise
+It gives the target's distribution exactly. It needs drafts that were drawn from q (`drafters/sampling.py`), and noise
 that is independent of the drafts' noise. Unlike with exact acceptance, the text depends on the drafts; its distribution
 does not.
 
@@ -80,58 +80,6 @@ def _try_children(
     return chosen, is_chosen, p
 
 
-def accept_blocks(
-    sampler: Sampler,
-    tree: TokenTree,
-    logits: Tensor,
-    root_positions: Tensor,
-    *,
-    noise: Tensor,
-) -> Acceptance:
-    """Block verification (arXiv 2403.10444, algorithm 2) of a chain: all drafts are judged together, and in expectation
-    no fewer are accepted than by token rejection.
-
-    With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), the first i drafts pass with chance
-    R_i / (R_i + 1 - w_i), R_i = sum over x of max(0, w_i p(x) - q(x)) at the i-th draft (the last one: w_i). The
-    longest prefix that passes is accepted.
-
-    Arguments and result as in `accept_by_rejection`. No processor may be lazy, because all drafts are scored, accepted
-    or not.
-    """
-    if sampler.is_lazy:
-        raise ValueError(
-            f"{', '.join(sampler.lazy_names)} may keep a state, and block verification asks about drafts that it "
-            "may not accept: use acceptance='exact' or 'rejection'"
-        )
-    assert tree.drawn is not None
-    num_drafts = tree.num_nodes - 1
-    rows = torch.arange(logits.shape[0], device=logits.device)
-    scores = sampler.process_nodes(tree, logits)
-    p = torch.softmax(scores.float(), dim=-1)
-    q = _extend(tree.drawn.log_q.exp()[:, tree.drawn.rows[:num_drafts]])  # [B, N, V]; nothing after the last draft
-    drafts = tree.token_ids[:, 1:, None]  # [B, N - 1, 1]
-    ratio = (p[:, :-1].gather(-1, drafts) / q[:, :-1].gather(-1, drafts).clamp(min=1e-38))[..., 0]
-    ratio = ratio.masked_fill(tree.parents[:, 1:] < 0, 0.0)  # padding is never accepted
-    uniforms = _uniforms(sampler, root_positions, num_drafts)
-    weight = torch.ones_like(ratio[:, 0])
-    weights, length = [weight], torch.zeros_like(root_positions)
-    for place in range(num_drafts):
-        weight = (weight * ratio[:, place]).clamp(max=1.0)
-        weights.append(weight)
-        rest = (weight[:, None] * p[:, place + 1] - q[:, place + 1]).clamp(min=0).sum(-1)
-        passes = weight if place == num_drafts - 1 else rest / (rest + 1.0 - weight).clamp(min=1e-38)
-        length = torch.where(uniforms[:, place] < passes, place + 1, length)
-    scale = torch.stack(weights, dim=1)[rows, length]
-    last = p[rows, length]
-    left = _normalise((scale[:, None] * last - q[rows, length]).clamp(min=0), last)
-    bonus = pick_token(left.log(), noise[rows, length])
-    steps = torch.arange(tree.num_nodes, device=logits.device)
-    is_real = steps <= length[:, None]
-    tokens = _extend(tree.token_ids[:, 1:, None])[..., 0].scatter(1, length[:, None], bonus[:, None])
-    kept = scores.float() if sampler.keeps_scores else None
-    return Acceptance(steps * is_real, length + 1, tokens * is_real, kept)
-
-
 def _uniforms(sampler: Sampler, root_positions: Tensor, count: int) -> Tensor:
     assert sampler.row_seeds is not None
     return uniform_noise(derive_seeds(sampler.row_seeds, ACCEPT_STREAM, root_positions), count)
@@ -146,8 +94,3 @@ def _normalise(values: Tensor, otherwise: Tensor) -> Tensor:
 def _normalise_log(log_values: Tensor) -> Tensor:
     """Logarithms of any scale [B, V] as probabilities; rows of -inf become zeros."""
     return torch.softmax(log_values, dim=-1).nan_to_num(nan=0.0)
-
-
-def _extend(values: Tensor) -> Tensor:
-    """One more entry of zeros at the end of dimension 1 of [B, N, X]."""
-    return torch.nn.functional.pad(values, (0, 0, 0, 1))

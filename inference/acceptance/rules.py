@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
-from draftsmith.inference.acceptance.rejection import accept_blocks, accept_by_rejection
+from draftsmith.inference.acceptance.rejection import accept_by_rejection
 from draftsmith.inference.acceptance.typical import accept_typical
 from draftsmith.inference.trees.policy import TreePolicy
 
@@ -26,7 +26,6 @@ class AcceptanceRule:
             is the token that the target draws.
         draws_drafts: drafts must be drawn at random from q, with noise that is not the target's. The shape of the tree
             must be fixed, because choosing nodes by their drafts would change the distribution.
-        needs_chain: judges chains only.
         is_lossless: whether the text keeps the target's distribution.
     """
 
@@ -34,7 +33,6 @@ class AcceptanceRule:
     accept: Callable[..., Acceptance]
     may_couple: bool = False
     draws_drafts: bool = False
-    needs_chain: bool = False
     is_lossless: bool = True
 
     def check(self, policy: TreePolicy | None) -> None:
@@ -43,14 +41,12 @@ class AcceptanceRule:
             logger.warning("acceptance=%r is lossy: texts do not keep the target's distribution", self.name)
         if policy is None:
             return
-        cure = "use tree='chain'" + ("" if self.needs_chain else ", a list of rank paths or a tree file")
         if self.draws_drafts and not policy.has_fixed_shape:
             raise ValueError(
                 f"acceptance={self.name!r} needs a tree whose shape does not depend on what was drafted, and the tree "
-                f"is a {type(policy).__name__}: {cure}, or acceptance='exact'"
+                f"is a {type(policy).__name__}: use tree='chain', a list of rank paths or a tree file, or "
+                "acceptance='exact'"
             )
-        if self.needs_chain and not policy.is_chain:
-            raise ValueError(f"acceptance={self.name!r} judges chains only: {cure}, or acceptance='rejection'")
         if self.draws_drafts and policy.skips_ranks:
             raise ValueError(
                 f"acceptance={self.name!r} needs all siblings before each one, and the tree has a node without its "
@@ -73,7 +69,6 @@ EXACT = AcceptanceRule("exact", accept_exact, may_couple=True)
 RULES = {
     "exact": EXACT,
     "rejection": AcceptanceRule("rejection", accept_by_rejection, draws_drafts=True),
-    "block_verification": AcceptanceRule("block_verification", accept_blocks, draws_drafts=True, needs_chain=True),
     "typical": typical(),
 }
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, Self
@@ -16,7 +15,7 @@ from draftsmith.inference.distributed.chain import DraftChain
 from draftsmith.inference.distributed.coordinator import Coordinator, Link
 from draftsmith.inference.distributed.drafting import ChainDrafting
 from draftsmith.inference.distributed.gloo_link import GlooLink
-from draftsmith.inference.distributed.messages import Greeting, Prompt
+from draftsmith.inference.distributed.messages import Prompt
 from draftsmith.inference.distributed.timeline import Timeline
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.engine import GenerationOutput, StepTokens
@@ -83,7 +82,7 @@ class DistributedDecoder:
         self.drafter = drafter.for_target(self.target)
         depth = 2 * max_ahead if self.drafter.max_depth is None else min(2 * max_ahead, self.drafter.max_depth)
         self._step = Step(self.target, self.drafter, chain_policy(depth), is_coupled=is_coupled)
-        self.link: Link = link or GlooLink(Greeting.of_target(self.target), timeout=timeout)
+        self.link: Link = link or GlooLink(self.target, timeout=timeout)
         self._coordinator = Coordinator(self.link, lookahead=lookahead, max_ahead=max_ahead, timeout=timeout)
 
     def generate(
@@ -124,7 +123,7 @@ class DistributedDecoder:
         **options: Any,
     ) -> TokenStream:
         """`generate`, read while it is decoded, as `Decoder.stream`. Each list has the tokens that one answer commits;
-        a depth is a draft's place among them, and drafters' probabilities are not known (NaN).
+        a depth is a draft's place among them.
 
         Read the stream to its end, or close it, before the next call.
         """
@@ -154,8 +153,10 @@ class DistributedDecoder:
     def _new_clock(self) -> PhaseClock:
         return PhaseClock(GenerationStats(), self.target.device)
 
-    def _stream_steps(self, steps: Iterator[StepTokens], clock: PhaseClock) -> Iterator[StepTokens]:
-        with closing(steps):  # type: ignore[type-var]  # a generator
+    def _stream_steps(
+        self, steps: Generator[StepTokens, None, None], clock: PhaseClock
+    ) -> Generator[StepTokens, None, None]:
+        with closing(steps):
             while True:
                 clock.start()
                 with self.target.without_autograd():
@@ -165,7 +166,7 @@ class DistributedDecoder:
                     return
                 yield kept
 
-    def _steps(self, request: Request, prompt: Prompt, clock: PhaseClock) -> Iterator[StepTokens]:
+    def _steps(self, request: Request, prompt: Prompt, clock: PhaseClock) -> Generator[StepTokens, None, None]:
         """Yields what the prompt and each answer commit."""
         (row,) = request.rows
         state = self._step.new_state(1, request.max_length + self._step.num_slots_after, request.max_padded)
@@ -186,7 +187,7 @@ class DistributedDecoder:
                 return
             for committed in self._coordinator.run(chain, drafting.draft, request.max_length):
                 has_own = chain.num_accepted == 0  # the round has ended
-                step = StepTokens(committed, [math.nan] * (len(committed) - has_own))
+                step = StepTokens(committed, len(committed) - has_own)
                 yield step.cut(self._emit(row, committed))
                 if row.is_finished:
                     return

@@ -1,8 +1,4 @@
-"""Messages over torch.distributed's gloo, on CPUs and beside GPUs.
-
-`wire` turns messages into frames. A part of fixed size carries a frame's beginning, so that the receiver knows what to
-wait for. The rest of a long frame is a second part.
-"""
+"""Messages over torch.distributed's gloo, on CPUs and beside GPUs. The number of its bytes precedes each message."""
 
 from __future__ import annotations
 
@@ -11,35 +7,30 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from draftsmith.inference.distributed.messages import Answer, Greeting, Prompt, Task
+from draftsmith.inference.distributed.messages import Answer, Greeting, Message, Prompt, Task, pack, unpack
 from draftsmith.inference.distributed.server import TargetServer
-from draftsmith.inference.distributed.wire import Message, decode, encode, read_size
 from draftsmith.inference.targets.target import Target
 
-FIRST_PART = 2048  # bytes; a task or an answer without features fits
 IDLE = timedelta(days=365)  # servers wait for the next text: gloo's own timeout would end them
 GOODBYE = 5.0  # seconds for servers to confirm the end
 
 
-class Server(Protocol):
-    """Reads prompts and answers tasks: a `TargetServer`."""
-
-    def begin(self, prompt: Prompt) -> None: ...
-    def answer(self, task: Task) -> Answer: ...
-
-
 class Channel:
-    """One process group for messages, on the host. Each process makes it once, at the same time."""
+    """One process group for messages, on the host. Each process makes it once, at the same time.
 
-    def __init__(self) -> None:
+    Args:
+        device: of the tensors in received messages.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         if not dist.is_available():
             raise ValueError("this build of torch has no torch.distributed: decode in one process, with Decoder")
         self._is_own = not dist.is_initialized()
@@ -60,11 +51,9 @@ class Channel:
         Raises:
             RuntimeError: the other process has died.
         """
-        data = torch.frombuffer(encode(message), dtype=torch.uint8)
-        first, rest = torch.zeros(FIRST_PART, dtype=torch.uint8), data[FIRST_PART:]
-        first[: len(data)] = data[:FIRST_PART]
+        data = torch.frombuffer(bytearray(pack(message)), dtype=torch.uint8)
         with self._naming(rank):
-            return [(dist.isend(part, rank, group=self._group), part) for part in (first, rest) if len(part)]
+            return [(dist.isend(part, rank, group=self._group), part) for part in (torch.tensor([len(data)]), data)]
 
     def receive(self, rank: int) -> Message:
         """Waits for a message.
@@ -72,20 +61,15 @@ class Channel:
         Raises:
             RuntimeError: the other process has died, or sent what cannot be read.
         """
-        frame = self._receive_bytes(rank, FIRST_PART)
+        size = torch.zeros(1, dtype=torch.long)
+        with self._naming(rank):
+            dist.recv(size, rank, group=self._group)
+            data = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(data, rank, group=self._group)
         try:
-            size = read_size(frame.numpy().data)
-            if size > FIRST_PART:
-                frame = torch.cat([frame, self._receive_bytes(rank, size - FIRST_PART)])
-            return decode(frame[:size].numpy().data)
+            return unpack(data.numpy().data, self._device)
         except ValueError as error:
             raise RuntimeError(f"from rank {rank}: {error}") from error
-
-    def _receive_bytes(self, rank: int, size: int) -> Tensor:
-        data = torch.empty(size, dtype=torch.uint8)
-        with self._naming(rank):
-            dist.recv(data, rank, group=self._group)
-        return data
 
     @contextmanager
     def _naming(self, rank: int) -> Iterator[None]:
@@ -105,7 +89,7 @@ class GlooLink:
     """Rank 0's link to the servers (`coordinator.Link`). A thread for each server waits for its messages.
 
     Args:
-        own: what every server must greet with.
+        target: which every server must have.
 
     Raises:
         ValueError: there is no server, this is not rank 0, or a server has another model.
@@ -113,8 +97,8 @@ class GlooLink:
         TimeoutError: a server does not greet within `timeout` seconds.
     """
 
-    def __init__(self, own: Greeting, *, timeout: float) -> None:
-        self._channel = Channel()
+    def __init__(self, target: Target, *, timeout: float) -> None:
+        own, self._channel = Greeting.of_target(target), Channel(target.device)
         if self._channel.rank != 0 or self._channel.num_ranks < 2:
             raise ValueError(
                 f"this is rank {self._channel.rank} of {self._channel.num_ranks}: rank 0 drafts and decides, and all "
@@ -144,8 +128,6 @@ class GlooLink:
     def _listen(self, rank: int) -> None:
         try:
             while (message := self._channel.receive(rank)) is not None:
-                if isinstance(message, Answer):
-                    message = replace(message, arrived=self.now())
                 self._received.put((rank, message))
         except RuntimeError as error:
             self._received.put((rank, error))
@@ -198,16 +180,15 @@ def serve_target(target: Target | Any) -> None:
         ValueError: this is rank 0.
         RuntimeError: rank 0 has died, or sent what cannot be read.
     """
-    server = TargetServer(target)
-    serve(server, Greeting.of_target(server.target))
+    serve(TargetServer(target))
 
 
-def serve(server: Server, greeting: Greeting) -> None:
+def serve(server: TargetServer) -> None:
     """Lets rank 0 use a server until rank 0 says goodbye; errors as in `serve_target`."""
-    channel = Channel()
+    channel = Channel(server.target.device)
     if channel.rank == 0:
         raise ValueError("this is rank 0, which drafts and decides: the other ranks call serve_target")
-    sending = channel.send(0, greeting)
+    sending = channel.send(0, Greeting.of_target(server.target))
     while (message := channel.receive(0)) is not None:
         if isinstance(message, Prompt):
             server.begin(message)

@@ -1,35 +1,46 @@
-"""Messages between rank 0 and the target servers."""
+"""Messages between rank 0 and the target servers, and their bytes.
+
+A message travels as a pickle of which only known classes are read: messages, and transformers' own logits processors
+that keep no state. Nothing else of what is received is looked up or called.
+"""
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from numbers import Integral
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.distributed.processor_json import decode_processors, encode_processors
 from draftsmith.inference.request.processors import PREFIX_FREE
 from draftsmith.inference.request.request import Request
-from draftsmith.inference.request.text_processors import read_processors
+from draftsmith.inference.request.text_processors import READERS, read_processors
 from draftsmith.inference.request.token_history import TokenHistory
 from draftsmith.inference.targets.target import Target
 
 
 @dataclass(frozen=True)
 class Greeting:
-    """What a server says first: its model."""
+    """What a server says first: its model, and the release of draftsmith."""
 
     model: str
     num_layers: int
     vocab_size: int
     dtype: str
+    release: str
 
     @classmethod
     def of_target(cls, target: Target) -> Greeting:
         dtype = str(target.dtype).removeprefix("torch.")
-        return cls(type(target.model).__name__, target.num_layers, target.vocab_size, dtype)
+        name = type(target.model).__name__
+        return cls(name, target.num_layers, target.vocab_size, dtype, version("draftsmith"))
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Prompt:
         token_ids: the prompt; shown: the same as processors see it, padding on the left included.
         max_new: the most new tokens.
         row_seed: of the noise; None = greedy.
-        processors: transformers' logits processors, as `encode_processors` writes them.
+        processors: transformers' logits processors.
         feature_layers: hidden states that answers contain.
     """
 
@@ -48,7 +59,7 @@ class Prompt:
     shown: list[int]
     max_new: int
     row_seed: int | None
-    processors: str = "[]"
+    processors: tuple[Any, ...] = ()
     feature_layers: tuple[int, ...] = ()
 
     @classmethod
@@ -56,16 +67,16 @@ class Prompt:
         """The prompt of a request of one row.
 
         Raises:
-            ValueError: a processor may keep a state, or has attributes that cannot be sent.
+            ValueError: a processor may keep a state.
         """
-        return cls(
-            request.prompts[0],
-            request.rows[0].padded,
-            max(1, request.rows[0].budget),
-            row_seed,
-            encode_processors(request.processors),
-            tuple(feature_layers),
-        )
+        if unknown := sorted({type(one).__name__ for one in request.processors if type(one) not in STATELESS}):
+            raise ValueError(
+                f"{', '.join(unknown)} may keep a state, and every server sees only a part of the text: use "
+                "draftsmith.generate, or transformers' own processors"
+            )
+        (prompt,), (row,) = request.prompts, request.rows
+        layers, processors = tuple(feature_layers), tuple(request.processors)
+        return cls(prompt, row.padded, max(1, row.budget), row_seed, processors, layers)
 
     @property
     def num_hidden(self) -> int:
@@ -77,9 +88,9 @@ class Prompt:
         `capacity` tokens and the padding.
 
         Raises:
-            ValueError: a processor is not known here, or biases tokens that the target does not have.
+            ValueError: a processor biases tokens that the target does not have.
         """
-        texts, processors = None, decode_processors(self.processors, target.device)
+        texts, processors = None, list(self.processors)
         if any(type(processor) not in PREFIX_FREE for processor in processors):
             shown = torch.tensor([self.shown], device=target.device)
             texts = TokenHistory.of_prompts(shown, [self.max_new], self.num_hidden + capacity)
@@ -117,13 +128,61 @@ class Answer:
 
     Attributes:
         features: [n, F] the target's features of these positions, on the host, or None.
-        seconds: the server's time for the task.
-        arrived: when rank 0 had it, by the link's clock; None = when it was read.
     """
 
     version: int
     start: int
     token_ids: list[int]
     features: Tensor | None = None
-    seconds: float = 0.0
-    arrived: float | None = None
+
+
+Message: TypeAlias = Greeting | Prompt | Task | Answer | None
+STATELESS: tuple[type, ...] = (*PREFIX_FREE, *READERS)
+_CLASSES = {(one.__module__, one.__name__): one for one in (Greeting, Prompt, Task, Answer, int, *STATELESS)}
+
+
+def pack(message: Message) -> bytes:
+    """The bytes of a message."""
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(message)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes | bytearray | memoryview, device: torch.device) -> Message:
+    """The message, with its tensors on a device.
+
+    Raises:
+        ValueError: this is none.
+    """
+    try:
+        message: Message = _Unpickler(data, device).load()
+    except Exception as error:  # whatever such bytes bring about
+        raise ValueError(f"a message cannot be read ({error}): install the same packages on all ranks") from error
+    return message
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            return _make_tensor, (data.numpy().tobytes(), str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        return (int, (int(value),)) if isinstance(value, Integral) else NotImplemented  # numpy's integers
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes | bytearray | memoryview, device: torch.device) -> None:
+        super().__init__(io.BytesIO(data))
+        self._device = device
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (__name__, _make_tensor.__name__):
+            return partial(_make_tensor, device=self._device)
+        if (module, name) not in _CLASSES:
+            raise pickle.UnpicklingError(f"{module}.{name} is not known here")
+        return _CLASSES[module, name]
+
+
+def _make_tensor(data: bytes, dtype: str, shape: tuple[int, ...], *, device: torch.device) -> Tensor:
+    kind: torch.dtype = getattr(torch, dtype)
+    values = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
+    return values.reshape(shape).to(device)

@@ -31,13 +31,10 @@ class DraftLogits:
         logits: [B, W, C], or [B, 1, C] when every frontier node shares them; unnormalised log-probabilities of any
             floating dtype. A column of -inf is no candidate.
         token_ids: the target's token id of each column: None (the column number is the id), [C], or [B, W, C]; int64.
-        confidence: [B, W or 1] float32 from 0 to 1, how far the drafter trusts its own scores; None = 1.
-            `MergedDrafter` reads it.
     """
 
     logits: Tensor
     token_ids: Tensor | None = None
-    confidence: Tensor | None = None
 
 
 # Not a subclass of `ABC`: its `__slots__` would keep FSDP from changing the class of heads.
@@ -142,9 +139,8 @@ class Drafter(metaclass=ABCMeta):
     def copy_rows(self, state: Any, source: Any, rows: Tensor, lengths: Tensor, *, max_slots: int) -> None:
         """Fills a fresh state with rows of another one, as if it had read their first slots itself.
 
-        A row keeps its learned values (`MergedDrafter`'s weights) and its first token (`read_first` is not called
-        again), however few slots are kept. The states share nothing: extending or copying one does not change the
-        other. The draft is not copied, so the next call is an `extend`, whose counts may be 0.
+        A row keeps its first token (`read_first` is not called again), however few slots are kept. The states share
+        nothing. The draft is not copied, so the next call is an `extend`, whose counts may be 0.
 
         Args:
             state: for B' rows, just returned by `start`, with any `max_length` and `num_scratch`. A drafter with

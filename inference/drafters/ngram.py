@@ -66,8 +66,7 @@ class NgramDrafter(Drafter):
     only once; columns that stay empty have the score -inf.
 
     A token's score is log(share * BACKOFF^k): its share of the continuations of the longest suffix it follows, which is
-    k tokens shorter than the node's longest suffix. A node whose longest suffix is m tokens shorter than `max_ngram`
-    has the confidence BACKOFF^m.
+    k tokens shorter than the node's longest suffix.
 
     Worked example with `max_ngram=2, num_candidates=3`; position e of 11 has the weight (11 + e) / 11:
 
@@ -149,8 +148,7 @@ class NgramDrafter(Drafter):
         share = torch.cat(own, dim=2) / total
         longest = length[..., :1]
         logits = torch.where(length > 0, share.log() + math.log(BACKOFF) * (longest - length), -torch.inf)
-        confidence = torch.where(longest > 0, BACKOFF ** (self.max_ngram - longest).float(), 0.0)[..., 0]
-        return DraftLogits(logits, token, confidence)
+        return DraftLogits(logits, token)
 
     def _read_suffixes(self, state: NgramState) -> tuple[Tensor, Tensor]:
         """The last `max_ngram` tokens of every frontier node's text and path, latest first, and whether they exist."""

@@ -7,7 +7,7 @@ a policy is tried for a step or two between the steps of another one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 from draftsmith.inference.trees.policy import TreePolicy
@@ -26,15 +26,12 @@ class StepCosts:
     Args:
         policies: without plain decoding.
         node_cost: a first guess of what a node of one row takes, in plain steps.
-        stored: ratios that were learned before. The first times that are measured replace them.
     """
 
-    def __init__(
-        self, policies: Sequence[TreePolicy], node_cost: float, stored: Mapping[Conditions, Sequence[float]]
-    ) -> None:
+    def __init__(self, policies: Sequence[TreePolicy], node_cost: float) -> None:
         self._sizes = [(policy.max_depth, policy.num_nodes - 1) for policy in policies]
         self._node_cost = node_cost
-        self._known = {conditions: [*ratios] for conditions, ratios in stored.items()}
+        self._known: dict[Conditions, list[float]] = {}
         self._measured: dict[Conditions, list[deque[float]]] = {}
         self._at: tuple[Conditions, int] = ((False, 1, 1), 1)  # the present conditions and rows
         self._units: deque[float] = deque(maxlen=NUM_KEPT)  # seconds that the last steps took, in those of a plain one
@@ -49,8 +46,7 @@ class StepCosts:
         self._at = (conditions, num_rows)
         self._units.clear()
         if conditions not in self._measured:
-            if conditions not in self._known:
-                self._known[conditions] = self._guess(conditions)
+            self._known[conditions] = self._guess(conditions)
             self._measured[conditions] = [deque(maxlen=NUM_KEPT) for _ in range(1 + len(self._sizes))]
 
     def _guess(self, conditions: Conditions) -> list[float]:
@@ -88,7 +84,3 @@ class StepCosts:
             self._units.clear()
         self._unit_place, self._num_others = place, 0
         self._units.append(seconds / ratios[place])
-
-    def learned(self) -> dict[Conditions, list[float]]:
-        """The ratios under all conditions under which something was measured."""
-        return {conditions: self._known[conditions] for conditions, each in self._measured.items() if any(each)}

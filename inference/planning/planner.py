@@ -7,10 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
-from pathlib import Path
 
 from draftsmith.inference.planning.costs import StepCosts
-from draftsmith.inference.planning.memory import load_learned, store_learned
 from draftsmith.inference.trees.policy import TreePolicy
 
 HOLD = 4  # steps that a choice holds
@@ -21,7 +19,6 @@ MIN_GAIN = 0.03  # drafting must be expected to gain this much over plain decodi
 HOPE, TRIAL_SHARE, FIRST_TRIALS = 0.3, 0.01, 1.0
 TOKENS_PER_DOUBLING = 0.4  # a first guess: what twice as many nodes accept more
 PRIOR_ROWS = 4.0  # that the first guess of accepted tokens weighs as much as
-STORE_SECONDS = 10.0  # of a long text what was learned is stored this often
 
 
 class AcceptedTokens:
@@ -46,14 +43,13 @@ class AcceptedTokens:
 
 
 class Planner:
-    """Chooses among nested policies, or none of them; keeps what it has learned from text to text, and in a file.
+    """Chooses among nested policies, or none of them; keeps what it has learned from text to text.
 
     It measures nothing by itself: it times the steps of the texts. In the beginning it guesses, takes small trees, and
     tries others when that costs little. Place 0 of all lists is plain decoding.
 
     Args:
         policies: from small to large; each contains those before it.
-        file: what other processes have learned; None = nothing is kept.
         node_cost: a first guess of what a node of one row costs, in plain steps.
         clock: seconds.
 
@@ -64,19 +60,15 @@ class Planner:
     def __init__(
         self,
         policies: Sequence[TreePolicy],
-        file: Path | None = None,
         *,
         node_cost: float = 0.05,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policies = (None, *policies)
-        self._file, self._clock = file, clock
-        costs, tokens = ({}, {}) if file is None else load_learned(file, len(policies))
-        self._costs = StepCosts(policies, node_cost, costs)
+        self._clock = clock
+        self._costs = StepCosts(policies, node_cost)
         guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.num_nodes) for policy in policies]
-        self._tokens = {kind: AcceptedTokens(tokens.get(kind, guess)) for kind in (False, True)}
-        self._stored = clock()
-        self._drafted: set[bool] = set()  # kinds of which a step was drafted
+        self._tokens = {kind: AcceptedTokens(guess) for kind in (False, True)}
         self.is_counting = False
         self._runs = [0] * len(self.policies)  # steps with each policy
         self._seen = [0.0] * len(self.policies)  # the same, of late
@@ -89,11 +81,6 @@ class Planner:
         """The next steps are of other rows. Greedy and sampled steps differ in costs and tokens."""
         self._do_sample = do_sample
         self._last = -1  # the next step is not timed
-
-    def costs(self, num_rows: int, length: int, *, do_sample: bool) -> list[float]:
-        """The ratios of costs that the planner decides with under these conditions."""
-        self._costs.enter(do_sample=do_sample, num_rows=num_rows, length=length)
-        return [*self._costs.expect()]
 
     def choose(self, num_rows: int, length: int) -> TreePolicy | None:
         """The next step's policy; None = plain decoding.
@@ -148,17 +135,7 @@ class Planner:
         self._seen = [seen * (1.0 - 1.0 / WINDOW) for seen in self._seen]
         self._seen[place] += 1.0
         if place:
-            self._drafted.add(self._do_sample)
             # A batch takes as long as its slowest rows: larger trees would look better from those that end early.
             slowest = sorted(zip(left, counted, strict=True), key=lambda one: -one[0])[: (len(counted) + 1) // 2]
             for _, row in slowest:
                 self._tokens[self._do_sample].learn(place - 1, row)
-        if self._clock() - self._stored > STORE_SECONDS:
-            self.store()
-
-    def store(self) -> None:
-        """Writes the file."""
-        if self._file is not None:
-            tokens = {kind: each.expect()[1:] for kind, each in self._tokens.items() if kind in self._drafted}
-            store_learned(self._file, (self._costs.learned(), tokens))
-        self._stored = self._clock()

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from draftsmith.inference.cache.source import Source
 from draftsmith.inference.request.prompt_checks import are_tokens, check_prompt, check_source, pad_left
 from draftsmith.inference.request.request import Request
-from draftsmith.inference.targets.forward_names import CACHE_NAMES, read_cache
+from draftsmith.inference.targets.forward_names import CACHE_NAMES
 from draftsmith.inference.targets.media_proof import prove_media
 from draftsmith.inference.targets.multimodal import media_names, prepare_media
 from draftsmith.inference.targets.target import Target
@@ -151,46 +151,6 @@ def _encoded_source(target: Target, given_ids: Tensor, model_kwargs: dict[str, A
     source_ids = given_ids.repeat_interleave(len(states) // len(given_ids), dim=0)
     is_real = torch.ones_like(source_ids) if mask is None else mask.to(target.device)
     return Source(source_ids, is_real.bool(), states.to(target.device))
-
-
-# What transformers prepares for a decoding method, and this loop prepares anew.
-_PREPARED = {"position_ids", "logits_to_keep", "cache_position", *CACHE_NAMES}
-
-
-def request_of_hook(
-    target: Target,
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: Sequence[Any],
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    streamer: Any = None,
-) -> Request:
-    """The request of transformers' `generate`, from what it hands to its `custom_generate`.
-
-    Raises:
-        ValueError: for options that this loop cannot honour.
-    """
-    target.check_again()
-    name = type(target.model).__name__
-    if target.is_encoder_decoder:
-        raise ValueError(f"custom_generate does not give the sources that {name} reads: call draftsmith.generate")
-    media = media_names(target) & {name for name, value in model_kwargs.items() if value is not None}
-    _refuse_options(config, model_kwargs.keys() - _PREPARED - media)
-    mask = model_kwargs.get("attention_mask")
-    check_prompt(input_ids, mask)
-    if mask is not None:
-        _check_padding(mask, media)
-    cache = read_cache(model_kwargs)
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError("the cache holds tokens already, and this decode loop has its own: leave it out")
-    real = torch.ones_like(input_ids) if mask is None else (mask != 0).long()
-    positions = model_kwargs.get("position_ids")
-    if positions is not None and not media and not (positions * real == (real.cumsum(1) - 1) * real).all():
-        raise ValueError("position_ids is not supported by this decode loop: leave it out")
-    request = Request(input_ids, mask, processors, criteria, config, target, streamer)
-    _take_media(request, target, input_ids, media, model_kwargs)
-    return request
 
 
 def _take_stop_strings(model: Any, tokenizer: Any, stop_strings: Any, kwargs: dict[str, Any]) -> list[Any]:

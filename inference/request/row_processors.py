@@ -1,9 +1,8 @@
 """Logits processors and stopping criteria that were made for a batch, called for one row at a time.
 
 The rows of a step emit different numbers of tokens. So a processor that reads or remembers the text gets one copy per
-row and is called for each row by itself. Copies of transformers' own processors are cut to the row. Any other may
-count rows (a grammar per row, a length per row): it gets a batch of the original size in which every row is this row,
-and its answer for this row is used.
+row and is called for each row by itself. It may count rows (a grammar per row, a length per row): so it gets a batch of
+the original size in which every row is this row, and its answer for this row is used.
 
 Legend: B rows of the batch as it was given, L length of the row's text, V vocabulary.
 """
@@ -11,9 +10,7 @@ Legend: B rows of the batch as it was given, L length of the row's text, V vocab
 from __future__ import annotations
 
 import copy
-import functools
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,17 +28,8 @@ def processors_of_row(processors: Sequence[_Processor], index: int, num_rows: in
     Raises:
         ValueError: they cannot be copied.
     """
-    found: list[_Processor] = []
-    for own in _copy_together(processors):
-        if not _is_transformers_own(own):
-            found.append(_RowProcessor(own, index, num_rows))
-            continue
-        allowed = getattr(own, "_prefix_allowed_tokens_fn", None)  # of PrefixConstrainedLogitsProcessor
-        if allowed is not None:
-            own._prefix_allowed_tokens_fn = functools.partial(_call_for_row, allowed, index)
-        _cut_context(own, index, num_rows)
-        found.append(own)
-    return found
+    copies = _copy_together(processors)
+    return [own if _cut_context(own, index, num_rows) else _RowProcessor(own, index, num_rows) for own in copies]
 
 
 def criteria_of_row(criteria: Sequence[Any]) -> list[Any]:
@@ -101,11 +89,10 @@ def _is_transformers_own(thing: Any) -> bool:
 
 
 def _copy_together(things: Sequence[Any]) -> list[Any]:
-    """Deep copies of processors or criteria. Models and tokenizers that they hold are shared, not copied."""
+    """Deep copies of processors or criteria. Models and tokenizers among their attributes are shared, not copied."""
     try:
-        seen = set(map(id, things))  # the things themselves are copied, even if they are models
-        shared = {id(held): held for one in things for part in _parts_of(one) for held in _find_shared(part, seen)}
-        return copy.deepcopy(list(things), shared)
+        held = (part for one in things for part in getattr(one, "__dict__", {}).values())
+        return copy.deepcopy(list(things), {id(part): part for part in held if isinstance(part, _SHARED)})
     except Exception as error:
         names = ", ".join(type(one).__name__ for one in things)
         raise ValueError(
@@ -114,40 +101,13 @@ def _copy_together(things: Sequence[Any]) -> list[Any]:
         ) from error
 
 
-def _find_shared(value: Any, seen: set[int]) -> Iterator[Any]:
-    """Yields the models and tokenizers that an object holds, at any depth."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, _SHARED):
-        yield value
-        return
-    for part in _parts_of(value):
-        yield from _find_shared(part, seen)
-
-
-def _parts_of(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*value.values()]
-    if isinstance(value, (list, tuple, set)):
-        return [*value]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
-        return [value.__self__]
-    if isinstance(value, (type, types.FunctionType, types.ModuleType, Tensor)):
-        return []
-    return [*getattr(value, "__dict__", {}).values()]
-
-
-def _cut_context(processor: Any, index: int, batch_size: int) -> None:
-    """Cuts the other texts that a copied processor holds down to this row's; `num_return_sequences` rows share one."""
+def _cut_context(processor: Any, index: int, batch_size: int) -> bool:
+    """Cuts the texts of classifier-free guidance down to those of this row (`num_return_sequences` rows share one), so
+    that the model reads no others. Whether the processor is of this kind."""
     context = getattr(processor, "unconditional_context", None)  # of UnbatchedClassifierFreeGuidanceLogitsProcessor
-    if isinstance(context, dict):
-        for name in ("input_ids", "attention_mask"):
-            if isinstance(texts := context.get(name), Tensor):
-                context[name] = texts[index * len(texts) // batch_size][None]
-
-
-def _call_for_row(allowed: Callable[[int, Tensor], list[int]], index: int, _: int, text: Tensor) -> list[int]:
-    return allowed(index, text)
+    if not isinstance(context, dict):
+        return False
+    for name in ("input_ids", "attention_mask"):
+        if isinstance(texts := context.get(name), Tensor):
+            context[name] = texts[index * len(texts) // batch_size][None]
+    return True

@@ -103,24 +103,6 @@ class RepetitionPenalty(TextProcessor):
 
 
 @dataclass(frozen=True)
-class EncoderRepetitionPenalty(TextProcessor):
-    """Attributes:
-    token_ids: [B, X] long, the other text (padding included, as in transformers).
-    """
-
-    penalty: float
-    token_ids: Tensor
-
-    @classmethod
-    def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> EncoderRepetitionPenalty:
-        return cls(processor.penalty, _per_row(processor.encoder_input_ids.to(texts.indices.device), texts))
-
-    def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
-        token_ids = self.token_ids[texts.indices]
-        return _penalise(scores, token_ids, torch.ones_like(token_ids, dtype=torch.bool), self.penalty)
-
-
-@dataclass(frozen=True)
 class OccurrencePenalties(TextProcessor):
     """Attributes:
     presence, frequency: as the processor's.
@@ -170,32 +152,6 @@ class NoRepeatedNgrams(TextProcessor):
         return _ban(scores, tokens, matches)
 
 
-@dataclass(frozen=True)
-class NoEncoderNgrams(TextProcessor):
-    """Attributes:
-    ngrams: [B, X, size] long, those of the other text; is_real: [B, X] bool, the rest is padding.
-    """
-
-    ngrams: Tensor
-    is_real: Tensor
-
-    @classmethod
-    def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> NoEncoderNgrams:
-        listed = [[(*start, end) for start, ends in one.items() for end in ends] for one in processor.generated_ngrams]
-        width, nothing = max(1, *map(len, listed)), (0,) * processor.ngram_size
-        ngrams = [one + [nothing] * (width - len(one)) for one in listed]
-        is_real = [[True] * len(one) + [False] * (width - len(one)) for one in listed]
-        device = texts.indices.device
-        return cls(*(_per_row(torch.tensor(values, device=device), texts) for values in (ngrams, is_real)))
-
-    def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
-        ngrams, size = self.ngrams[texts.indices], self.ngrams.shape[2]
-        matches = self.is_real[texts.indices] & (texts.lengths >= size - 1)[:, None]
-        if size > 1:
-            matches = matches & (ngrams[..., :-1] == texts.last(size - 1)[:, None]).all(-1)
-        return _ban(scores, ngrams[..., -1], matches)
-
-
 def _ban(scores: Tensor, token_ids: Tensor, is_banned: Tensor) -> Tensor:
     """Scores [R, V] without the tokens [R, X] that are banned [R, X]."""
     vocab_size = scores.shape[1]
@@ -240,43 +196,6 @@ class SequenceBias(TextProcessor):
         return scores + bias
 
 
-@dataclass(frozen=True)
-class ExponentialDecay(TextProcessor):
-    """Attributes:
-    factors: [C], by the length of a text: what is added, in multiples of the score's size; 0 before the start.
-    token_ids: [X] long, those that end a text.
-    """
-
-    start: Tensor
-    factors: Tensor
-    token_ids: Tensor
-
-    @classmethod
-    def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> ExponentialDecay:
-        start, device = processor.regulation_start, texts.indices.device
-        lengths = range(texts.token_ids.shape[1] + 1)
-        factors = [_power(processor.regulation_factor, length - start) - 1.0 for length in lengths]
-        return cls(
-            torch.tensor(start, device=device),
-            torch.tensor(factors, dtype=torch.float32, device=device),
-            processor.eos_token_id.to(device),
-        )
-
-    def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
-        own = scores[:, self.token_ids]
-        added = (own.abs() * self.factors[texts.lengths][:, None]).masked_fill(~own.isfinite(), 0.0)
-        added = torch.zeros_like(scores).scatter(1, self.token_ids.expand_as(added), added)
-        return torch.where((texts.lengths > self.start)[:, None], scores + added, scores)
-
-
-def _power(factor: float, exponent: int) -> float:
-    """In Python's double precision, as transformers computes it; 1 for exponents below 1."""
-    try:
-        return float(factor ** max(0, exponent))
-    except OverflowError:
-        return float("inf")
-
-
 def _per_row(values: Tensor, texts: TokenHistory) -> Tensor:
     """Values [X, ...] of sources as [B, ...] of rows; the `num_return_sequences` rows of a source stand together."""
     return values.repeat_interleave(texts.indices.shape[0] // values.shape[0], dim=0)
@@ -284,19 +203,13 @@ def _per_row(values: Tensor, texts: TokenHistory) -> Tensor:
 
 READERS: dict[type, Callable[[Any, TokenHistory, int], TextProcessor]] = {
     stock.RepetitionPenaltyLogitsProcessor: RepetitionPenalty.read,
-    stock.EncoderRepetitionPenaltyLogitsProcessor: EncoderRepetitionPenalty.read,
     OccurrencePenaltiesLogitsProcessor: OccurrencePenalties.read,
     stock.NoRepeatNGramLogitsProcessor: NoRepeatedNgrams.read,
-    stock.EncoderNoRepeatNGramLogitsProcessor: NoEncoderNgrams.read,
     stock.SequenceBiasLogitsProcessor: SequenceBias.read,
     stock.NoBadWordsLogitsProcessor: SequenceBias.read,
-    stock.ExponentialDecayLengthPenalty: ExponentialDecay.read,
     stock.MinLengthLogitsProcessor: lambda one, *rest: _forbid(one.eos_token_id, 0, one.min_length, *rest),
     stock.MinNewTokensLengthLogitsProcessor: lambda one, *rest: _forbid(
         one.eos_token_id, 0, one.prompt_length_to_skip + one.min_new_tokens, *rest
-    ),
-    stock.SuppressTokensAtBeginLogitsProcessor: lambda one, *rest: _forbid(
-        one.begin_suppress_tokens, one.begin_index, one.begin_index + 1, *rest
     ),
     stock.ForcedBOSTokenLogitsProcessor: lambda one, *rest: _force(one.bos_token_id, 1, *rest),
     stock.ForcedEOSTokenLogitsProcessor: lambda one, *rest: _force(one.eos_token_id, one.max_length - 1, *rest),

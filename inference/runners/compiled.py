@@ -15,8 +15,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from draftsmith.inference.cache_folder import keep_compiled_kernels
 from draftsmith.inference.kernels.attention import grouped_attention
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.step import (
-    VERIFIED_CHUNK,
     Runner,
     Step,
     accept,
@@ -69,12 +67,11 @@ class Compiler:
 
     Attributes:
         seconds: spent on making graphs so far.
-        reads_prompts: whether a graph serves any number of tokens at full speed, and so prompts.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         keep_compiled_kernels()
-        self.seconds, self.reads_prompts = 0.0, False
+        self.seconds = 0.0
         self._functions: dict[tuple[Callable[..., Any], bool | None], _CompiledFunction] = {}
         self._configs = _find_attention_configs(modules)
         weights = {id(p): p for module in modules for p in (*module.parameters(), *module.buffers())}.values()
@@ -83,8 +80,7 @@ class Compiler:
         self.options: dict[str, Any] = {"guard_filter_fn": _keep_guards} if _CAN_FILTER_GUARDS else {}
         if self.is_freezing:
             self.options |= FROZEN_OPTIONS
-            self.reads_prompts = _prefers_onednn(weight.dtype for weight in weights)
-            if not self.reads_prompts:  # inductor's own kernels are made for one number of rows
+            if not _prefers_onednn(weight.dtype for weight in weights):
                 self.options |= OWN_KERNELS
 
     @contextmanager
@@ -116,14 +112,13 @@ class Compiler:
 
 
 def compiled_runner(modules: Sequence[nn.Module]) -> Runner:
-    """Runs compiled functions. Pending tokens after plain steps, lazy processors, and most prompts run eagerly.
+    """Runs compiled functions. Pending tokens after plain steps, lazy processors and prompts run eagerly.
 
     Args:
         modules: the step reads their weights.
     """
     compiler = Compiler(modules)
     return Runner(
-        "compiled",
         _drafting(compiler),
         compiler.compile(plant_root),
         _verifying(compiler),
@@ -131,7 +126,6 @@ def compiled_runner(modules: Sequence[nn.Module]) -> Runner:
         compiler.compile(commit),
         lambda policy, *values: compiler.compile(policy.count_accepted)(*values),
         has_fixed_rows=True,
-        reads_prompts=compiler.reads_prompts,
         active=lambda _: compiler.active(),
         seconds=lambda: compiler.seconds,
     )
@@ -165,18 +159,13 @@ def _accepting(accept: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _verifying(compiler: Compiler) -> Callable[[Step, KVCache, TokenTree], TargetOutput]:
-    """One graph for trees of all sizes to choose from, and prompts: each would have its own packed copy of the
-    weights."""
+    """One graph for trees of all sizes to choose from: each would have its own packed copy of the weights."""
     run = compiler.compile(verify, is_fixed=True)
 
     def verify_compiled(step: Step, cache: KVCache, tree: TokenTree) -> TargetOutput:
-        has_choice = step.policy is not None and step.policy.is_chosen
         for slots in (cache.slots_in_view, *cache.window_sizes.values()):
             _open(slots)
-        if step.verifies_prompts:
-            # A bound that one graph can have for all: prompts are chains of a chunk.
-            tree = replace(tree, max_depth=max(VERIFIED_CHUNK, step.path_width) - 1)
-        if (has_choice or step.verifies_prompts) and tree.num_nodes > 1:
+        if step.policy is not None and step.policy.is_chosen and tree.num_nodes > 1:
             for nodes in (tree.token_ids, tree.parents, tree.depths, cache.slots):
                 _open(nodes, dim=1)
         output: TargetOutput = run(step, cache, tree)
@@ -232,44 +221,32 @@ class _CompiledFunction:
         return result
 
     def _compile_otherwise(self, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Tries again, more simply each time; the last way is to run eagerly, of several pieces those that cannot be
-        compiled. What inductor failed to make has not run, so nothing of the step is done twice."""
-        options = self.compiler.options
-        if isinstance(error, torch._dynamo.exc.Unsupported):
-            ways: dict[str, Callable[[], Any]] = {
-                "in pieces": lambda: _run_failures(torch.compile(self.function, dynamic=self.dynamic))
-            }
-        else:  # a loop that inductor cannot write, or a product without a kernel of its own
-            again = partial(torch.compile, self.function, dynamic=self.dynamic, fullgraph=True)
-            ways = {
-                "without loops over loops": lambda: _fuse_less(again(options={**options})),
-                "without kernels of its own": lambda: _fuse_less(again()),
-                "not at all": lambda: self.function,
-            }
-        for way, compile_again in ways.items():
-            logger.warning(
-                "torch.compile could not compile %s as one graph, and now compiles it %s, which is slower: %s",
-                self.function.__name__,
-                way,
-                " ".join(str(error).partition("\n\n")[0].split()),
+        """Tries again, more simply each time; the last way is to run eagerly. What inductor failed to make has not run,
+        so nothing of the step is done twice."""
+        ways: dict[str, dict[str, Any]] = {}
+        if not isinstance(error, torch._dynamo.exc.Unsupported):
+            # A loop that inductor cannot write, or a product without a kernel of its own.
+            ways = {"without loops over loops": {**self.compiler.options}, "simply": {}}
+        for way, options in ways.items():
+            self._warn(error, f"compiles it {way}")
+            self.compiled = _fuse_less(
+                torch.compile(self.function, dynamic=self.dynamic, fullgraph=True, options=options)
             )
-            self.compiled = compile_again()
             try:
                 return self.compiled(*args, **kwargs)
             except _COMPILER_ERRORS as another:
                 error = another
-        raise error
+        self._warn(error, "runs it eagerly")
+        self.compiled = self.function
+        return self.function(*args, **kwargs)
 
-
-def _run_failures(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled in pieces; a piece that cannot be compiled runs eagerly."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(suppress_errors=True):
-            return function(*args, **kwargs)
-
-    return call
+    def _warn(self, error: Exception, way: str) -> None:
+        logger.warning(
+            "torch.compile could not compile %s as one graph, and now %s, which is slower: %s",
+            self.function.__name__,
+            way,
+            " ".join(str(error).partition("\n\n")[0].split()),
+        )
 
 
 def _fuse_less(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -241,7 +241,6 @@ class CapturedFunctions:
         self._state: DecodeState | None = None
         self._home: Any = None  # the drafter's state that graphs know
         self.runner = Runner(
-            "captured",
             self._draft,
             self._plant_root,
             self._verify,

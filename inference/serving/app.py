@@ -10,7 +10,6 @@ import asyncio
 import hmac
 import json
 import logging
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -26,7 +25,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from draftsmith.inference.serving.comparison import DifferenceRequest, describe_difference
 from draftsmith.inference.serving.errors import RequestError, error_body
 from draftsmith.inference.serving.protocol import ChatRequest, CompletionOptions, CompletionRequest, Strict
 from draftsmith.inference.serving.replies import ReplyWriter
@@ -40,7 +38,7 @@ PAGE = Path(__file__).parent / "page" / "index.html"
 MAX_BODY_BYTES = 4 << 20
 OPEN_PATHS = ("/", "/health")  # without a key
 SHOWN_ERRORS = 3
-LAST_STEP_SECONDS = 10.0  # for the engine to end; it may be measuring what a new tree costs
+LAST_STEP_SECONDS = 10.0  # for the engine to end; a step may be long
 GONE = 499  # nobody reads it: the client went away
 
 Body = TypeVar("Body", bound=Strict)
@@ -54,21 +52,17 @@ class Server:
     maker: ReplyMaker
     model: str
     api_key: str | None
-    metrics: str
 
 
-def create_app(
-    scheduler: Scheduler, tokenizer: Any, *, model: str, api_key: str | None = None, metrics: str = "summary"
-) -> FastAPI:
+def create_app(scheduler: Scheduler, tokenizer: Any, *, model: str, api_key: str | None = None) -> FastAPI:
     """The application. It starts the scheduler, and ends it when it is shut down.
 
     Args:
         model: the name under which clients know the target.
         api_key: that requests must carry as `Authorization: Bearer KEY`; None = no key.
-        metrics: what replies tell of their drafts: none, summary or detailed.
     """
     maker = ReplyMaker(scheduler.target, tokenizer, scheduler.drafters, max_length=scheduler.limits.max_length)
-    server = Server(scheduler, maker, model, api_key, metrics)
+    server = Server(scheduler, maker, model, api_key)
 
     @asynccontextmanager
     async def run_engine(_: FastAPI) -> AsyncIterator[None]:
@@ -155,18 +149,6 @@ def _add_routes(app: FastAPI, server: Server) -> None:
         body = await _read_body(request, CompletionRequest)
         return await _reply(server, request, body, lambda: server.maker.encode_prompts(body))
 
-    comparing = threading.Lock()  # each comparison is a pass beside the engine's, with a cache of its own
-
-    @app.post("/v1/difference")
-    async def explain(request: Request) -> Response:
-        body = await _read_body(request, DifferenceRequest)
-        if not comparing.acquire(blocking=False):
-            raise RequestError("another comparison is running: try again", status=429, code="queue_full")
-        try:
-            return JSONResponse(await run_in_threadpool(describe_difference, server.maker, body))
-        finally:
-            comparing.release()
-
     if PAGE.is_file():
 
         @app.get("/")
@@ -226,16 +208,16 @@ async def _reply(
     most = server.scheduler.limits.max_waiting
     if body.num_prompts * body.n > most:
         raise RequestError(f"the request asks for more than {most} replies: send several", param="n")
-    lane = server.maker.choose_lane(body)
+    drafter = server.maker.choose_drafter(body)
     replies = await run_in_threadpool(make_replies)
     try:
-        server.scheduler.submit(replies, lane)
+        server.scheduler.submit(replies, drafter)
     except QueueFullError as error:
         headers = {"Retry-After": str(error.retry_seconds)}
         raise RequestError(f"{error}: try again later", status=429, headers=headers) from error
     except StoppingError as error:
         raise RequestError(str(error), status=503) from error
-    writer = ReplyWriter(body, replies, server.model, server.maker.token_texts, server.metrics)
+    writer = ReplyWriter(body, replies, server.model, server.maker.token_texts)
     if body.stream:
         return StreamingResponse(_stream(writer, replies, events), media_type="text/event-stream")
     return await _collect(request, writer, replies, events)

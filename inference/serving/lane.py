@@ -1,4 +1,4 @@
-"""Lane: rows that share a drafter, a tree and a state, and so every pass. Rows join and leave between steps.
+"""Lane: rows that share a drafter and a state, and so every pass. Rows join and leave between steps.
 
 A joining row's prompt is read in a state of its own, so that running rows wait for one chunk at most. Then it joins the
 others (`DecodeState.add`). A step serves all rows, whatever their sampling options are: each row keeps its own settings
@@ -17,7 +17,7 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.engine import Engine, StepTokens
 from draftsmith.inference.prefill import MIN_SHARED, prefill
 from draftsmith.inference.prefix_cache import PrefixHit, match
-from draftsmith.inference.serving.reply import DraftedStep, Reply, ReplyToken
+from draftsmith.inference.serving.reply import Reply, ReplyToken
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import StepOutput
 
@@ -27,7 +27,7 @@ NUM_READERS = 2
 
 
 class Lane:
-    """The rows of one drafter and tree.
+    """The rows of one drafter.
 
     Args:
         decoder: with exact acceptance, whose drafter can copy rows, and without graphs.
@@ -53,10 +53,9 @@ class Lane:
         sizes = max_length + self.step.num_slots_after + self.step.path_width, max_length + self.step.path_width
         clock = PhaseClock(GenerationStats(), self.step.target.device)
         states = [self.step.new_state(num_rows, *sizes) for num_rows in (max_rows, *[1] * NUM_READERS)]
-        self._engine = Engine(self.step, states[0], clock, planner=self.planner, records_probabilities=True)
+        self._engine = Engine(self.step, states[0], clock, planner=self.planner)
         self._readers = states[1:]  # the one that was used longest ago first
         self.replies: list[Reply] = []
-        self.last_used = time.perf_counter()
 
     @property
     def num_bytes(self) -> int:
@@ -105,23 +104,21 @@ class Lane:
 
     def advance(self) -> None:
         """One step of all rows; those that have ended leave."""
-        self.last_used = time.perf_counter()
         replies = {reply.row: reply for reply in self.replies}
         with self.step.active():
             emission = self._engine.advance()
-        drafted, depth = emission.output.tree.num_nodes - 1, emission.output.accepted.path.shape[1] - 1
+        drafted = emission.output.tree.num_nodes - 1
         for place, row, new, kept in emission.given:
             reply = replies[row]
             reply.stats.count_step(len(new) - 1)
             reply.stats.num_drafted += drafted
-            if drafted:
-                reply.drafts.append(DraftedStep(depth, drafted, len(new) - 1))
+            reply.num_drafts += drafted > 0
             reply.publish(self._tokens_of(reply, place, emission.output, kept))
         self._forget_ended()
 
     def _tokens_of(self, reply: Reply, place: int, output: StepOutput, new: StepTokens) -> list[ReplyToken]:
         """A row's tokens, with what the request wants to know of them."""
-        told = (new, [""] * len(new), new.depths, new.probabilities)
+        told = (new, [""] * len(new), new.depths)
         if reply.num_top is None or not new:
             return [ReplyToken(*each) for each in zip(*told, strict=True)]
         path = output.accepted.path[place, : len(new)]

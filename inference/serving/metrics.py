@@ -65,7 +65,7 @@ class Metrics:
         self.ended.labels(reply.end_reason).inc()
         self.prompt_tokens.inc(len(reply.prompt))
         self.new_tokens.inc(len(reply.row.new))
-        self.drafts.inc(len(reply.drafts))
+        self.drafts.inc(reply.num_drafts)
         self.draft_tokens.inc(reply.stats.num_drafted)
         for position, count in enumerate(reply.stats.accepted_per_depth):
             self.accepted.inc(count)

@@ -1,6 +1,6 @@
 """Requests in OpenAI's shapes, with vLLM's further options and this server's own. Unknown fields are errors.
 
-A field that is present has an effect. What this server cannot do is refused (`row_maker.py`), except for values
+A field that is present has an effect. What this server cannot do is refused (`reply_maker.py`), except for values
 that ask for nothing, such as `"echo": false`.
 """
 
@@ -92,7 +92,6 @@ class CompletionOptions(Strict):
     min_tokens: int = Field(0, ge=0)
     # this server's
     heads: str | None = None
-    tree: str | None = Field(None, max_length=64)
     draft_report: bool = False
 
     @property

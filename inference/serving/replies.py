@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.inference.serving.protocol import ChatRequest, CompletionOptions
-from draftsmith.inference.serving.reply import DraftedStep, Piece, Reply, ReplyToken
+from draftsmith.inference.serving.reply import Piece, Reply, ReplyToken
 from draftsmith.inference.streaming.token_texts import TokenTexts
 
 
@@ -17,13 +17,9 @@ class ReplyWriter:
 
     Args:
         replies: of all choices, in their order.
-        metrics: what is told of the drafts: none, summary or detailed.
     """
 
-    def __init__(
-        self, body: CompletionOptions, replies: Sequence[Reply], model: str, token_texts: TokenTexts, metrics: str
-    ) -> None:
-        self.metrics = metrics
+    def __init__(self, body: CompletionOptions, replies: Sequence[Reply], model: str, token_texts: TokenTexts) -> None:
         self.body, self.replies, self.model, self.token_texts = body, replies, model, token_texts
         self.is_chat = isinstance(body, ChatRequest)
         self._head = {
@@ -61,15 +57,7 @@ class ReplyWriter:
         return chunks
 
     def usage_chunk(self) -> dict[str, Any]:
-        return {**self._chunk(), "usage": self.usage(), **self._metrics()}
-
-    def _metrics(self) -> dict[str, Any]:
-        """What drafting did, where and as vLLM reports it."""
-        if self.metrics == "none":
-            return {}
-        one = self.replies[0] if len(self.replies) == 1 and self.replies[0].drafts else None
-        drafting = None if one is None else describe_drafting(one.drafts, is_detailed=self.metrics == "detailed")
-        return {"metrics": {"speculative_decoding": drafting}}
+        return {**self._chunk(), "usage": self.usage()}
 
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.is_chat else "text_completion"
@@ -92,7 +80,7 @@ class ReplyWriter:
             message = {"role": "assistant", "content": text, "refusal": None}
             choices.append(choice | ({"message": message} if self.is_chat else {"text": text}))
         kind = "chat.completion" if self.is_chat else "text_completion"
-        response = {**self._head, "object": kind, "choices": choices, "usage": self.usage(), **self._metrics()}
+        response = {**self._head, "object": kind, "choices": choices, "usage": self.usage()}
         if self.body.draft_report:
             response["drafting"] = summarise(*self.replies)
         return response
@@ -136,31 +124,7 @@ def _key_by_text(token_ids: Sequence[int], top: Sequence[dict[str, Any]]) -> dic
 
 
 def _report_token(token: ReplyToken) -> dict[str, Any]:
-    return {"id": token.id, "text": token.text, "depth": token.depth, "probability": token.probability}
-
-
-def describe_drafting(drafts: Sequence[DraftedStep], *, is_detailed: bool) -> dict[str, Any]:
-    """vLLM's `metrics.speculative_decoding`. A draft is as long as its tree is deep, and all nodes are draft tokens."""
-    depth = max(draft.depth for draft in drafts)
-    drafted, accepted = (sum(values) for values in list(zip(*drafts, strict=True))[1:])
-    lengths = {length: [0] * (length + 1) for length in sorted({draft.depth for draft in drafts})}
-    for draft in drafts:
-        lengths[draft.depth][draft.num_accepted] += 1
-    histogram = [sum(counts[num] for counts in lengths.values() if num < len(counts)) for num in range(depth + 1)]
-    described: dict[str, Any] = {
-        "mean_acceptance_length": 1 + accepted / len(drafts),
-        "draft_acceptance_rate": accepted / drafted,
-        "acceptance_histogram": histogram,
-        "acceptance_histogram_by_draft_length": {str(length): counts for length, counts in lengths.items()},
-        "num_spec_steps": len(drafts),
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
-        "num_spec_tokens": depth,
-    }
-    if is_detailed:
-        described["per_step_accepted"] = [draft.num_accepted for draft in drafts]
-        described["per_step_drafted"] = [draft.num_drafted for draft in drafts]
-    return described
+    return {"id": token.id, "text": token.text, "depth": token.depth}
 
 
 def summarise(*replies: Reply) -> dict[str, Any]:
@@ -171,6 +135,7 @@ def summarise(*replies: Reply) -> dict[str, Any]:
     return {
         "acceptance_length": stats.acceptance_length,
         "num_steps": stats.num_verify_steps,
+        "num_drafts": sum(reply.num_drafts for reply in replies),
         "accepted_per_depth": stats.accepted_per_depth,
         "seconds": max(ends) - min(starts) if starts and ends else 0.0,
     }

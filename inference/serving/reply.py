@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,7 +24,6 @@ class ReplyToken:
     Attributes:
         text: what the token added to the text; "" within a character of several tokens, and at the end of a text.
         depth: 0 = the target's own token, d = a draft accepted at depth d of its tree.
-        probability: the drafter's probability of an accepted draft, if its tree has it.
         logprob: the target's log-probability of the token, before logits processors; None if not asked for.
         top: the likeliest tokens with theirs.
     """
@@ -33,17 +31,8 @@ class ReplyToken:
     id: int
     text: str
     depth: int
-    probability: float | None = None
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-
-
-class DraftedStep(NamedTuple):
-    """A step with a draft: the tree's depth, its nodes without the root, and how many of them were accepted."""
-
-    depth: int
-    num_drafted: int
-    num_accepted: int
 
 
 @dataclass(frozen=True)
@@ -124,7 +113,7 @@ class Reply:
         row: the request's, which tells the reply its tokens and asks it for the end.
         end_reason: "stop", "length", "abort" (cancelled) or "error"; "" before.
         stats: counts its verify steps, and the nodes drafted for them.
-        drafts: the steps with a draft, in their order.
+        num_drafts: the steps with a draft.
         arrived, started, first_token, ended: `time.perf_counter()` of these moments; None before. A reply starts when
             its prompt is about to be read.
     """
@@ -138,7 +127,7 @@ class Reply:
     min_tokens: int = 0
     stats: GenerationStats = field(default_factory=GenerationStats)
     arrived: float = field(default_factory=time.perf_counter)
-    drafts: list[DraftedStep] = field(default_factory=list)
+    num_drafts: int = 0
     started: float | None = None
     first_token: float | None = None
     ended: float | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping
@@ -29,16 +28,12 @@ from draftsmith.inference.serving.protocol import (
     CompletionRequest,
 )
 from draftsmith.inference.serving.reply import Piece, Reply, StopStrings
-from draftsmith.inference.serving.scheduler import PLAIN, LaneName
+from draftsmith.inference.serving.scheduler import PLAIN
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.inference.streaming.token_texts import TokenTexts
 from draftsmith.inference.targets.target import Target
-from draftsmith.inference.trees.options import resolve_policy
 
-MAX_TREE_NODES, MAX_TREE_DEPTH = 64, 16
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-# Files are not for requests, and trees that are chosen are measured, which takes seconds: without sizes there are two.
-TREE_NAMES = re.compile(r"auto|gamma|(dynamic|chain)(:\d{1,4}(,\d{1,4})*)?")
 
 
 class ReplyMaker:
@@ -88,36 +83,12 @@ class ReplyMaker:
                 f"{param} has the token id {token}; the target's are 0 to {self.target.num_embeddings - 1}", param=param
             )
 
-    def choose_lane(self, body: CompletionOptions) -> LaneName:
-        """The drafter and tree of a request."""
+    def choose_drafter(self, body: CompletionOptions) -> str:
+        """The name of the drafter of a request."""
         name = body.heads if body.heads is not None else next(iter(self.drafters))
         if name not in self.drafters:
             raise RequestError(f"heads is {name!r}; this server has {', '.join(self.drafters)}", param="heads")
-        drafter, tree = self.drafters[name], body.tree
-        if tree is None:
-            return name, None
-        if drafter is None:
-            raise RequestError("tree is given, and plain decoding has no drafts: leave it out", param="tree")
-        if TREE_NAMES.fullmatch(tree) is None:
-            raise RequestError(
-                f"tree is {tree!r}; allowed are auto, gamma, dynamic, dynamic:DEPTH,TOP_K,NODES, chain and "
-                "chain:LENGTH",
-                param="tree",
-            )
-        try:
-            policy = resolve_policy(tree, drafter.max_depth)
-        except (ValueError, TypeError) as error:
-            raise RequestError(str(error).partition("\n")[0], param="tree") from error
-        numbers = [int(number) for number in re.findall(r"\d+", tree)]
-        if max([policy.num_nodes, *numbers]) > MAX_TREE_NODES or policy.max_depth > MAX_TREE_DEPTH:
-            raise RequestError(
-                f"tree is {tree!r}; allowed are at most {MAX_TREE_NODES} nodes, {MAX_TREE_NODES} children and "
-                f"{MAX_TREE_DEPTH} levels",
-                param="tree",
-            )
-        if drafter.drafts_chains_only and not policy.is_narrow:
-            raise RequestError(f"tree is {tree!r}, and these heads draft chains only: use chain", param="tree")
-        return name, tree
+        return name
 
     def make_replies(
         self, prompt: list[int], body: CompletionOptions, on_piece: Callable[[int, Piece], None]

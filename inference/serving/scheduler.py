@@ -1,10 +1,9 @@
 """Scheduler: continuous batching. One thread owns the decoders, and serves replies of all requests in rounds.
 
 A round drops the replies that nobody waits for, reads prompts for as many tokens as one chunk has, and makes one step
-of every lane. A lane is the replies of one drafter and tree (`Lane`): replies of any sampling options share its passes,
-but plain decoding and other drafters or trees have passes of their own. Lanes take turns, step by step. Waiting replies
-start in the order of their arrival; a reply whose lane is full lets those of other lanes pass. A reply for which there
-is no lane lets them pass for some seconds, and then waits for the first lane that is idle.
+of every lane. A lane is the replies of one drafter (`Lane`): replies of any sampling options share its passes, but
+plain decoding and other drafters have passes of their own. Lanes take turns, step by step. Waiting replies start in the
+order of their arrival; a reply whose lane is full lets those of other lanes pass.
 """
 
 from __future__ import annotations
@@ -27,12 +26,8 @@ from draftsmith.inference.targets.target import Target
 
 logger = logging.getLogger(__name__)
 
-LaneName = tuple[str, str | None]
-"""The name of the drafter ("none" = plain decoding), and the tree as text (None = the default)."""
-
-PLAIN = "none"
+PLAIN = "none"  # the drafter's name of plain decoding
 INTERNAL_ERROR = "internal error: see the server's log"
-PATIENCE_SECONDS = 5.0  # how long replies of other lanes may pass a reply for which there is no lane
 IDLE_SECONDS = 0.5  # how often an idle engine looks whether it is to stop
 
 
@@ -55,14 +50,12 @@ class Limits:
     Attributes:
         max_rows: running replies of one lane.
         max_length: tokens of a reply, prompt included.
-        max_waiting: replies that wait for a lane.
-        max_lanes: pairs of drafter and tree with running replies.
+        max_waiting: replies that wait for a row.
     """
 
     max_rows: int = 8
     max_length: int = 2048
     max_waiting: int = 64
-    max_lanes: int = 2
 
 
 class Scheduler:
@@ -70,7 +63,7 @@ class Scheduler:
 
     Args:
         drafters: by name, the default one first; None = plain decoding.
-        tree: of lanes whose requests name no tree, as in `Decoder`.
+        tree: of all drafters, as in `Decoder`.
         limits: decided here, because caches are allocated once.
 
     Raises:
@@ -93,24 +86,21 @@ class Scheduler:
         )
         self.target, self.drafters, self.tree = target, dict(drafters), tree
         self.limits, self.metrics = limits or Limits(), metrics or Metrics()
-        self.default_name = next(iter(self.drafters))
-        self._lanes: dict[LaneName, Lane] = {}
-        self._waiting: deque[tuple[Reply, LaneName]] = deque()
+        self._lanes: dict[str, Lane] = {}
+        self._waiting: deque[tuple[Reply, str]] = deque()
         self._replies: list[Reply] = []  # submitted and not yet counted as ended
-        self._reading: tuple[Reply, LaneName, Generator[int]] | None = None
+        self._reading: tuple[Reply, str, Generator[int]] | None = None
         self._changed = threading.Condition()
         self._deadline: float | None = None  # set while stopping
         self._mean_seconds = 1.0  # of replies
-        # All drafters, the default one last: what cannot be served shows now.
-        for name, drafter in reversed(self.drafters.items()):
-            if drafter is not None or name == self.default_name:
-                self._find_lane((name, None))
+        for name in self.drafters:  # what cannot be served shows now
+            self._open_lane(name)
         self._thread = threading.Thread(target=self._run, name="draftsmith-engine", daemon=True)
 
     @property
     def num_bytes(self) -> int:
         """The most bytes of the target's keys and values, in all lanes together."""
-        return self.limits.max_lanes * max(lane.num_bytes for lane in self._lanes.values())
+        return sum(lane.num_bytes for lane in self._lanes.values())
 
     @property
     def num_replies(self) -> int:
@@ -124,8 +114,8 @@ class Scheduler:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, replies: Sequence[Reply], lane: LaneName) -> None:
-        """Queues the replies of one request. For any thread.
+    def submit(self, replies: Sequence[Reply], drafter: str) -> None:
+        """Queues the replies of one request, for the drafter of this name. For any thread.
 
         Raises:
             QueueFullError: they do not all fit.
@@ -137,7 +127,7 @@ class Scheduler:
             if len(self._waiting) + len(replies) > self.limits.max_waiting:
                 num_turns = 1 + len(self._waiting) // self.limits.max_rows
                 raise QueueFullError(min(60, max(1, round(self._mean_seconds * num_turns))))
-            self._waiting.extend((reply, lane) for reply in replies)
+            self._waiting.extend((reply, drafter) for reply in replies)
             self._replies.extend(replies)
             self._changed.notify_all()
 
@@ -210,58 +200,34 @@ class Scheduler:
             self._reading[2].close()
             self._reading = None
 
-    def _start_next(self) -> tuple[Reply, LaneName, Generator[int]] | None:
+    def _start_next(self) -> tuple[Reply, str, Generator[int]] | None:
         """The first waiting reply whose lane has room."""
         with self._changed:
-            waiting = list(self._waiting)
-        for each in waiting:
-            reply, name = each
-            try:
-                lane = self._find_lane(name)
-            except Exception:  # such as too little memory
-                logger.exception("no lane could be made for %s", name)
-                reply.fail(INTERNAL_ERROR)
-                lane = None
-            if reply.is_over or (lane is not None and len(lane.replies) < lane.max_rows):
-                with self._changed:
+            for each in self._waiting:
+                reply, name = each
+                if len(self._lanes[name].replies) < self.limits.max_rows:
                     self._waiting.remove(each)
-            if lane is not None and len(lane.replies) < lane.max_rows:
-                return reply, name, lane.join(reply)
-            if lane is None and time.perf_counter() - reply.arrived > PATIENCE_SECONDS:
-                return None  # until a lane is idle
+                    return reply, name, self._lanes[name].join(reply)
         return None
 
-    def _find_lane(self, name: LaneName) -> Lane | None:
-        """The lane of this name; a new one instead of the idle lane that was used longest ago; None while all run."""
-        if name in self._lanes:
-            return self._lanes[name]
-        if len(self._lanes) >= self.limits.max_lanes:
-            idle = [other for other, lane in self._lanes.items() if not lane.replies]
-            if not idle:
-                return None
-            del self._lanes[min(idle, key=lambda other: self._lanes[other].last_used)]
-        return self._open_lane(name)
+    def _open_lane(self, name: str) -> None:
+        drafter = self.drafters[name]
+        decoder = Decoder(self.target, drafter, tree=self.tree if drafter is not None else None)
+        self._lanes[name] = Lane(decoder, max_rows=self.limits.max_rows, max_length=self.limits.max_length)
 
-    def _open_lane(self, name: LaneName) -> Lane:
-        drafter, tree = self.drafters.get(name[0]), name[1] or self.tree
-        decoder = Decoder(self.target, drafter, tree=tree if drafter is not None else None)
-        lane = Lane(decoder, max_rows=self.limits.max_rows, max_length=self.limits.max_length)
-        self._lanes[name] = lane
-        return lane
-
-    def _guard(self, name: LaneName, function: Callable[[], int | None]) -> int | None:
+    def _guard(self, name: str, function: Callable[[], int | None]) -> int | None:
         """Runs a part of a round. If it fails, the lane's replies end with an error, and the lane is made anew."""
         try:
             return function()
         except Exception:  # a server outlives what a request can bring about
-            lane = self._lanes.pop(name, None)
-            replies = [*(lane.replies if lane is not None else [])]
+            replies = self._lanes.pop(name).replies[:]
             if self._reading is not None and self._reading[1] == name:
                 replies.append(self._reading[0])
                 self._stop_reading()
             logger.exception("a step failed, and %d replies end with an error", len(replies))
             for reply in replies:
                 reply.fail(INTERNAL_ERROR)
+            self._open_lane(name)
             return None
 
     def _count_ended(self) -> None:

@@ -183,7 +183,6 @@ def load(args: ResultsArguments) -> Subject:
         heads=args.heads,
         assistant=None,
         drafter_model=None,
-        has_ngrams=False,
         prompts=args.prompts,
         num_prompts=max(args.limit, args.long_limit),
         max_new_tokens=args.max_new_tokens,

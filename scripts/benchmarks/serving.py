@@ -145,7 +145,7 @@ def running(words: Sequence[str], address: str | None = None) -> Iterator[str]:
 def server_words(args: ServingArguments, heads: str | None) -> list[str]:
     """The command of one of our servers."""
     words = [str(SERVE), "--target", args.target, "--dtype", args.dtype, "--port", "0"]
-    words += ["--max_batch_size", str(args.max_batch_size), "--max_length", "1024", "--max_lanes", "1"]
+    words += ["--max_batch_size", str(args.max_batch_size), "--max_length", "1024"]
     words += ["--max_queue", str(max(args.clients, args.requests))]
     words += [] if heads is None else ["--heads", heads, *(["--tree", args.tree] if args.tree is not None else [])]
     return words

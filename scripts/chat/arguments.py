@@ -23,7 +23,7 @@ class GenerateArguments:
         default=None, help="A small causal LM with the target's tokenizer, as the drafter: a folder or a hub id."
     )
     staged: bool = option(default=False, help="N-grams draft for the --drafter_model, in chains.")
-    ngrams: bool = option(default=False, help="Also draft with n-grams of the text.")
+    ngrams: bool = option(default=False, help="Draft with n-grams of the text.")
     prompt: str | None = option(
         default=None, help="The prompt; none = chat in a terminal, or read lines of the standard input."
     )
@@ -36,9 +36,8 @@ class GenerateArguments:
     tree: str | None = option(default=None, help=f"Token tree: {TREE_HELP}.")
     acceptance: str = option(
         default="exact",
-        help="Acceptance rule: exact, rejection, block_verification, typical; for sampled text. exact gives the "
-        "text of plain decoding. rejection (chains, static trees) and block_verification (chains) keep the "
-        "distribution. typical is lossy.",
+        help="Acceptance rule: exact, rejection, typical; for sampled text. exact gives the text of plain decoding. "
+        "rejection (chains, static trees) keeps the distribution. typical is lossy.",
         metadata={"choices": list(RULES)},
     )
     dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
@@ -62,7 +61,10 @@ class GenerateArguments:
 
     def __post_init__(self) -> None:
         self.vocabulary = DraftVocabulary.of(self)
-        has_drafter = bool(self.heads or self.drafter_model or self.ngrams)
+        drafters = [f"--{name}" for name in ("heads", "drafter_model", "ngrams") if getattr(self, name)]
+        if len(drafters) > 1:
+            raise ValueError(f"got {' and '.join(drafters)}: give one of them")
+        has_drafter = bool(drafters)
         if self.staged and self.drafter_model is None:
             raise ValueError("got --staged without --drafter_model: give the small model that n-grams should draft for")
         if self.staged and (self.tree or "gamma").partition(":")[0] not in ("chain", "gamma"):

@@ -122,8 +122,7 @@ class ChatSession:
             self._set_aside = {}
         elif self.args.heads is not None:
             without: dict[str, Any] = {"draft_vocab_size": None, "draft_vocab_data": []}
-            if not (self.args.drafter_model or self.args.ngrams):
-                without |= {"tree": None, "compare": False, "acceptance": "exact"}
+            without |= {"tree": None, "compare": False, "acceptance": "exact"}
             given = {name: getattr(self.args, name) for name in without}
             self.change(heads=None, **without)
             self._set_aside = given

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Drafter, Target
 from draftsmith.inference.distributed.coordinator import Link
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.scripts.measuring.contenders import (
     NGRAMS,
@@ -55,7 +54,7 @@ class Subject:
     """A target with everything that is measured on it.
 
     Attributes:
-        drafters: heads by their short names and the small model; with --ngrams, also each of them merged with n-grams.
+        drafters: heads by their short names, and the small model.
         misfits: drafters that do not fit this target, with the reason.
         prompts: by file: the prompts, and the number of prompts that were too long.
         hardware: the machine's limits for weights of this size and dtype.
@@ -88,7 +87,6 @@ def load_subject(
     heads: Sequence[str],
     assistant: str | None,
     drafter_model: str | None,
-    has_ngrams: bool,
     prompts: Sequence[str],
     num_prompts: int | None,
     max_new_tokens: int,
@@ -117,8 +115,6 @@ def load_subject(
             misfits[SMALL_MODEL] = str(error)
     for one in loaded.values() if vocabulary is not None else ():
         vocabulary.limit(one, tokenizer)
-    if has_ngrams:
-        drafters |= {f"{label} + n-grams": MergedDrafter(one, NgramDrafter()) for label, one in drafters.items()}
     return Subject(
         target=target,
         tokenizer=tokenizer,

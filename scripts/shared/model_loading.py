@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import os
@@ -18,7 +17,6 @@ from transformers.utils.logging import disable_progress_bar
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.checkpoint import is_published
 from draftsmith.inference import Drafter, DynamicTree, Target
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
@@ -161,24 +159,22 @@ def load_drafter(
     ngrams: bool = False,
     vocabulary: DraftVocabulary | None = None,
 ) -> Drafter | None:
-    """The drafter: heads, a small model, n-grams of the text, or several of them merged; None = plain decoding.
+    """The drafter: heads, a small model or n-grams of the text; None = plain decoding.
 
     Args:
         heads, drafter_model: folders or hub ids.
         vocabulary: of the heads.
         staged: n-grams draft for the small model.
     """
-    drafters: list[Drafter] = []
     if heads:
-        drafters.append(loaded := load_heads(heads, target))
+        loaded = load_heads(heads, target)
         if vocabulary is not None:
             vocabulary.limit(loaded, tokenizer)
+        return loaded
     if drafter_model:
         small = load_drafter_model(drafter_model, target, tokenizer)
-        drafters.append(StagedDrafter(small) if staged else small)
-    if ngrams:
-        drafters.append(NgramDrafter())
-    return functools.reduce(MergedDrafter, drafters) if drafters else None
+        return StagedDrafter(small) if staged else small
+    return NgramDrafter() if ngrams else None
 
 
 def load_assistant(name: str, target: Target) -> PreTrainedModel:

@@ -9,7 +9,6 @@ import torch
 from draftsmith.inference import Target, serve_target
 from draftsmith.inference.distributed.coordinator import Link
 from draftsmith.inference.distributed.gloo_link import GlooLink
-from draftsmith.inference.distributed.messages import Greeting
 from draftsmith.scripts.shared.model_loading import load_target
 
 
@@ -39,7 +38,7 @@ def choose_device(device: str | None) -> str | None:
 
 def connect_servers(target: Target) -> Link:
     """Rank 0's link to all other ranks."""
-    return GlooLink(Greeting.of_target(target), timeout=300.0)
+    return GlooLink(target, timeout=300.0)
 
 
 def serve_rank(target: str, *, dtype: str, device: str | None) -> None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [  # noqa: F405
     "HEAD_TYPES",
     "AcceptanceRule",
-    "CustomGenerate",
     "Decoder",
     "DistributedDecoder",
     "DraftHeads",
@@ -30,7 +29,6 @@ __all__ = [  # noqa: F405
     "DynamicTree",
     "GenerationOutput",
     "GenerationStats",
-    "MergedDrafter",
     "NgramDrafter",
     "PipelinedDecoder",
     "SmallModelDrafter",

@@ -18,13 +18,10 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"block_size": 1},
         {"num_layers": 0},
         {"markov_rank": -1},
-        {"confidence_threshold": 0.3},
-        {"has_confidence": True, "confidence_threshold": -1},
     ],
     "eagle": [
         {"ttt_steps": 0},
         {"embedding_scale": 3.0},
-        {"feature_loss_weight": 0.0},
         {"feature_layers": [5]},
     ],
     "eagle3": [
@@ -42,7 +39,6 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "kangaroo": [
         {"exit_layer": 6},
         {"exit_layer": 2, "feature_layers": [3]},
-        {"confidence_threshold": 1.5},
     ],
     "medusa": [{"num_heads": 0}, {"num_layers": -1}, {"feature_layers": [2, 6]}, {"feature_layers": [7]}],
     "mtp": [{"num_steps": 0}, {"feature_layers": [2, 6]}],

@@ -15,7 +15,6 @@ from draftsmith.inference import (
     Decoder,
     Drafter,
     DynamicTree,
-    MergedDrafter,
     NgramDrafter,
     SmallModelDrafter,
     StagedDrafter,
@@ -65,13 +64,12 @@ def drafter_of(kind: str) -> Drafter | None:
         "n-grams": NgramDrafter,
         "small": lambda: SmallModelDrafter(small),
         "staged": lambda: StagedDrafter(SmallModelDrafter(small)),
-        "merged": lambda: MergedDrafter(create_heads("medusa", target).bind(target), NgramDrafter()),
     }
     return makers[kind]() if kind in makers else create_heads(kind, target).bind(target)
 
 
 # One of each sort of state; what every kind promises of its state is the contract's (`test_drafter_contract.py`).
-DRAFTERS = ("none", "n-grams", "small", "staged", "merged", "eagle3", "hydra", "kangaroo")
+DRAFTERS = ("none", "n-grams", "small", "staged", "eagle3", "hydra", "kangaroo")
 
 
 def tree_of(kind: str) -> Any:

@@ -13,7 +13,6 @@ from draftsmith.heads import HEAD_TYPES
 from draftsmith.inference import Decoder, DynamicTree, Target, chain, generate
 from draftsmith.inference import step as step_module
 from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
@@ -31,7 +30,6 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "ngram": lambda _: NgramDrafter(),
     "small model": lambda target: SmallModelDrafter(rough_copy(target.model)),
     "staged": lambda target: StagedDrafter(SmallModelDrafter(rough_copy(target.model))),
-    "merged": lambda target: MergedDrafter(tiny_heads("eagle3", target), NgramDrafter(), rate=0.0),
 }
 PLAIN_STEPS = 2 * CATCH_UP + 7
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from draftsmith.inference.acceptance.exact import accept_exact
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
@@ -64,37 +62,19 @@ def no_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "numpy", refuse)
 
 
-SOURCE_NGRAMS = {
-    num_rows: stock.EncoderNoRepeatNGramLogitsProcessor(3, random_prompt(9, batch_size=num_rows)) for num_rows in (1, 3)
-}
-
-
 def make_sampler(prompts: torch.Tensor, vocab_size: int, *, do_sample: bool) -> Sampler:
     """With one of each kind of processors that read the text."""
     warpers = [TemperatureLogitsWarper(0.8), TopKLogitsWarper(9), TopPLogitsWarper(0.9)] if do_sample else []
     reading = [
         stock.RepetitionPenaltyLogitsProcessor(1.2),
-        stock.EncoderRepetitionPenaltyLogitsProcessor(1.1, prompts),
         stock.NoRepeatNGramLogitsProcessor(3),
-        SOURCE_NGRAMS[len(prompts)],
         stock.NoBadWordsLogitsProcessor([[3], [5, 7]]),
         stock.MinNewTokensLengthLogitsProcessor(prompts.shape[1], 3, 2),
-        stock.ExponentialDecayLengthPenalty((1, 1.1), 2, prompts.shape[1]),
     ]
     seeds = row_seeds(0, len(prompts), "cpu") if do_sample else None
     texts = TokenHistory.of_prompts(prompts, [20] * len(prompts), 64)
     processors = read_processors([*reading, *warpers], texts, vocab_size)
     return Sampler(processors, do_sample=do_sample, row_seeds=seeds, texts=texts)
-
-
-def merge_with_ngrams(kind: str, target: Target) -> Drafter:
-    return MergedDrafter(tiny_heads(kind, target), NgramDrafter())
-
-
-def merge_three(target: Target) -> Drafter:
-    return MergedDrafter(
-        MergedDrafter(NgramDrafter(), tiny_heads("eagle3", target)), SmallModelDrafter(tiny_target("gemma3"))
-    )
 
 
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
@@ -104,9 +84,6 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     },
     "ngrams": lambda _: NgramDrafter(),
     "small model": lambda _: SmallModelDrafter(tiny_target("gemma3")),
-    # Each form that drafts have.
-    **{f"{kind} + ngrams": partial(merge_with_ngrams, kind) for kind in ("block", "kangaroo", "medusa")},
-    "ngrams + eagle3 + small model": merge_three,
 }
 
 
@@ -121,7 +98,7 @@ ALIKE = (
     *("medusa-1", "medusa-2", "mtp-1", "mtp-2", "parallel-2"),
 )
 QUICK = {name for name in STEPS if "static" in name and not name.startswith(ALIKE)} | {
-    f"{name}, dynamic, sampled" for name in ("eagle3-0", "ngrams", "block + ngrams")
+    f"{name}, dynamic, sampled" for name in ("eagle3-0", "ngrams")
 }
 
 

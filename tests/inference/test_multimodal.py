@@ -13,7 +13,6 @@ from transformers import LlavaForConditionalGeneration
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import (
-    CustomGenerate,
     Decoder,
     Drafter,
     NgramDrafter,
@@ -209,8 +208,6 @@ class TestRefusals:
             inputs[name] = inputs[name].flip(1)
         with pytest.raises(ValueError, match="pixel_values padding on the left"):
             generate(multimodal_target("llava"), None, **inputs, **OPTIONS)
-        with pytest.raises(ValueError, match="padding on the left"):
-            multimodal_target("llava").model.generate(**inputs, custom_generate=CustomGenerate(None), **OPTIONS)
 
     def test_images_that_do_not_fit_their_placeholders(self) -> None:
         inputs = prompts_with_media("llava")

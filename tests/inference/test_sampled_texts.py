@@ -45,7 +45,6 @@ CASES = [
     ("exact", "dynamic"),
     ("rejection", "chain"),
     ("rejection", "static"),
-    ("block_verification", "chain"),
 ]
 PROMPT = torch.tensor([[2, 5, 3]])
 
@@ -90,13 +89,13 @@ SETTINGS = {
 }
 # All cases take minutes; these are quick, one for each rule. `test_rejection.py` has quick tests of processors that
 # read the text.
-FAST = [("exact", "dynamic", "T=1.3"), ("rejection", "static", "eos"), ("block_verification", "chain", "T=1.3")]
+FAST = [("exact", "dynamic", "T=1.3"), ("rejection", "static", "eos")]
 # Everything with every rule; with all of the trees only temperatures.
 EVERY_CASE = [(*case, setting) for case in CASES for setting in ("T=0.7", "T=1.3")] + [
     (rule, tree, setting)
-    for rule, tree in (("exact", "static"), ("rejection", "static"), ("block_verification", "chain"))
+    for rule, tree in (("exact", "static"), ("rejection", "static"))
     for setting in SETTINGS
-    if not setting.startswith("T=") and (rule, setting) != ("block_verification", "custom")
+    if not setting.startswith("T=")
 ]
 ALL_CASES = [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in EVERY_CASE]
 
@@ -182,7 +181,7 @@ def test_texts_have_the_targets_distribution(acceptance: str, tree: str, setting
     assert measure(acceptance, tree, SETTINGS[setting]) < 1
 
 
-def test_a_processor_that_may_keep_a_state_is_refused_by_block_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_that_may_keep_a_state_is_refused_by_typical_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}.NUM_ROWS", 2)
     with pytest.raises(ValueError, match=r"LastButOne may keep a state.*acceptance='exact' or 'rejection'"):
-        measure("block_verification", "chain", SETTINGS["custom"])
+        measure("typical", "chain", SETTINGS["custom"])

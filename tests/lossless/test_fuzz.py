@@ -74,8 +74,6 @@ GAMMAS: st.SearchStrategy[TreePolicy] = st.integers(1, MAX_DEPTH).map(gamma_chai
 
 @st.composite
 def policies(draw: st.DrawFn, drafter: str, acceptance: str) -> TreePolicy:
-    if acceptance == "block_verification":
-        return draw(CHAINS)
     if acceptance == "rejection":
         return draw(CHAINS if drafter == "staged" else st.one_of(CHAINS, static_trees(has_all_ranks=True)))
     if drafter == "staged":
@@ -96,7 +94,7 @@ def cases(draw: st.DrawFn) -> Case:
     family = draw(st.sampled_from(FAMILIES))
     sampling = draw(st.sampled_from(list(SAMPLING)))
     # Sampled, the other rules keep the distribution at most, not the text.
-    others = ["exact uncoupled"] if do_sample(sampling) else ["rejection", "block_verification", "typical"]
+    others = ["exact uncoupled"] if do_sample(sampling) else ["rejection", "typical"]
     acceptance = draw(st.sampled_from(["exact", *others]))
     # Half of the examples with the one that reaches everything.
     drafter = draw(st.one_of(st.just("scripted"), st.sampled_from(DRAFTERS)))

@@ -24,7 +24,7 @@ CORE = tuple(
     for place, family in enumerate(("qwen3_5", "mamba", "falcon_h1", "lfm2"))
     if family in RECURRENT_FAMILIES
 )
-QUICK_DRAFTERS = [("qwen3_5", "eagle3"), ("qwen3_5", "staged"), ("mamba", "ngram + small model")]
+QUICK_DRAFTERS = [("qwen3_5", "eagle3"), ("qwen3_5", "staged"), ("mamba", "small model")]
 POLICIES = ("chain", "dynamic", "static")
 # Of each kind of recurrence by itself, beside attention, and beside experts.
 QUICK_FAMILIES = ("qwen3_5", "kimi_linear", "mamba", "mamba2", "lfm2", "lfm3", "zaya")

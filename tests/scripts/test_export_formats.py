@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.draft_vocabulary import COUNTS_FILE
 from draftsmith.heads.formats.gguf_file import read_gguf, write_gguf
 from draftsmith.heads.kinds.mtp import MTPHeads
 from draftsmith.scripts import export_heads, import_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
 from tests.heads.formats.test_stitched_mtp import load_target
-from tests.tiny_targets import random_prompt
 
 HEADS = REPOSITORY / "examples" / "heads"
 
@@ -58,37 +55,6 @@ def test_gguf_with_the_targets_tokenizer(tmp_path: Path, capsys: pytest.CaptureF
     metadata, _ = read_gguf(tmp_path / "out" / "eagle3.gguf")
     assert {name: metadata[name] for name in tokenizer} == tokenizer
     assert come_back(tmp_path / "out", HEADS / "eagle3", tmp_path / "again")
-
-
-def test_a_folder_that_transformers_runs(tmp_path: Path, chat_target: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    out = str(tmp_path / "out")
-    call(export_heads, heads=HEADS / "eagle3", target=CHAT_TARGET, format="custom_generate", output=tmp_path / "out")
-    prompt = random_prompt(9, vocab_size=4096)
-    options = {"max_new_tokens": 12, "do_sample": False}
-    model: Any = AutoModelForCausalLM.from_pretrained(CHAT_TARGET, dtype=torch.float32).eval()
-    found = model.generate(prompt, custom_generate=out, heads=out, trust_remote_code=True, **options)
-    assert torch.equal(found, chat_target.generate(prompt, **options))
-    assert list(model._draftsmith_heads) == [out]
-    told, card = capsys.readouterr().out, (tmp_path / "out" / "README.md").read_text()
-    code = "model.generate(**inputs, custom_generate={0}, heads={0}, trust_remote_code=True)"
-    assert code.format(repr(out)) in told
-    assert code.format("'out'") in card
-    for place in (str(tmp_path), str(REPOSITORY)):
-        assert place not in card
-        assert place not in (tmp_path / "out" / "custom_generate" / "generate.py").read_text()
-
-
-def test_counts_of_tokens_go_where_this_library_reads(tmp_path: Path) -> None:
-    """An engine would take their file for weights."""
-    heads: DraftHeads = DraftHeads.from_pretrained(HEADS / "mtp")
-    heads.token_counts = torch.arange(4096)
-    heads.save_pretrained(tmp_path / "heads")
-    for name in ("custom_generate", "speculators"):
-        place = HEADS / "eagle3" if name == "speculators" else tmp_path / "heads"
-        call(export_heads, heads=place, target=CHAT_TARGET, format=name, output=tmp_path / name)
-    limited = DraftHeads.from_pretrained(tmp_path / "custom_generate", draft_vocab_size=100)
-    assert torch.equal(limited.token_counts, heads.token_counts)
-    assert not (tmp_path / "speculators" / COUNTS_FILE).exists()
 
 
 def test_mtp_in_the_targets_checkpoint(tmp_path: Path, chat_tokenizer: Any) -> None:

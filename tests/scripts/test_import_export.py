@@ -1,4 +1,4 @@
-"""Heads go out to an engine's format and come back through the programs; wrong conventions are named.
+"""Heads go out to an engine's format and come back through the programs.
 
 The target is the embedded one with its trained heads, so that acceptance lengths mean something.
 """
@@ -6,10 +6,8 @@ The target is the embedded one with its trained heads, so that acceptance length
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,8 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoTokenizer
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.formats.published import open_published
-from draftsmith.heads.formats.registry import recognize
 from draftsmith.inference import Target
 from draftsmith.scripts import export_heads, import_heads
-from draftsmith.scripts.conversion import conventions
-from draftsmith.scripts.conversion.conventions import (
-    compare_conventions,
-    measure_cross_entropy,
-    question_prompts,
-)
 from draftsmith.scripts.shared.model_loading import load_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
@@ -87,64 +77,11 @@ def test_out_and_back_is_the_same_heads(
         assert torch.equal(tensor, other.state_dict()[name]), name
 
 
-@pytest.mark.ci
-@pytest.mark.slow
-def test_a_wrong_convention_is_found(published: Path, chat_target: Any, chat_tokenizer: Any) -> None:
-    opened, target = open_published(str(published)), Target(chat_target)
-    known = recognize(opened)
-    assert known is not None
-    imported = known.read(replace(opened, config={**opened.config, "norm_before_residual": True}), target)
-    finding = compare_conventions(known, imported, target, "somewhere", question_prompts(chat_tokenizer)[:3])
-    assert finding.best.changes == {"norm_before_residual": False}
-    assert finding.advice is not None
-    assert finding.best.name in finding.advice
-
-
-@pytest.mark.ci
-@pytest.mark.slow  # decodes with every convention
-def test_the_program_names_the_cure_and_takes_it(
-    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Layer ids counted from the layer after, as SpecForge writes them."""
-    monkeypatch.setattr(conventions, "QUESTIONS", conventions.QUESTIONS[:2])
-    folder = tmp_path / "shifted"
-    shutil.copytree(published, folder)
-    config = json.loads((folder / "config.json").read_text()) | {"eagle_aux_hidden_state_layer_ids": [1, 7, 12]}
-    (folder / "config.json").write_text(json.dumps(config))
-    options = {"checkpoint": folder, "target": CHAT_TARGET, "output": tmp_path / "out", "check": "true"}
-    call(import_heads, **options)
-    told = capsys.readouterr()
-    assert "note: layer ids [1, 7, 12] are the usual ones less one" in told.out
-    assert "  they are as they were read\n" in told.out
-    assert told.err.strip().endswith("Import again with --settings feature_layers=[2,8,13]")
-    assert DraftHeads.from_pretrained(tmp_path / "out").feature_layers == (1, 7, 12)
-    call(import_heads, **options, settings="feature_layers=[2,8,13]")
-    assert "warning" not in capsys.readouterr().err
-    assert DraftHeads.from_pretrained(tmp_path / "out").feature_layers == (2, 8, 13)
-
-
-def test_the_cross_entropy_is_the_slow_one(published: Path, chat_target: Any) -> None:
-    """Slot t of step k predicts t + 2 + k, and only tokens after the prompt count."""
-    target = Target(chat_target)
-    heads = DraftHeads.from_pretrained(published, target=target, dtype=torch.float32)
-    ids = torch.randint(5, 4000, (1, 12), generator=torch.Generator().manual_seed(0))
-    found = measure_cross_entropy(target, heads, [ids], [5])
-    output = chat_target(ids, output_hidden_states=True)
-    features = torch.cat([output.hidden_states[layer] for layer in heads.feature_layers], dim=-1)
-    expected = []
-    for k, step in enumerate(heads.unroll(features, ids)[:3]):
-        for position in range(5, 12):
-            teacher = output.logits[0, position - 1, heads.draft_token_ids].softmax(-1)
-            drafted = step.head(step.hidden[0, position - 2 - k]).log_softmax(-1)
-            expected.append(-(teacher * drafted).sum())
-    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"settings": "norm_output=perhaps"}, "--settings norm_output=perhaps"),
-        ({"checkpoint": CHAT_TARGET}, "whole model"),
+        ({"checkpoint": CHAT_TARGET}, "holds no heads in a format"),
         ({"target": "TINY"}, "hidden_size is 256"),
     ],
     ids=str,

@@ -45,7 +45,7 @@ def test_the_adapter_is_merged_into_the_target_that_is_there(stored: Path) -> No
     target, prompt = Target(tiny_target("llama")), random_prompt(7)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     before = Decoder(target).generate(prompt, **options).sequences
-    drafter = load_drafter(target, None, heads=str(stored / "one"), ngrams=True)
+    drafter = load_drafter(target, None, heads=str(stored / "one"))
     text = Decoder(target, drafter).generate(prompt, **options).sequences
     assert torch.equal(text, Decoder(target).generate(prompt, **options).sequences)
     heads: DraftHeads = DraftHeads.from_pretrained(stored / "one")
@@ -85,7 +85,7 @@ def test_the_tokens_that_heads_score_come_from_given_conversations(tmp_path: Pat
     [
         lambda **options: GenerateArguments(target="t", ngrams=True, **options),
         lambda **options: ServeArguments(target="t", ngrams=True, **options),
-        lambda **options: BenchmarkArguments(target=["t"], prompts=[__file__], ngrams=True, **options),
+        lambda **options: BenchmarkArguments(target=["t"], prompts=[__file__], **options),
     ],
     ids=["chat", "serve", "bench"],
 )

@@ -10,6 +10,7 @@ Layer ids mean hidden_states[i]; SGLang's and SpecForge's mean hidden_states[i +
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any, ClassVar
 
@@ -27,7 +28,6 @@ from draftsmith.heads.formats.eagle.llama_keys import (
     read_embedding,
     read_own_settings,
     refuse_unwritable,
-    target_rope,
     write_decoder,
 )
 from draftsmith.heads.formats.format import Exported, Format, Imported
@@ -119,7 +119,7 @@ class Eagle3(Format):
         published, tensors = reading.published, reading.tensors
         if settings.pop("norm_output"):
             reading.problems.append("norm_output is true, and P-EAGLE feeds no output back")
-        settings |= {"num_layers": num_layers, "mask_before_fc": True}
+        settings["num_layers"] = num_layers
         if (depths := read_depths(published)) is not None:
             settings.setdefault("num_depths", depths)
         if "mask_hidden" in tensors:
@@ -144,21 +144,6 @@ class Eagle3(Format):
             tensors["embed_tokens.weight"] = table
             settings |= {"own_embedding": True, "mask_token_id": token}
         return reading.finish("parallel", settings)
-
-    def variants(self, settings: dict[str, Any], target: Target) -> dict[str, dict[str, Any]]:
-        layers: list[int] = settings["feature_layers"]
-        found: dict[str, dict[str, Any]] = {}
-        for step, counts in ((1, "one less than"), (-1, "one more than")):
-            shifted = [layer + step for layer in layers]
-            if min(shifted) >= 0 and max(shifted) <= target.num_layers:
-                found[f"the layer ids are {counts} hidden_states' (read as {shifted})"] = {"feature_layers": shifted}
-        for flag in ("norm_before_residual", "norm_output"):
-            if flag in settings:
-                other = not settings[flag]
-                found[f"{flag} is {str(other).lower()}"] = {flag: other}
-        if (inherited := target_rope(target)) != settings["rope_parameters"]:
-            found["RoPE is the target's"] = {"rope_parameters": inherited}
-        return found
 
     # Writing.
 
@@ -251,7 +236,7 @@ def _read_counting(reading: Reading, ids: list[int], usual: list[int]) -> list[i
         why = "are the usual ones less one" if is_usual else "stand in eagle_config only"
         reading.notes.append(
             f"layer ids {ids} {why}: SpecForge and SGLang would mean {after}; they were read as hidden_states[id], as "
-            "vLLM reads them. --check true tells which fits"
+            f"vLLM reads them. The other way: --settings feature_layers={json.dumps(after, separators=(',', ':'))}"
         )
     return ids
 

@@ -129,8 +129,4 @@ def engine_limits(config: Any, engine: str) -> tuple[tuple[bool, str], ...]:
 
 def vllm_limits(config: Any) -> tuple[tuple[bool, str], ...]:
     """What vLLM, and speculators as vLLM reads it, cannot do."""
-    is_old = hasattr(config, "mask_before_fc") and not config.mask_before_fc
-    return (
-        (config.qkv_bias != config.o_bias, "attention_bias there means all four projections or none"),
-        (is_old, "their mask is fc's output, and readers have fc's input: train new heads, or mask_before_fc=true"),
-    )
+    return ((config.qkv_bias != config.o_bias, "attention_bias there means all four projections or none"),)

@@ -110,42 +110,35 @@ def find_recurrence(causal_lm: Any, device: torch.device) -> Recurrence | None:
     names = {module: path for path, module in causal_lm.named_modules()}
     mixers = {layer: names[module] for layer, module in sorted(probe.mixers.items())}
     specs = {layer: tuple(_describe(read_layer(probe.own[layer]))) for layer in mixers}
-    continues = drafts_in_one = keeps_states = True
+    continues = drafts_in_one = True
     for layer, module in sorted(probe.mixers.items()):
         args, kwargs = calls[module]
         with refusing(f"{cannot}: {mixers[layer]} does not continue from a state"):
             mixer = Mixer(module.forward, layer)
             whole, steps, fresh = _continue_in_three_ways(mixer, args, kwargs)
-            keeps_states = keeps_states and _keeps_states(mixer, args, kwargs)
         continues = continues and _is_close(whole, fresh, causal_lm)
         drafts_in_one = drafts_in_one and continues and _is_close(whole, steps, causal_lm)
     roles = {layer: _find_roles(module, calls, outputs) for layer, module in probe.mixers.items()}
     # On a CPU, the forms for several tokens pad a few of them to chunks of 64 to 256. Convolutions have no chunks.
     has_chunks = any(spec.name[0] == "recurrent" for own in specs.values() for spec in own)
     drafts_in_one = drafts_in_one and not (device.type == "cpu" and has_chunks)
-    return Recurrence(mixers, specs, roles, continues, drafts_in_one, keeps_states)
+    return Recurrence(mixers, specs, roles, continues, drafts_in_one)
 
 
 def _find_roles(mixer: nn.Module, calls: dict[nn.Module, Any], outputs: dict[nn.Module, list[Any]]) -> LinearRoles:
     """The roles of a mixer's linear layers, by what they read and gave."""
     args, kwargs = calls[mixer]
     hidden: Tensor = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    inputs, last = {}, None
+    inputs, last = set(), None
     for module, name in list_linears(mixer).items():
         if len(outputs.get(module, ())) != 1:
             continue
         values: Tensor = next(iter((*calls[module][0], *calls[module][1].values())))
         if outputs[module][0] is outputs[mixer][-1]:
             last = name
-        elif values.shape == hidden.shape and (factor := _find_factor(mixer, values, hidden)) is not None:
-            inputs[name] = factor
-    return LinearRoles(inputs, last)
-
-
-def _find_factor(mixer: nn.Module, values: Tensor, hidden: Tensor) -> float | None:
-    """The number that turns `hidden` into `values`: 1, or one that the mixer has as an attribute; None if neither."""
-    numbers = {1.0, *(float(number) for number in vars(mixer).values() if type(number) is float)}
-    return next((number for number in sorted(numbers) if torch.equal(hidden * number, values)), None)
+        elif values.shape == hidden.shape and torch.equal(values, hidden):
+            inputs.add(name)
+    return LinearRoles(frozenset(inputs), last)
 
 
 @contextmanager
@@ -196,21 +189,6 @@ def _continue_in_three_ways(mixer: Mixer, args: Any, kwargs: Any) -> tuple[Tenso
     levels = Levels.of_paths(torch.arange(half)[None])
     steps, _ = mixer.run_levels(later, others, mixer.run(first, others, None)[1], levels)
     return whole, torch.cat([_first_tensor(step) for step in steps], dim=1), fresh
-
-
-def _keeps_states(mixer: Mixer, args: Any, kwargs: Any) -> bool:
-    """Whether a pass of one token leaves the recurrent states that it is given as they are."""
-    call = mixer.bind(args, kwargs)
-    assert call is not None, "the mixer has been called with a cache"
-    _, inputs, others = call
-    first, second = ({name: values[:, place : place + 1] for name, values in inputs.items()} for place in range(2))
-    before = mixer.run(first, others, None)[1]
-    given = {name: values.clone() for name, values in before.items() if name[0] == "recurrent"}
-    after = mixer.run(second, others, before)[1]
-    return all(
-        torch.equal(before[name], values) and before[name].data_ptr() != after[name].data_ptr()
-        for name, values in given.items()
-    )
 
 
 def _first_tensor(output: Any) -> Tensor:

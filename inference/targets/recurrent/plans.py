@@ -1,6 +1,6 @@
-"""How the tokens of one pass reach the recurrent layers: as prompts, or as the levels or paths of a tree.
+"""How the tokens of one pass reach the recurrent layers: as prompts, or as the levels of a tree.
 
-Legend: B batch, N tokens of a pass, L leaves of a tree, P nodes of its longest path, W nodes of a level.
+Legend: B batch, N tokens of a pass, P nodes of a path, W nodes of a level.
 """
 
 from __future__ import annotations
@@ -113,85 +113,31 @@ class Levels:
 
 
 @dataclass(frozen=True)
-class Paths:
-    """Nodes of trees, read path by path: the rows of a call are the paths from the root to every leaf.
-
-    Worked example, a root with the children 1 and 2, and node 3 below 1:
-
-        nodes      0 2 2      the shorter path is padded with its leaf
-                   0 1 3
-        homes      3 4 1 5    where each node is (of a shared node, in the last path) among the paths' L * P places
-
-    Attributes:
-        nodes: [B, L, P] long.
-        homes: [B, N] long; None if there are no other nodes.
-    """
-
-    nodes: Tensor
-    homes: Tensor | None = None
-
-    @classmethod
-    def of_parents(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Paths:
-        """Trees with these parents."""
-        found = [_find_paths(row) for row in rows]
-        width = max(map(len, found))
-        depth = max(len(path) for paths in found for path in paths)
-        homes = torch.zeros(len(rows), len(rows[0]), dtype=torch.long)
-        for number, paths in enumerate(found):
-            for index, path in enumerate(paths):
-                homes[number, path] = torch.arange(index * depth, index * depth + len(path))
-            for path in paths:
-                path += [path[-1]] * (depth - len(path))
-            paths += [paths[0]] * (width - len(paths))
-        return cls(torch.tensor(found, device=device), homes.to(device))
-
-    def take(self, values: Tensor) -> Tensor:
-        """[B, N, ...] of the nodes as [B * L, P, ...] of the paths."""
-        picked = pick_nodes(values, self.nodes.flatten(1))
-        return picked.view(-1, self.nodes.shape[2], *values.shape[2:])
-
-    def to_nodes(self, values: Tensor) -> Tensor:
-        """[B * L, P, ...] of the paths as [B, N, ...] of the nodes."""
-        joined = values.reshape(len(self.nodes), -1, *values.shape[2:])
-        return joined if self.homes is None else pick_nodes(joined, self.homes)
-
-    def list_rows(self) -> Tensor:
-        """[B * L] long, the row of each path."""
-        batch, num_paths, _ = self.nodes.shape
-        return torch.arange(batch, device=self.nodes.device).repeat_interleave(num_paths)
-
-
-@dataclass(frozen=True)
 class Drafting:
     """Drafts, whose states are not kept.
 
     Attributes:
         num_tokens: N.
         is_chain: every node of every row is the child of the node before.
-        levels, paths: the nodes as mixers read them; one of the two.
+        levels: the nodes as mixers read them; None: a chain in one call.
     """
 
     num_tokens: int
     is_chain: bool
-    levels: Levels | None = None
-    paths: Paths | None = None
+    levels: Levels | None
 
     @classmethod
     def of_parents(cls, parents: Tensor, *, in_one: bool) -> Drafting:
         """The plan of trees with these parents [B, N], which the host reads. Padding (no parent) is read nowhere.
 
         Args:
-            in_one: path by path, each in one call; else level by level.
+            in_one: chains in one call.
         """
         rows: list[list[int]] = parents.tolist()
         num_tokens, device = parents.shape[1], parents.device
         if all(row == list(range(-1, num_tokens - 1)) for row in rows):
             nodes = torch.arange(num_tokens, device=device).expand(len(rows), -1)
-            if in_one:
-                return cls(num_tokens, True, paths=Paths(nodes[:, None]))
-            return cls(num_tokens, True, Levels.of_paths(nodes))
-        if in_one:
-            return cls(num_tokens, False, paths=Paths.of_parents(rows, device))
+            return cls(num_tokens, True, None if in_one else Levels.of_paths(nodes))
         return cls(num_tokens, False, Levels.of_parents(rows, device))
 
 
@@ -207,16 +153,3 @@ def _find_levels(parents: Sequence[int]) -> list[list[int]]:
     while below := [node for node, parent in enumerate(parents) if parent >= 0 and parent in levels[-1]]:
         levels.append(below)
     return levels
-
-
-def _find_paths(parents: Sequence[int]) -> list[list[int]]:
-    """The paths from the root to every leaf."""
-    children = [node for node, parent in enumerate(parents) if parent >= 0]
-    inner = {parents[node] for node in children}
-    paths = []
-    for leaf in [node for node in children if node not in inner] or [0]:
-        path = [leaf]
-        while parents[path[-1]] >= 0:
-            path.append(parents[path[-1]])
-        paths.append(path[::-1])
-    return paths

@@ -9,12 +9,11 @@ accepted tokens once more when they are known. Only its recurrence runs twice. T
 of its weights, run once: those that read the mixer's input are recorded and played back, and the last one has nothing
 to do in a replay. Attention, MLPs and experts run once.
 
-A mixer reads several tokens in one call where that gives what transformers' passes of single tokens give; on a CPU, and
+A mixer reads a chain in one call where that gives what transformers' passes of single tokens give; on a CPU, and
 elsewhere, token by token. Its linear layers read all tokens at once in both cases.
 
-In a tree, the rows of a mixer's batch are the nodes of one level, each with its parent's state, or, in one call, the
-paths from the root to the leaves. After a chain that was read token by token, all states are there, and nothing is
-replayed.
+In a tree, the rows of a mixer's batch are the nodes of one level, each with its parent's state. After a chain that was
+read token by token, all states are there, and nothing is replayed.
 
 Legend: B batch, N tokens of a pass, R rows of a mixer's call, P tokens of each row, W nodes of a level, G rows that are
 replayed.
@@ -35,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from draftsmith.inference.cache.recurrent_states import RecurrentStates, StateName, States, StateSpec
+from draftsmith.inference.cache.recurrent_states import RecurrentStates, States, StateSpec
 from draftsmith.inference.targets.copied_modules import copy_module, replace_modules
 from draftsmith.inference.targets.recurrent.plans import Drafting, Levels, Reading, pick_nodes
 
@@ -47,11 +46,11 @@ class LinearRoles:
     """What the linear layers of a mixer read and give.
 
     Attributes:
-        inputs: name of each layer that reads the mixer's input, times this number.
+        inputs: names of the layers that read the mixer's input.
         output: name of the layer whose output is the mixer's; None if there is none.
     """
 
-    inputs: dict[str, float] = field(default_factory=dict)
+    inputs: frozenset[str] = frozenset()
     output: str | None = None
 
 
@@ -64,8 +63,7 @@ class Recurrence:
         specs, roles: the states of each, and its linear layers.
         continues: whether a pass of several tokens continues from a state. If not, a prompt is read in one pass, and
             everything after it token by token.
-        drafts_in_one: whether mixers read drafts in one call; else token by token, as transformers' generate does.
-        keeps_states: whether mixers leave the recurrent states that they are given as they are, and give new ones.
+        drafts_in_one: whether mixers read chains in one call; else token by token, as transformers' generate does.
     """
 
     mixers: dict[int, str]
@@ -73,7 +71,6 @@ class Recurrence:
     roles: dict[int, LinearRoles]
     continues: bool = True
     drafts_in_one: bool = True
-    keeps_states: bool = False
 
 
 @dataclass
@@ -103,12 +100,11 @@ class _Linears:
         if name == self.roles.output:
             self.waiting.append((forward, values))
             return values.new_zeros(*values.shape[:-1], module.out_features)
-        factor = self.roles.inputs.get(name)
-        if factor is None:
+        if name not in self.roles.inputs:
             return forward(values)
         if name not in self.outputs:
             assert self.hidden is not None, "a replay plays back what a pass has recorded"
-            self.outputs[name] = forward(self.hidden if factor == 1.0 else self.hidden * factor)
+            self.outputs[name] = forward(self.hidden)
         return self.take(self.outputs[name], self.call)
 
     def finish(self, outputs: Sequence[Any], to_nodes: Callable[[Sequence[Tensor]], Tensor]) -> Any:
@@ -183,7 +179,7 @@ class ReplayableLayers:
     def _place(self, module: nn.Module, layer: int) -> nn.Module:
         names = list_linears(module)
         inner = replace_modules(module, lambda part: self._place_linear(names[part], part) if part in names else None)
-        mixer = self._recurrent_layers[layer] = Mixer(inner.forward, layer, keeps_states=self.recurrence.keeps_states)
+        mixer = self._recurrent_layers[layer] = Mixer(inner.forward, layer)
         return copy_module(inner, forward=partial(self._run, mixer))
 
     def _place_linear(self, name: str, module: Any) -> nn.Module:
@@ -240,18 +236,13 @@ class ReplayableLayers:
     def _draft(self, mixer: Mixer, states: RecurrentStates, inputs: dict[str, Tensor], others: dict[str, Any]) -> Any:
         plan: Drafting = states.plan
         hidden, roles = next(iter(inputs.values())), self.recurrence.roles[mixer.layer]
-        after: list[States] = []
-        if plan.paths is not None:
-            paths = plan.paths
-            before = states.take(mixer.layer, paths.list_rows())
-            with self._sharing(_Linears(roles, hidden, lambda values, _: paths.take(values))) as linears:
-                found, final = mixer.run({name: paths.take(values) for name, values in inputs.items()}, others, before)
-            outputs = linears.finish([found], lambda parts: paths.to_nodes(parts[0]))
+        before, levels = states.take(mixer.layer, torch.arange(len(hidden))), plan.levels
+        if levels is None:
+            with self._sharing(_Linears(roles, hidden, lambda values, _: values)) as linears:
+                found, final = mixer.run(inputs, others, before)
+            outputs = linears.finish([found], lambda parts: parts[0])
             after = [final] if plan.num_tokens == 1 else []
         else:
-            levels = plan.levels
-            assert levels is not None
-            before = states.take(mixer.layer, torch.arange(len(hidden)))
             with self._sharing(_Linears(roles, hidden, levels.take)) as linears:
                 steps, after = mixer.run_levels(inputs, others, before, levels, linears, keeps_all=plan.is_chain)
             outputs = linears.finish(steps, levels.to_nodes)
@@ -290,8 +281,8 @@ def list_linears(mixer: nn.Module) -> dict[nn.Module, str]:
 class Mixer:
     """Calls one mixer with the states that are wanted."""
 
-    def __init__(self, forward: Callable[..., Any], layer: int, *, keeps_states: bool = False) -> None:
-        self.forward, self.layer, self.keeps_states = forward, layer, keeps_states
+    def __init__(self, forward: Callable[..., Any], layer: int) -> None:
+        self.forward, self.layer = forward, layer
         self._names = [
             name
             for name, parameter in inspect.signature(forward).parameters.items()
@@ -317,10 +308,6 @@ class Mixer:
             if isinstance(value, Tensor) and value.shape[:2] == hidden.shape[:2]
         }
         return cache, inputs, {name: value for name, value in named.items() if name not in inputs}
-
-    def _keeps(self, name: StateName) -> bool:
-        """Whether a call leaves this state as it is."""
-        return self.keeps_states and name[0] == "recurrent"
 
     def run(self, inputs: dict[str, Tensor], others: dict[str, Any], before: States | None) -> tuple[Any, States]:
         """One call: the mixer's outputs for tokens [R, P, ...], and the states after them.
@@ -359,7 +346,7 @@ class Mixer:
             if parents is not None:
                 states = {name: values.index_select(0, parents.to(values.device)) for name, values in states.items()}
             elif keeps_all:
-                states = {name: values if self._keeps(name) else values.clone() for name, values in states.items()}
+                states = {name: values.clone() for name, values in states.items()}
             own = {name: levels.take(values, level) for name, values in inputs.items()}
             output, states = self.run(own, others, states)
             outputs.append(output)

@@ -15,11 +15,7 @@ from torch import Tensor
 
 from draftsmith.heads.kinds.block import BlockHeads, default_loss_decay, spaced_feature_layers
 from draftsmith.heads.modules import block_view as view_module
-from draftsmith.inference import Target, chain, generate
-from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.trees.token_tree import TokenTree
+from draftsmith.inference import Target
 from draftsmith.training.features.encoding import encode
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
@@ -29,7 +25,6 @@ from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt
 
 block = partial(tiny_heads, "block")
-
 SWITCHES: dict[str, dict[str, Any]] = {
     "dflash": {"block_size": 4},
     "anchor": {"block_size": 3, "predicts_at_anchor": True},
@@ -143,72 +138,6 @@ def test_unroll_equals_the_slow_reference(
                 torch.testing.assert_close(step.head(step.hidden[row, slot]), expected, rtol=1e-4, atol=1e-4)
                 if step.confidence is not None:
                     torch.testing.assert_close(step.confidence[row, slot], confidences[k], rtol=1e-4, atol=1e-4)
-
-
-class TestTheConfidenceHead:
-    """What decoding does with it."""
-
-    SWITCHES = pytest.mark.parametrize("overrides", [{"markov_rank": 5}, {}, {"predicts_at_anchor": True}], ids=str)
-
-    def draft(self, heads: BlockHeads, prompt: Tensor, features: Tensor, depth: int) -> TokenTree:
-        """A chain after the prompt."""
-        state = heads.start(1, 32, 8)
-        count = prompt.shape[1] - 1
-        with torch.no_grad():
-            draft = heads.extend(state, features, prompt[:, 1:], torch.tensor([count]), max_slots=count)
-            return chain(depth).grow(heads, state, prompt[:, -1], draft, DraftSampling())
-
-    @SWITCHES
-    def test_leaves_out_what_is_hardly_reached(self, target: Target, overrides: dict[str, Any]) -> None:
-        heads = block(target, block_size=5, has_confidence=True, **overrides)
-        prompt, features = random_prompt(7), torch.randn(1, 6, 96)
-        tree = self.draft(heads, prompt, features, 4)
-        path = [*prompt[0].tolist(), *tree.token_ids[0, 1:].tolist()]
-        with torch.no_grad():
-            confidences = draft_slowly(heads, features[0], path, 5)[1][:4].sigmoid()
-        chances = confidences.cumprod(0).tolist()
-        for threshold in (0.0, *(chance + 1e-4 for chance in chances), 1.0):
-            heads.config.confidence_threshold = threshold
-            cut = self.draft(heads, prompt, features, 4)
-            kept = next((d for d in range(1, 4) if chances[d] < threshold), 4)
-            assert int((cut.parents >= 0).sum()) == kept
-            assert torch.equal(cut.token_ids[0, : kept + 1], tree.token_ids[0, : kept + 1])
-
-    @torch.no_grad()
-    def test_each_path_of_a_tree_has_its_own_chance(self, target: Target) -> None:
-        heads = block(target, block_size=5, has_confidence=True, markov_rank=5)
-        prompt, features = [11, 12, 13, 14], torch.randn(1, 3, 96)
-        levels = ([[7], [9], [7]], [0, 0, 0]), ([[9, 4], [7, 5], [7, 6]], [1, 0, 2])
-        for threshold in (None, 0.2):
-            heads.config.confidence_threshold = threshold
-            state = heads.start(1, 16, 8)
-            heads.extend(state, features, torch.tensor([prompt[1:]]), torch.tensor([3]), max_slots=3)
-            for depth, (paths, parents) in enumerate(levels, start=1):
-                tokens = torch.tensor([[path[-1] for path in paths]])
-                draft = heads.expand(state, tokens, torch.tensor([parents]), depth)
-                assert draft.confidence is not None
-                for node, path in enumerate(paths):
-                    read = [*prompt, *path, 0, 0, 0]  # padded: deeper steps than this one are not looked at
-                    logits, scores = draft_slowly(heads, features[0], read, 2)
-                    confidences = scores.sigmoid()
-                    torch.testing.assert_close(draft.confidence[0, node], confidences[depth], rtol=1e-4, atol=1e-4)
-                    if threshold is not None and confidences[: depth + 1].prod() < threshold:
-                        assert draft.logits[0, node].isneginf().all()
-                    else:
-                        torch.testing.assert_close(draft.logits[0, node], logits[depth], rtol=1e-4, atol=1e-4)
-
-    @pytest.mark.parametrize(
-        ("threshold", "options"), [(0.3, {"do_sample": True, "top_p": 0.9, "seed": 1}), (1.0, {"do_sample": False})]
-    )
-    def test_changes_no_text(self, target: Target, threshold: float, options: dict[str, Any]) -> None:
-        heads = block(target, block_size=4, markov_rank=5, has_confidence=True, confidence_threshold=threshold)
-        expected = generate(target, None, random_prompt(9), max_new_tokens=24, **options).sequences
-        for tree in ("dynamic", "chain", [[0], [1], [0, 0], [1, 0], [0, 0, 0]]):
-            drafter = MergedDrafter(heads, NgramDrafter()) if tree == "dynamic" else heads
-            output = generate(target, drafter, random_prompt(9), tree=tree, max_new_tokens=24, **options)
-            assert torch.equal(output.sequences, expected)
-            if threshold == 1.0 and drafter is heads:
-                assert not any(output.stats.accepted_histogram[2:]), "only the root's children are left"
 
 
 class TestTrainingSlots:

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from draftsmith.heads import create_heads
 from draftsmith.heads.kinds.kangaroo import KangarooHeads
-from draftsmith.inference import Target, chain
-from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.trees.token_tree import TokenTree
+from draftsmith.inference import Target
 from draftsmith.training.features.encoding import encode
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
@@ -38,8 +36,6 @@ def score_slowly(heads: KangarooHeads, token_ids: list[int]) -> Tensor:
     outputs = []
     for t, x in enumerate(states):
         hidden = x + slow_layer.attend(layer, config, inputs[: t + 1], list(range(t + 1)))
-        if config.use_mlp:
-            hidden = slow_layer.finish(layer, config, hidden)
         outputs.append(heads.target.compute_logits(norm(hidden, weights["norm.weight"], eps)))
     return torch.stack(outputs)
 
@@ -62,7 +58,7 @@ class TestParameters:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("overrides", [{}, {"exit_layer": 4, "use_mlp": True, "num_key_value_heads": 4}], ids=str)
+@pytest.mark.parametrize("overrides", [{}, {"exit_layer": 4, "num_key_value_heads": 4}], ids=str)
 def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any]) -> None:
     heads = kangaroo(target, **overrides)
     input_ids = random_prompt(9, batch_size=2)
@@ -106,41 +102,3 @@ def test_drafts_equal_plain_passes_over_each_path(family: str, attn_implementati
                 [[*paths[row][above], token] for token, above in zip(ids[row].tolist(), parents[row], strict=True)]
                 for row in range(2)
             ]
-
-
-class TestTheSecondExit:
-    def draft(self, heads: KangarooHeads, depth: int = 4) -> tuple[TokenTree, list[float]]:
-        """A chain's tree, and the chances of the best child of each of its nodes, by the slow reference."""
-        target, prompt = heads.target, random_prompt(7)
-        cache = target.new_cache(1, 32)
-        state = heads.start(1, 32, 8)
-        heads.share_cache(state, cache)
-        policy = chain(depth)
-        with torch.no_grad():
-            features = target.prefill(
-                cache, prompt[:, :-1], torch.tensor([6]), feature_layers=heads.feature_layers
-            ).features
-            draft = heads.extend(state, features, prompt[:, 1:], torch.tensor([6]), max_slots=6)
-            tree = policy.grow(heads, state, prompt[:, -1], draft, DraftSampling())
-        path = prompt[0].tolist()
-        chances = []
-        for _ in range(depth):
-            scores = score_slowly(heads, path)[-1].softmax(-1)
-            chances.append(float(scores.max()))
-            path.append(int(scores.argmax()))
-        return tree, chances
-
-    def test_keeps_the_doubtful_token_and_drafts_nothing_after_it(self, target: Target) -> None:
-        heads = kangaroo(target)
-        tree, chances = self.draft(heads)
-        assert (tree.parents >= 0).sum() == 4
-        found = set()
-        for threshold in (0.0, *(chance + 1e-4 for chance in chances), 1.0):
-            heads.config.confidence_threshold = threshold
-            cut, _ = self.draft(heads)
-            # The token at depth d + 1 was drawn from the distribution after the node of depth d.
-            num_drafted = next((d + 1 for d, chance in enumerate(chances) if chance < threshold), 4)
-            assert int((cut.parents >= 0).sum()) == num_drafted
-            assert torch.equal(cut.token_ids[0, : num_drafted + 1], tree.token_ids[0, : num_drafted + 1])
-            found.add(num_drafted)
-        assert len(found) > 2

@@ -37,7 +37,7 @@ def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], s
             parts = [norm(part, weights[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)]
         return weights["fc.weight"] @ torch.cat([*parts])
 
-    g_of_mask = fuse(weights["mask_hidden"]) if config.mask_before_fc else weights["mask_hidden"]
+    g_of_mask = fuse(weights["mask_hidden"])
     embedded = [table[token_ids[t + 1]] for t in range(slot + 1)] + [mask] * num_masks
     hidden = [fuse(features[t]) for t in range(slot + 1)] + [g_of_mask] * num_masks
     for layer in range(config.num_layers):
@@ -65,7 +65,7 @@ def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], s
     [
         {"num_depths": 4, "num_layers": 3, "fc_norm": False},
         {"num_depths": 2, "num_layers": 1},
-        {"num_depths": 3, "mask_before_fc": False, "qkv_bias": True, "o_bias": True},
+        {"num_depths": 3, "qkv_bias": True, "o_bias": True},
         {"num_depths": 3, "own_embedding": True, "mask_token_id": 7},
     ],
 )

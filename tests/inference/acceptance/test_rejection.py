@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
-from draftsmith.inference.acceptance.rejection import DRAFT_STREAM, accept_blocks, accept_by_rejection
+from draftsmith.inference.acceptance.rejection import DRAFT_STREAM, accept_by_rejection
 from draftsmith.inference.acceptance.rules import RULES, resolve_rule, typical
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.acceptance.typical import accept_typical
@@ -46,7 +46,6 @@ WIDE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 LOSSLESS = {
     "exact": accept_exact,
     "rejection": accept_by_rejection,
-    "block_verification": accept_blocks,
 }
 
 
@@ -120,11 +119,9 @@ def compare(pairs: Tensor, target: Tensor) -> float:
     return statistic / float(chi2.isf(FALSE_ALARM, int(is_possible.sum()) - 1))
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block_verification"])
-def test_a_drafter_that_knows_fewer_tokens(rule: str) -> None:
+def test_a_drafter_that_knows_fewer_tokens() -> None:
     target, drafter = random_scores(3), MarkovDrafter(random_scores(4), columns=torch.tensor([5, 1, 2]))
-    policy = StaticTree(WIDE) if rule == "rejection" else chain(3)
-    pairs, _ = draw_pairs(LOSSLESS[rule], make_sampler(), policy, target, drafter)
+    pairs, _ = draw_pairs(accept_by_rejection, make_sampler(), StaticTree(WIDE), target, drafter)
     assert compare(pairs, target) < 1
 
 
@@ -147,16 +144,6 @@ def test_tokens_per_step_of_token_rejection(gamma: int) -> None:
     assert mean == pytest.approx(expected, abs=4 * gamma / math.sqrt(NUM_DRAWS))
 
 
-def test_tokens_per_step_of_block_verification() -> None:
-    """The example of arXiv 2403.10444, section 3: p = (1/3, 2/3) and q = (2/3, 1/3) at every place, two drafts. Of them
-    token rejection accepts 10/9, block verification 11/9."""
-    p, q = torch.full((2, VOCAB, VOCAB), -torch.inf)
-    p[:, :2], q[:, :2] = torch.tensor([1 / 3, 2 / 3]).log(), torch.tensor([2 / 3, 1 / 3]).log()
-    for rule, accepted in ((accept_by_rejection, 10 / 9), (accept_blocks, 11 / 9)):
-        _, mean = draw_pairs(rule, make_sampler(), chain(2), p, MarkovDrafter(q))
-        assert mean == pytest.approx(1 + accepted, abs=4 / math.sqrt(NUM_DRAWS))
-
-
 @pytest.mark.parametrize(
     "processors", [[], [RepetitionPenaltyLogitsProcessor(2.0)], ["Recorder"]], ids=["none", "stock", "own"]
 )
@@ -164,12 +151,10 @@ def test_tokens_per_step_of_block_verification() -> None:
 def test_rows_do_not_depend_on_one_another(rule: str, processors: list[Any]) -> None:
     """TokenHistory of different lengths, together and each by itself."""
     if processors == ["Recorder"]:
-        if rule == "block_verification":
-            pytest.skip("block verification refuses processors that may keep a state")
         processors = [Recorder()]
     num_rows = 24
     target, drafter = random_scores(22), MarkovDrafter(random_scores(23))
-    policy = chain(3) if rule == "block_verification" else StaticTree(WIDE)
+    policy = StaticTree(WIDE)
     positions = torch.arange(num_rows) % 3 + 1
     texts = [torch.randint(0, VOCAB, (1 + int(position),)).tolist() for position in positions]
     roots = torch.tensor([text[-1] for text in texts])
@@ -215,12 +200,8 @@ def test_processors_that_read_the_prefix() -> None:
         asked = sorted(prefix[1:] for prefix in processor.prefixes if prefix[0] == row)
         assert asked == sorted(text[: 1 + place] for place in range(len(tokens)))
     assert max(map(len, emitted.values())) == 3
-    for rule, words in (
-        (accept_blocks, "Recorder may keep a state"),
-        (accept_typical, "Recorder may keep a state"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            take_step(rule, sampler, chain(2), target, drafter, roots, roots * 0)
+    with pytest.raises(ValueError, match="Recorder may keep a state"):
+        take_step(accept_typical, sampler, chain(2), target, drafter, roots, roots * 0)
 
 
 def test_typical_acceptance_equals_a_slow_reference() -> None:
@@ -260,14 +241,10 @@ def test_typical_acceptance_equals_a_slow_reference() -> None:
 
 
 def test_rules_are_checked() -> None:
-    with pytest.raises(
-        ValueError, match="acceptance is 'exakt'; allowed are exact, rejection, block_verification, typical"
-    ):
+    with pytest.raises(ValueError, match="acceptance is 'exakt'; allowed are exact, rejection, typical"):
         resolve_rule("exakt")
     with pytest.raises(ValueError, match="shape does not depend on what was drafted, and the tree is a DynamicTree"):
         RULES["rejection"].check(DynamicTree())
-    with pytest.raises(ValueError, match="judges chains only"):
-        RULES["block_verification"].check(StaticTree(WIDE))
     with pytest.raises(ValueError, match="needs all siblings before each one"):
         RULES["rejection"].check(StaticTree([[0], [2]]))
     with pytest.raises(ValueError, match="epsilon=2"):

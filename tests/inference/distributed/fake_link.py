@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
-from draftsmith.inference.distributed.gloo_link import Server
-from draftsmith.inference.distributed.messages import Answer, Prompt, Task
-from draftsmith.inference.distributed.wire import decode, encode
+import torch
+
+from draftsmith.inference.distributed.messages import Answer, Prompt, Task, pack, unpack
+
+CPU = torch.device("cpu")
 
 
 class FakeLink:
@@ -16,7 +19,7 @@ class FakeLink:
 
     def __init__(
         self,
-        make_server: Callable[[], Server],
+        make_server: Callable[[], Any],
         num_servers: int,
         *,
         seed: int = 0,
@@ -35,13 +38,13 @@ class FakeLink:
         return set(self.waiting)
 
     def send(self, rank: int, message: Prompt | Task | None) -> None:
-        message = decode(encode(message))
+        message = unpack(pack(message), CPU)
         if isinstance(message, Prompt):
             self.servers[rank].begin(message)
         elif isinstance(message, Task):
             assert rank not in self.waiting, "a busy server was asked"
             due = self.clock + self.random.randint(0, self.most_delay)
-            answer = decode(encode(self.servers[rank].answer(message)))
+            answer = unpack(pack(self.servers[rank].answer(message)), CPU)
             assert isinstance(answer, Answer)
             self.waiting[rank] = due, answer
 

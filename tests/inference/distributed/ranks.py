@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.inference import Decoder, DistributedDecoder, NgramDrafter, SmallModelDrafter, Target, serve_target
 from draftsmith.inference.distributed.gloo_link import Channel, serve
-from draftsmith.inference.distributed.messages import Answer, Greeting, Prompt, Task
+from draftsmith.inference.distributed.messages import Answer, Prompt, Task
 from draftsmith.inference.distributed.server import TargetServer
 from tests.heads.tiny_heads import tiny_heads
 from tests.scripted_drafter import ScriptedDrafter
@@ -86,8 +86,7 @@ def main() -> None:
     if rank == 0:
         decode(num_texts)
     elif rank == 2:
-        server = FailingServer(tiny_target("llama"), num_texts)
-        serve(server, Greeting.of_target(server.target))
+        serve(FailingServer(tiny_target("llama"), num_texts))
     else:
         serve_target(tiny_target("llama"))
 

@@ -30,7 +30,7 @@ CALLS: dict[str, dict[str, Any]] = {
         **SAMPLED,
         "repetition_penalty": 1.3,
         "eos_token_id": 3,
-        "exponential_decay_length_penalty": (4, 1.05),
+        "no_repeat_ngram_size": 3,
     },
 }
 

@@ -19,7 +19,6 @@ from torch import Tensor
 from draftsmith.inference import Target
 from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
@@ -47,11 +46,6 @@ def make_other(make: Callable[[Target], Drafter]) -> tuple[Target, Drafter]:
     return target, make(target)
 
 
-def merge_with_ngrams(kind: str, target: Target) -> MergedDrafter:
-    # Fixed weights: learned ones depend on how the text is split into calls (test_merged.py tests them).
-    return MergedDrafter(tiny_heads(kind, target), NgramDrafter(max_ngram=2), rate=0)
-
-
 Maker = Callable[[Path], tuple[Target, Drafter]]
 DRAFTERS: dict[str, Maker] = {
     **{
@@ -67,8 +61,6 @@ DRAFTERS: dict[str, Maker] = {
             SmallModelDrafter(target_of("qwen3", initializer_range=0.2)), NgramDrafter(max_ngram=2), num_guesses=2
         )
     ),
-    "merged": lambda _: make_other(lambda target: merge_with_ngrams("eagle3", target)),
-    "merged-in-the-targets-cache": lambda _: make_other(lambda target: merge_with_ngrams("kangaroo", target)),
 }
 # By default one configuration of each kind of heads: `test_contract.py` drafts with all of them.
 QUICK = {name for name in DRAFTERS if name not in VARIANT_IDS or name.endswith("-0")}

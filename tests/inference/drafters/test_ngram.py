@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import BACKOFF, NgramDrafter
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.trees.dynamic import DynamicTree
@@ -31,22 +30,20 @@ def look_up(
         weights = {end: 1 + end / len(text) for end in ends[found[token]]}
         share = sum(weight for end, weight in weights.items() if text[end] == token) / sum(weights.values())
         scores.append(math.log(share * BACKOFF ** (found[tokens[0]] - found[token])))
-    return tokens, scores, BACKOFF ** (max_ngram - found[tokens[0]]) if tokens else 0.0
+    return tokens, scores
 
 
 def check(draft: DraftLogits, texts: list[list[int]], paths: list[list[list[int]]], drafter: NgramDrafter) -> int:
     """Compare all nodes [B][W] of a frontier; returns the number of candidates found."""
     assert draft.token_ids is not None
-    assert draft.confidence is not None
     assert draft.logits.shape == draft.token_ids.shape == (len(texts), len(paths[0]), drafter.num_candidates)
     total = 0
     for row, text in enumerate(texts):
         for node, path in enumerate(paths[row]):
-            tokens, wanted, confidence = look_up(text, path, drafter.max_ngram, drafter.num_candidates)
+            tokens, wanted = look_up(text, path, drafter.max_ngram, drafter.num_candidates)
             scores = draft.logits[row, node].tolist()
             assert draft.token_ids[row, node, : len(wanted)].tolist() == tokens
             assert scores == pytest.approx([*wanted, *[-math.inf] * (len(scores) - len(wanted))], abs=1e-5)
-            assert float(draft.confidence[row, node]) == pytest.approx(confidence)
             total += len(wanted)
     return total
 
@@ -61,8 +58,6 @@ def test_the_docstrings_example() -> None:
     assert "".join(map(chr, draft.token_ids[0, 0].tolist())) == "dce"
     wanted = [math.log(16 / 29), math.log(13 / 29), math.log(0.4 * 19 / 48)]
     assert draft.logits[0, 0].tolist() == pytest.approx(wanted, abs=1e-6)
-    assert draft.confidence is not None
-    assert draft.confidence.tolist() == [[1.0]]
 
 
 def test_a_dynamic_tree_is_the_trie_of_what_followed() -> None:
@@ -122,15 +117,13 @@ def test_padding_at_the_end_of_the_buffer_does_no_harm() -> None:
     assert draft.token_ids.tolist() == [[[1]]]
 
 
-@pytest.mark.parametrize("is_merged", [False, True])
-def test_its_state_follows_the_tokens_to_their_device(is_merged: bool) -> None:
+def test_its_state_follows_the_tokens_to_their_device() -> None:
     """The loop does not say where the target is."""
-    drafter = MergedDrafter(NgramDrafter(), NgramDrafter()) if is_merged else NgramDrafter()
+    drafter = NgramDrafter()
     state = drafter.start(2, 16, 4)
     tokens = torch.zeros(2, 5, dtype=torch.long, device="meta")
     for max_slots in (5, 10):
         draft = drafter.extend(state, None, tokens, tokens[:, 0], max_slots=max_slots)
         draft = drafter.expand(state, tokens[:, :3], tokens[:, :3], 1)
         assert draft.logits.is_meta
-    for own in state.states if is_merged else (state,):
-        assert all(values.is_meta for values in (own.history, own.lengths, own.paths))
+    assert all(values.is_meta for values in (state.history, state.lengths, state.paths))

@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from draftsmith.inference.planning.planner import Planner
@@ -35,7 +34,6 @@ class Simulation:
     chances: Sequence[float]
     noise: float = 0.06
     seed: int = 0
-    file: Path | None = None
     node_cost: float = 0.05
     seconds: float = 0.0
     tokens: int = 0
@@ -44,7 +42,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self.now = 0.0
         self.random = random.Random(self.seed)
-        self.planner = Planner(self.policies, self.file, node_cost=self.node_cost, clock=lambda: self.now)
+        self.planner = Planner(self.policies, node_cost=self.node_cost, clock=lambda: self.now)
 
     def decode(self, num_rows: int = 1, *, num_tokens: int = 64, fixed: int | None = None) -> None:
         """One text, or batch. Rows that have ended leave.

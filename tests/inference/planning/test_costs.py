@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.inference import Decoder
-from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.planning.costs import StepCosts
-from draftsmith.inference.trees.candidates import CandidateTrees, gamma_chain
-from tests.tiny_targets import random_prompt, tiny_target
+from draftsmith.inference.trees.candidates import CandidateTrees
 
 TREES = CandidateTrees().candidates
 
 
-def costs_at(
-    num_rows: int = 1, length: int = 100, stored: dict[tuple[bool, int, int], list[float]] | None = None
-) -> StepCosts:
-    costs = StepCosts(TREES, 0.05, stored or {})
-    costs.enter(do_sample=False, num_rows=num_rows, length=length)
+def costs_at(num_rows: int = 1) -> StepCosts:
+    costs = StepCosts(TREES, 0.05)
+    costs.enter(do_sample=False, num_rows=num_rows, length=100)
     return costs
 
 
@@ -49,15 +44,9 @@ def test_plain_steps_are_measured_beside_drafting() -> None:
 
 def test_new_conditions_begin_with_what_is_known_nearby() -> None:
     simple = [costs_at(rows).expect()[3] for rows in (1, 8)]
-    stored = {(False, 1, 3): [1.0, 1.1, 1.2, 3.0 * simple[0], 1.4, 1.5]}
-    assert costs_at(1, 2000, stored).expect()[3] == pytest.approx(3.0 * simple[0])
-    assert costs_at(8, 100, stored).expect()[3] == pytest.approx(3.0 * simple[1])
-
-
-def test_a_decoder_tells_its_costs() -> None:
-    decoder = Decoder(tiny_target("llama"), NgramDrafter(), tree=gamma_chain(2))
-    guesses = decoder.costs()
-    assert len(guesses) == 3
-    decoder.generate(random_prompt(4), max_new_tokens=100, do_sample=False, eos_token_id=None)
-    assert decoder.costs(length=100) != guesses
-    assert decoder.costs(8, do_sample=True)[0] == pytest.approx(decoder.costs()[0])
+    costs = costs_at()
+    run(costs, 0, 1.0, 1.0)
+    run(costs, 3, 3.0 * simple[0])
+    for num_rows, length, guess in ((1, 2000, simple[0]), (8, 100, simple[1])):
+        costs.enter(do_sample=False, num_rows=num_rows, length=length)
+        assert costs.expect()[3] == pytest.approx(3.0 * guess)

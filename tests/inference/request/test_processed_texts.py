@@ -16,7 +16,6 @@ from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_targ
 
 # torch's compiler warns about parts of torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-
 PROMPTS = [random_prompt(length, seed=length)[0] for length in (3, 17, 9)]
 NEW_TOKENS, EOS = 40, 8
 BAD_WORDS = [[token] for token in range(20, 60)] + [[1, 2], [3, 4, 5]]
@@ -27,18 +26,13 @@ def make_processors(num_rows: int) -> list[Any]:
     lengths = [len(prompt) for prompt in PROMPTS[:num_rows]]
     longest = max(lengths)
     padding = torch.tensor([longest - length for length in lengths])
-    source = pad_prompts(PROMPTS[:num_rows])["input_ids"]
     return [
         stock.SequenceBiasLogitsProcessor({(5,): 1.0, (7, 9): 2.0}),
-        stock.EncoderRepetitionPenaltyLogitsProcessor(1.2, source),
         stock.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=padding if TAKES_ONE_PER_ROW else 1),
         stock.NoRepeatNGramLogitsProcessor(2),
-        stock.EncoderNoRepeatNGramLogitsProcessor(2, source),
         stock.NoBadWordsLogitsProcessor(BAD_WORDS, EOS),
         stock.MinNewTokensLengthLogitsProcessor(longest, 12, EOS),
         stock.ForcedEOSTokenLogitsProcessor(longest + NEW_TOKENS, EOS),
-        stock.ExponentialDecayLengthPenalty((15, 1.05), EOS, longest),
-        stock.SuppressTokensAtBeginLogitsProcessor([11, 12], longest),
     ]
 
 

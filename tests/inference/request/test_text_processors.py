@@ -23,9 +23,7 @@ from tests.params import slow_but
 
 VOCAB, NUM_ROWS, NUM_NODES, NUM_TREES, LONGEST = 7, 50, 6, 1000, 9
 HIGHEST = VOCAB + 1  # the target knows a token more than its scores have columns
-
 PADDING = torch.randint(0, LONGEST, (NUM_ROWS,), generator=torch.Generator().manual_seed(5))
-SOURCES = torch.randint(0, VOCAB, (NUM_ROWS, 5), generator=torch.Generator().manual_seed(6))
 BIASES = {(3,): 1.5, (1, 2): -0.7, (2, 2): 0.1, (0, 2): 0.3, (4, 1, 2): float("-inf"), (5, 5, 5, 6): 2.0, (6,): -1.0}
 
 # One processor for all rows, or one of the batch, cut to a row by the second function.
@@ -39,15 +37,9 @@ PROCESSORS: dict[str, Any] = {
     "bad words": stock.NoBadWordsLogitsProcessor([[1], [2, 3], [4, 0, 4], [0, 0], [5]], eos_token_id=5),
     "minimum": stock.MinLengthLogitsProcessor(7, [2, 40]),
     "new minimum": stock.MinNewTokensLengthLogitsProcessor(4, 3, torch.tensor([1, 5])),
-    "at the beginning": stock.SuppressTokensAtBeginLogitsProcessor([0, 6, 99], 6),
     "first": stock.ForcedBOSTokenLogitsProcessor(3),
     "last": stock.ForcedEOSTokenLogitsProcessor(8, [1, 4]),
-    "decay": stock.ExponentialDecayLengthPenalty((2, 1.37), [0, 3], 4),
     "occurrences": OccurrencePenaltiesLogitsProcessor(presence=0.7, frequency=-1.5, prompt_length=4),
-    "source": stock.EncoderRepetitionPenaltyLogitsProcessor(1.7, SOURCES),
-    "n-grams of 1 of the source": stock.EncoderNoRepeatNGramLogitsProcessor(1, SOURCES),
-    "n-grams of 2 of the source": stock.EncoderNoRepeatNGramLogitsProcessor(2, SOURCES),
-    "n-grams of 3 of the source": stock.EncoderNoRepeatNGramLogitsProcessor(3, SOURCES),
 }
 with suppress(ValueError):  # older releases know one number for all rows
     PROCESSORS["repetition, padded"] = stock.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=PADDING)
@@ -55,10 +47,6 @@ with suppress(ValueError):  # older releases know one number for all rows
 
 def of_row(processor: Any, row: int) -> Any:
     """transformers' own processor for one row of the batch."""
-    if isinstance(processor, stock.EncoderRepetitionPenaltyLogitsProcessor):
-        return stock.EncoderRepetitionPenaltyLogitsProcessor(1.7, SOURCES[row : row + 1])
-    if isinstance(processor, stock.EncoderNoRepeatNGramLogitsProcessor):
-        return stock.EncoderNoRepeatNGramLogitsProcessor(processor.ngram_size, SOURCES[row : row + 1])
     if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
         return stock.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=int(PADDING[row]))
     return processor
@@ -115,17 +103,6 @@ def test_all_nodes_of_random_trees_get_transformers_scores(name: str) -> None:
                 assert torch.equal(got[row * NUM_NODES + node], expected), (rows[row], node)
                 num_changed += not torch.equal(expected, scores[row, node])
     assert num_changed > NUM_TREES / 10
-
-
-@pytest.mark.parametrize("copies", [1, 3])
-def test_rows_that_share_a_source(copies: int) -> None:
-    """As with num_return_sequences."""
-    processor = stock.EncoderNoRepeatNGramLogitsProcessor(1, SOURCES[:2])
-    texts = texts_of([[0]] * 2 * copies)
-    (own,) = read_processors([processor], texts, VOCAB)
-    banned = own(texts, torch.zeros(2 * copies, VOCAB)).isinf()
-    for row in range(2 * copies):
-        assert {int(token) for token in banned[row].nonzero()} == set(SOURCES[row // copies].tolist())
 
 
 def test_tokens_that_the_target_does_not_have_are_refused() -> None:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference import Decoder, DynamicTree, Target, chain
-from draftsmith.inference.drafters.merged import MergedDrafter
-from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.runners.cuda_graphs import Graphs
 from draftsmith.inference.state import DecodeState
@@ -98,7 +96,7 @@ def test_trees_of_all_sizes_and_steps_without_the_drafter(kind: str, monkeypatch
     """Tokens that wait for the drafter outlive the replays that made them; the drafter catches up now and then."""
     monkeypatch.setattr("draftsmith.inference.step.CATCH_UP", 5)
     target, prompt = Target(tiny_target("llama", num_hidden_layers=2)), random_prompt(9).repeat(1, 3)
-    drafter = MergedDrafter(tiny_heads(kind, target), NgramDrafter())
+    drafter = tiny_heads(kind, target)
     expected = Decoder(target).generate(prompt, max_new_tokens=70, **SAMPLED).sequences
     (eager, _), (decoder, planner) = (restless(target, drafter) for _ in range(2))
     recorded = capture(decoder)
@@ -131,10 +129,10 @@ def test_batch_invariant_steps() -> None:
     assert not recorded.eager
 
 
-OTHER_LENGTHS = ["eagle3-0", "kangaroo-0", "small model", "eagle3 + ngrams", "medusa-0"]
+OTHER_LENGTHS = ["eagle3-0", "kangaroo-0", "small model", "medusa-0"]
 
 
-@pytest.mark.parametrize("name", slow_but({"kangaroo-0", "eagle3 + ngrams"}, OTHER_LENGTHS))
+@pytest.mark.parametrize("name", slow_but({"kangaroo-0", "eagle3-0"}, OTHER_LENGTHS))
 def test_prompts_of_other_lengths_share_the_graphs(name: str) -> None:
     """Of a single token the drafter reads nothing before its first draft."""
     target = Target(tiny_target("llama"))

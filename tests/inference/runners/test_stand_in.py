@@ -18,7 +18,6 @@ from draftsmith.inference import Target
 from draftsmith.inference.acceptance.rules import RULES
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
@@ -39,7 +38,6 @@ from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 pytestmark = pytest.mark.skipif(
     hasattr(modeling_llama, "maybe_autocast"), reason="RoPE of this release asks the stand-in device for autocast"
 )
-
 STATIC = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]]
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01}
@@ -54,7 +52,6 @@ STEPS: dict[str, tuple[str, Any, dict[str, Any], int]] = {
 EVERY_STEP = ("medusa-0", "eagle3-0", "eagle3-1", "kangaroo-0", "ngrams")  # the others take every second one, for time
 RULE_STEPS: dict[str, tuple[str, Any, dict[str, Any], int]] = {
     "rejection, batch": ("rejection", STATIC, SAMPLED, 4),
-    "block verification": ("block_verification", "chain:2", SAMPLED, 1),
     "typical, batch": ("typical", "dynamic:3,2,6", SAMPLED, 4),
 }
 
@@ -128,10 +125,6 @@ DRAFTERS: dict[str, Callable[[Target], Drafter | None]] = {
     **{name: heads_of(kind, **overrides) for name, (kind, overrides) in zip(VARIANT_IDS, VARIANTS, strict=True)},
     "ngrams": lambda _: NgramDrafter(),
     "small model": lambda _: SmallModelDrafter(Target(tiny_target("gemma3"))),
-    **{
-        f"{kind} + ngrams": lambda target, kind=kind: MergedDrafter(tiny_heads(kind, target), NgramDrafter())
-        for kind in ("block", "eagle3", "kangaroo")
-    },
     "none": lambda _: None,
 }
 
@@ -157,9 +150,3 @@ def test_acceptance_rules_on_the_stand_in_device(name: str) -> None:
 
 def test_a_target_with_windows_on_the_stand_in_device() -> None:
     StandIn(heads_of("kangaroo"), "gemma3", num_layers=6).run("exact", "dynamic:3,2,6", SAMPLED, 4)
-
-
-# Planted faults that only our lints see.
-
-
-# All steps of a text over real values.

@@ -15,7 +15,7 @@ from draftsmith.inference import Drafter, Target, generate
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.serving.reply import Piece, Reply, StopStrings
-from draftsmith.inference.serving.scheduler import LaneName, Scheduler
+from draftsmith.inference.serving.scheduler import Scheduler
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 
 SECONDS = 60  # nothing here takes so long, unless it hangs
@@ -36,7 +36,7 @@ class Arrival:
     prompt: list[int]
     options: dict[str, Any]
     seed: int = 0
-    lane: LaneName = ("draft", None)
+    lane: str = "draft"
     stops: tuple[str, ...] = ()
     num_top: int | None = None
     pieces: list[Piece] = field(default_factory=list)

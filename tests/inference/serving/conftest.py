@@ -66,11 +66,10 @@ def running(
     limits: Limits,
     api_key: str | None = None,
     drain_seconds: float = 0.0,
-    metrics: str = "summary",
 ) -> Iterator[Running]:
     drafters = name_drafters({"oracle": SmallModelDrafter(target)})
     scheduler = Scheduler(target, drafters, tree="chain:3", limits=limits)
-    with serve_in_thread(scheduler, tokenizer, api_key=api_key, drain_seconds=drain_seconds, metrics=metrics) as one:
+    with serve_in_thread(scheduler, tokenizer, api_key=api_key, drain_seconds=drain_seconds) as one:
         yield one
 
 
@@ -81,9 +80,8 @@ def serve_in_thread(
     *,
     api_key: str | None = None,
     drain_seconds: float = 0.0,
-    metrics: str = "summary",
 ) -> Iterator[Running]:
-    app = create_app(scheduler, tokenizer, model=MODEL, api_key=api_key, metrics=metrics)
+    app = create_app(scheduler, tokenizer, model=MODEL, api_key=api_key)
     server = new_server(app, drain_seconds=drain_seconds)
     addresses: list[str] = []
     started = threading.Event()
@@ -110,6 +108,6 @@ def served_target() -> Target:
 
 @pytest.fixture(scope="module")
 def served(served_target: Target, chat_tokenizer: PreTrainedTokenizerBase) -> Iterator[Running]:
-    limits = Limits(max_rows=4, max_length=200, max_waiting=12, max_lanes=2)
+    limits = Limits(max_rows=4, max_length=200, max_waiting=12)
     with running(served_target, chat_tokenizer, limits=limits) as one:
         yield one

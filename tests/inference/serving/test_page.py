@@ -1,5 +1,3 @@
-"""The chat page in a headless Chromium: the embedded target with EAGLE-3 heads streams, compares and stops."""
-
 from __future__ import annotations
 
 import shutil
@@ -23,7 +21,6 @@ playwright = pytest.importorskip(
 CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None:
     pytest.skip("there is no Chromium: apt-get install chromium", allow_module_level=True)
-
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-extensions"]
 HOSTILE = '<img src=x onerror="document.title=1"> &amp; <script>document.title=1</script> "quoted"'
 
@@ -108,3 +105,6 @@ def test_replies(browser: Any, chat_target: PreTrainedModel, chat_tokenizer: Any
             served.end()
             send(page, "And?")
             assert "cannot be reached" in page.get_by_role("alert").inner_text()
+
+
+"""The chat page in a headless Chromium: the embedded target with EAGLE-3 heads streams, compares and stops."""

@@ -13,11 +13,9 @@ import torch
 
 from draftsmith.inference import Drafter, Target
 from draftsmith.inference import prefill as prompt_reading
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
-from draftsmith.inference.planning.costs import StepCosts
 from draftsmith.inference.prefix_cache import PREFILL_CHUNK
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
@@ -36,7 +34,6 @@ DRAFTERS: dict[str, tuple[str, Callable[[Target], Drafter | None]]] = {
     "eagle3": ("llama", lambda target: tiny_heads("eagle3", target)),
     "mtp": ("llama", lambda target: tiny_heads("mtp", target, share_block=False)),
     "kangaroo": ("gemma3", lambda target: tiny_heads("kangaroo", target, exit_layer=4)),
-    "merged": ("llama", lambda target: MergedDrafter(SmallModelDrafter(target), NgramDrafter())),
 }
 LIMITS = Limits(max_rows=3, max_length=200, max_waiting=20)
 
@@ -71,15 +68,15 @@ def test_a_text_depends_on_nobody_else_in_the_batch(name: str) -> None:
     scheduler = Scheduler(target, drafters_of(drafter), tree=tree if drafter else None, limits=LIMITS)
     arrivals = draw_arrivals(target, 12)
     for arrival in arrivals[4::5]:
-        arrival.lane = ("none", None)
+        arrival.lane = "none"
     serve(scheduler, arrivals)
     end(scheduler)
     for number, arrival in enumerate(arrivals):
         assert arrival.pieces[-1].error is None
         assert arrival.tokens == arrival.alone(), number
         assert arrival.text == "".join(f" {token}" for token in arrival.tokens if not is_end(arrival, token))
-    if "oracle" in name or name in ("staged", "merged"):
-        rows = [one.row for one in arrivals if one.row is not None and one.lane[0] == "draft"]
+    if "oracle" in name or name == "staged":
+        rows = [one.row for one in arrivals if one.row is not None and one.lane == "draft"]
         assert max(len(row.stats.accepted_per_depth) for row in rows) >= 3, "deep drafts were accepted"
 
 
@@ -95,26 +92,6 @@ def test_texts_of_a_batch_invariant_target_in_bfloat16() -> None:
 
 def is_end(arrival: Arrival, token: int) -> bool:
     return token in arrival.options.get("eos_token_id", [])
-
-
-def set_costs(monkeypatch: pytest.MonkeyPatch, *, most_rows: int) -> None:
-    """In batches up to `most_rows` rows drafting is worth it, in larger ones not."""
-
-    def expect(costs: StepCosts) -> list[float]:
-        _, num_rows = costs._at
-        return [1.0, *[1.1 if num_rows <= most_rows else 99.0] * 5]
-
-    monkeypatch.setattr(StepCosts, "expect", expect)
-
-
-@pytest.mark.parametrize("tree", ["chain:2", "auto"])
-def test_other_trees_have_lanes_of_their_own(oracle: Scheduler, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_costs(monkeypatch, most_rows=2)
-    arrivals = draw_arrivals(oracle.target, 6)
-    for number, arrival in enumerate(arrivals):
-        arrival.lane = ("draft", tree if number % 2 else None)
-    serve(oracle, arrivals)
-    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
 
 
 def test_stop_strings_end_a_text_in_the_middle_of_a_step(oracle: Scheduler) -> None:
@@ -202,7 +179,7 @@ def test_cancelled_rows_leave_before_the_next_step(oracle: Scheduler) -> None:
             done.set()
 
     oracle.start()
-    oracle.submit([one.make_row(look) for one in arrivals], ("draft", None))
+    oracle.submit([one.make_row(look) for one in arrivals], "draft")
     assert done.wait(SECONDS)
     assert arrivals[1].pieces[-1].error == "cancelled"
     assert len(arrivals[1].pieces) == 3
@@ -217,7 +194,7 @@ def test_cancelled_rows_leave_before_the_next_step(oracle: Scheduler) -> None:
 def test_a_failing_step_ends_its_rows_only(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     options = {"max_new_tokens": 12, "do_sample": False}
     broken, fine, later = (
-        Arrival(oracle.target, [number + 3], options, lane=(name, None))
+        Arrival(oracle.target, [number + 3], options, lane=name)
         for number, name in enumerate(("draft", "none", "draft"))
     )
     advance = Lane.advance
@@ -241,7 +218,7 @@ def test_the_queue_is_bounded(oracle: Scheduler) -> None:
     options = {"max_new_tokens": 2, "do_sample": False}
     rows = [Arrival(oracle.target, [3], options).make_row() for _ in range(21)]
     with pytest.raises(QueueFullError) as caught:
-        oracle.submit(rows, ("draft", None))
+        oracle.submit(rows, "draft")
     assert caught.value.retry_seconds >= 1
 
 
@@ -250,18 +227,18 @@ def test_stopping_lets_rows_end_for_a_while(oracle: Scheduler) -> None:
     started, ended = threading.Event(), threading.Event()
     short = Arrival(oracle.target, [3], {"max_new_tokens": 20, "do_sample": False})
     oracle.start()
-    oracle.submit([short.make_row(started.set)], ("draft", None))
+    oracle.submit([short.make_row(started.set)], "draft")
     assert started.wait(SECONDS)
     oracle.stop(SECONDS)
     with pytest.raises(StoppingError):
-        oracle.submit([short.make_row()], ("draft", None))
+        oracle.submit([short.make_row()], "draft")
     oracle.join(SECONDS)
     assert short.pieces[-1].finish_reason == "length"
 
     scheduler = Scheduler(oracle.target, drafters_of(None), limits=LIMITS)
     long = Arrival(oracle.target, [3], {"max_new_tokens": 190, "do_sample": False})
     scheduler.start()
-    scheduler.submit([long.make_row(lambda: ended.set())], ("draft", None))
+    scheduler.submit([long.make_row(lambda: ended.set())], "draft")
     assert ended.wait(SECONDS)
     end(scheduler)
     assert long.pieces[-1].error == "the server is shutting down"

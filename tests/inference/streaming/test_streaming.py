@@ -1,8 +1,7 @@
-"""Streams: tokens step by step, with for and async for, stopped, cancelled, from several threads."""
+"""Streams: tokens step by step, stopped, from several threads."""
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import threading
 from typing import Any
@@ -65,18 +64,6 @@ def test_a_stream_that_is_left_frees_its_decoder(how: str) -> None:
         tokens.close()
         assert list(tokens) == []
     assert torch.equal(decoder.generate(PROMPT, **GREEDY).sequences, TRUTH)
-
-
-def test_async_streams_run_side_by_side() -> None:
-    target = Target(MODEL)
-
-    async def read() -> list[int]:
-        return [token async for step in stream(target, scripted(), PROMPT, **GREEDY) for token in step]
-
-    async def read_all() -> list[list[int]]:
-        return await asyncio.gather(*(read() for _ in range(3)))
-
-    assert asyncio.run(read_all()) == [NEW] * 3
 
 
 def test_threads_share_a_target_and_heads() -> None:

@@ -110,7 +110,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "attention": ("sdpa", "eager"),
     "drafter": DRAFTERS,
     "policy": tuple(policy for policy in POLICIES if policy != "none"),
-    "acceptance": ("exact", "exact uncoupled", "rejection", "block_verification", "typical"),
+    "acceptance": ("exact", "exact uncoupled", "rejection", "typical"),
     "sampling": tuple(SAMPLING),
     "batch": BATCHES,
     "padding": ("left", "right"),
@@ -126,8 +126,6 @@ def makes_sense(values: Mapping[str, Any]) -> bool:
     if values["drafter"] == "staged" and policy not in ("chain", "gamma"):
         return False
     if acceptance == "rejection" and policy not in ("chain", "static"):
-        return False
-    if acceptance == "block_verification" and policy != "chain":
         return False
     # Sampled, these rules draw from the right distribution, or the lossy one, but not the same text; greedy targets
     # have no noise to couple with.

@@ -8,7 +8,6 @@ from typing import Any
 
 from draftsmith.heads import HEAD_TYPES
 from draftsmith.inference import Drafter, DynamicTree, StaticTree, Target, TreePolicy, chain
-from draftsmith.inference.drafters.merged import MergedDrafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
@@ -18,6 +17,7 @@ from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import rough_copy
 from tests.lossless.matrix.references import CHAT, target_of
 from tests.lossless.restless import auto_tree
+from tests.mixed_drafter import MixedDrafter
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import RECURRENT_FAMILIES
 
@@ -32,7 +32,7 @@ HEAD_SETTINGS: dict[str, dict[str, Any]] = {
     "parallel": {"num_depths": 4},
 }
 TRAINED = tuple(kind for kind in HEAD_TYPES if (REPOSITORY / "examples" / "heads" / kind).is_dir())
-PLAIN = ("ngram", "small model", "staged", "ngram + small model")
+PLAIN = ("ngram", "small model", "staged")
 DRAFTERS = (
     "scripted",
     *PLAIN,
@@ -92,7 +92,7 @@ def drafter_of(name: str, family: str, attention: str, seed: int, *, ranks: tupl
         first, second = (drafter_of(part, family, attention, seed, ranks=ranks) for part in name.split(" + "))
         assert first.drafter is not None
         assert second.drafter is not None
-        return Drafting(MergedDrafter(first.drafter, second.drafter), first.script)
+        return Drafting(MixedDrafter(first.drafter, second.drafter), first.script)
     if name == "ngram":
         return Drafting(NgramDrafter())
     if name in ("small model", "staged"):

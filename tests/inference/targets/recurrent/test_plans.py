@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from draftsmith.inference.targets.recurrent.plans import Drafting, Levels, Paths, Reading
+from draftsmith.inference.targets.recurrent.plans import Drafting, Levels, Reading
 
 EXAMPLE = [-1, 0, 0, 1]
 
@@ -18,28 +17,17 @@ def test_levels() -> None:
     assert levels.homes.tolist() == [[0, 1, 2, 3]]
 
 
-def test_paths() -> None:
-    paths = Paths.of_parents([EXAMPLE], torch.device("cpu"))
-    assert paths.nodes.tolist() == [[[0, 2, 2], [0, 1, 3]]]
-    assert paths.homes is not None
-    assert paths.homes.tolist() == [[3, 4, 1, 5]]
-
-
-@pytest.mark.parametrize("in_one", [True, False])
-def test_every_node_comes_after_its_ancestors(in_one: bool) -> None:
+def test_every_node_comes_after_its_ancestors() -> None:
     """Rows of different trees, with padding. A "mixer" that adds up what it reads gives each node its path's sum."""
     rows = [[-1, 0, 0, 1, 1, 3, -1], [-1, 0, 1, 2, 3, 0, 5]]
     values = torch.randint(1, 100, (2, 7, 1))
-    plan = Drafting.of_parents(torch.tensor(rows), in_one=in_one)
-    if plan.paths is not None:
-        found = plan.paths.to_nodes(plan.paths.take(values).cumsum(1))
-    else:
-        assert plan.levels is not None
-        states, outputs = torch.zeros(2, 1, 1, dtype=torch.long), []
-        for level, parents in enumerate(plan.levels.parents):
-            states = (states if parents is None else states[parents]) + plan.levels.take(values, level)
-            outputs.append(states)
-        found = plan.levels.to_nodes(outputs)
+    levels = Drafting.of_parents(torch.tensor(rows), in_one=True).levels
+    assert levels is not None
+    states, outputs = torch.zeros(2, 1, 1, dtype=torch.long), []
+    for level, parents in enumerate(levels.parents):
+        states = (states if parents is None else states[parents]) + levels.take(values, level)
+        outputs.append(states)
+    found = levels.to_nodes(outputs)
     for row, parents in enumerate(rows):
         for node, parent in enumerate(parents):
             if parent >= 0:

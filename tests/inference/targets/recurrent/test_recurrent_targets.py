@@ -26,19 +26,18 @@ def recurrence_of(target: Target) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("family", "continues", "drafts_in_one", "keeps_states"),
+    ("family", "continues", "drafts_in_one"),
     [
-        ("qwen3_5", True, False, True),
-        ("lfm2", True, True, True),
-        ("nemotron_h", True, False, False),
-        ("mamba", False, False, False),
+        ("qwen3_5", True, False),
+        ("lfm2", True, True),
+        ("nemotron_h", True, False),
+        ("mamba", False, False),
     ],
 )
-def test_what_is_found(family: str, continues: bool, drafts_in_one: bool, keeps_states: bool) -> None:
+def test_what_is_found(family: str, continues: bool, drafts_in_one: bool) -> None:
     target = target_of(family)
     recurrence = recurrence_of(target)
-    found = recurrence.continues, recurrence.drafts_in_one, recurrence.keeps_states
-    assert found == (continues, drafts_in_one, keeps_states)
+    assert (recurrence.continues, recurrence.drafts_in_one) == (continues, drafts_in_one)
     assert target.is_recurrent
     assert target.reads_prompts_whole == (not continues)
     assert len(recurrence.mixers) == sum(spec is None for spec in target.capabilities.layer_specs) - (
@@ -46,9 +45,9 @@ def test_what_is_found(family: str, continues: bool, drafts_in_one: bool, keeps_
     )
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "mamba", "lfm2"])
 def test_the_large_linear_layers_run_once(family: str) -> None:
-    """Those that read the mixer's input are found, also behind a factor (Falcon-H1), and the last one."""
+    """Those that read the mixer's input are found, and the last one."""
     recurrence = recurrence_of(target_of(family))
     for layer, roles in recurrence.roles.items():
         mixer = target_of(family).model.get_submodule(recurrence.mixers[layer])
