@@ -88,7 +88,7 @@ def texts_differ(number: int) -> bool:
 
 
 def test_texts_are_those_of_plain_decoding() -> None:
-    assert not [number for number in range(192) if texts_differ(number)]
+    assert not [number for number in range(96) if texts_differ(number)]
 
 
 def test_a_server_that_does_not_answer_is_named() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from draftsmith.inference import Decoder, DynamicTree, GenerationStats, StaticTree, Target, chain
-from tests.scripted_drafter import HostDrafter, ScriptedDrafter
+from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
 # torch's compiler warns about parts of torch itself.
@@ -107,25 +107,6 @@ def check(
 def test_the_text_is_that_of_transformers_processors(tree: Any, options: dict[str, Any]) -> None:
     stats = check(3, options, lambda target, texts: Decoder(target, ScriptedDrafter(texts, VOCAB_SIZE), tree=tree))
     assert sum(stats.accepted_histogram[2:]) > 0, "paths of several drafts were accepted"
-
-
-@pytest.mark.usefixtures("traced_alone")
-@pytest.mark.parametrize(
-    ("num_rows", "options"),
-    [
-        pytest.param(1, {"do_sample": False}, id="greedy", marks=pytest.mark.slow),
-        pytest.param(3, SAMPLED, id="sampled"),
-    ],
-)
-def test_the_text_of_compiled_steps(num_rows: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "draftsmith.inference.runners.compiled")
-    stats = check(
-        num_rows,
-        options,
-        lambda target, texts: Decoder(target, HostDrafter(texts, VOCAB_SIZE), tree=DynamicTree(3, 3, 10), compile=True),
-    )
-    assert sum(stats.accepted_histogram[2:]) > 0, "paths of several drafts were accepted"
-    assert not [message for message in caplog.messages if "accept" in message], "acceptance is one graph"
 
 
 def test_greedy_text_is_that_of_transformers_generate() -> None:

@@ -21,7 +21,7 @@ from tests.inference.plain_passes import compute_depths
 from tests.inference.ragged_texts import texts_of
 from tests.params import slow_but
 
-VOCAB, NUM_ROWS, NUM_NODES, NUM_TREES, LONGEST = 7, 50, 6, 1000, 9
+VOCAB, NUM_ROWS, NUM_NODES, NUM_TREES, LONGEST = 7, 50, 6, 400, 9
 HIGHEST = VOCAB + 1  # the target knows a token more than its scores have columns
 PADDING = torch.randint(0, LONGEST, (NUM_ROWS,), generator=torch.Generator().manual_seed(5))
 BIASES = {(3,): 1.5, (1, 2): -0.7, (2, 2): 0.1, (0, 2): 0.3, (4, 1, 2): float("-inf"), (5, 5, 5, 6): 2.0, (6,): -1.0}

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from draftsmith.heads import HEAD_TYPES
 from draftsmith.inference import Decoder, DynamicTree, StaticTree, Target, chain
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
@@ -75,10 +74,8 @@ def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
 
 
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
-    **{kind: partial(tiny_heads, kind) for kind in HEAD_TYPES},
-    # Each level runs another block: a graph of its own.
-    "mtp, blocks of their own": partial(tiny_heads, "mtp", num_steps=3, share_block=False),
-    "small model": lambda target: SmallModelDrafter(rough_copy(target.model)),
+    "mtp": partial(tiny_heads, "mtp"),
+    "block": partial(tiny_heads, "block"),
     "staged": lambda target: StagedDrafter(SmallModelDrafter(rough_copy(target.model))),
 }
 
@@ -86,7 +83,7 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
 # The target's passes and acceptance, the same for all drafters, are traced by the tests of prompts and of one decoder.
 @pytest.mark.usefixtures("traced_alone")
 @pytest.mark.parametrize("traced_alone", ["begin_draft|expand_level|draft_ranks"], indirect=True, ids=[""])
-@pytest.mark.parametrize("kind", slow_but({"hydra", "mtp", "block"}, list(DRAFTERS)))
+@pytest.mark.parametrize("kind", DRAFTERS)
 def test_every_drafter_is_traced_whole(target: Target, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "draftsmith.inference.runners.compiled")
     check_compiled_drafter(target, kind)
