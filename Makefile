@@ -75,7 +75,7 @@ lossless: $(STAMP) ## the lossless matrix (writes docs/lossless.md and .json; MA
 bench: $(STAMP) ## benchmark the committed heads on the embedded target
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmark.py --target examples/chat-13m \
 		--heads examples/heads/medusa examples/heads/eagle3 --tree dynamic chain \
-		--prompts examples/prompts.jsonl --json outputs/benchmark.json --plot outputs/benchmark.png $(ARGS)
+		--prompts examples/prompts.jsonl --json outputs/benchmark.json $(ARGS)
 
 gpu: $(STAMP) ## time decoding and training on a CUDA device, the most valuable first; adds to docs/benchmarks/gpu.json and .md (ARGS="--minutes 4")
 	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmarks/gpu.py $(ARGS)

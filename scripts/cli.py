@@ -19,7 +19,7 @@ HELP = Path(__file__).parent / "help"  # NAME.txt: what --help prints, so that i
 PROGRAMS = {
     "chat": ("draftsmith.scripts.generate", "chat with a target, or answer one prompt, and show accepted drafts"),
     "serve": ("draftsmith.scripts.serve", "serve a target and its heads to OpenAI's clients and to browsers"),
-    "bench": ("draftsmith.scripts.benchmark", "measure drafters beside every baseline: tables, JSON, charts"),
+    "bench": ("draftsmith.scripts.benchmark", "measure drafters beside every baseline: tables, JSON"),
     "data": ("draftsmith.scripts.generate_data", "let a target write the conversations that heads learn from"),
     "inspect": ("draftsmith.scripts.inspect_data", "show and count the tokens of a data set that heads would learn"),
     "features": (
@@ -37,7 +37,6 @@ EXTRAS = {
     "uvicorn": "serve",
     "prometheus_client": "serve",
     "rich": "bench",
-    "matplotlib": "bench",
     "accelerate": "train",
     "datasets": "train",
     "xxhash": "train",

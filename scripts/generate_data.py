@@ -125,10 +125,8 @@ def make_source(args: SynthesisArguments) -> ReplySource:
         decoder = Decoder(target)
     else:
         decoder = Decoder(target, load_heads(args.heads, target), tree=args.tree or "chain:3")
-    writer = TurnDecoder(
-        decoder, settings, tokenizer=tokenizer, batch_size=args.batch_size, special_ids=template.special_ids
-    )
-    return DecodedReplies(writer, template, stop_ids)
+    writer = TurnDecoder(decoder, settings, tokenizer=tokenizer, special_ids=template.special_ids)
+    return DecodedReplies(writer, template, stop_ids, batch_size=args.batch_size)
 
 
 def write(todo: Sequence[Conversation], synthesizer: Synthesizer, output: SynthesisOutput) -> None:

@@ -26,13 +26,13 @@ from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import DataArguments, option
 from draftsmith.training.data.reply_spans import find_special_ids
-from draftsmith.training.data.set_statistics import join_sets, measure_sets
+from draftsmith.training.data.set_statistics import measure_sets
 from draftsmith.training.data.training_sets import cut_to_limit
 from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.options.one_line_errors import one_line_errors
 
 GROUPS = {
-    "data": "config target dataset columns dataset_weights max_length max_samples",
+    "data": "config target dataset columns max_length max_samples",
     "output": "num_rows json",
 }
 
@@ -62,11 +62,11 @@ def main(argv: list[str] | None = None) -> int:
         for index in range(min(args.num_rows, len(each.rows))):
             show([(f"--- {each.name}, conversation {index + 1}\n", "")])
             show([*describe_row(each.rows[index], tokenizer), ("\n", "")])
-    *sets, total = (each.count(data_args.max_length) for each in (*measured, join_sets(measured)))
-    for counts in [*sets, total] if len(sets) > 1 else sets:
+    sets = [each.count(data_args.max_length) for each in measured]
+    for counts in sets:
         show([(format_statistics(counts, data_args), "")])
     if args.json:
-        write_json(Path(args.json), {"target": args.target, "sets": sets, "total": total})
+        write_json(Path(args.json), {"target": args.target, "sets": sets})
     return 0
 
 

@@ -47,7 +47,7 @@ def test_training_config(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert config.head_type == model.head_type
     assert Path(training.output_dir).parts[0] == "outputs", "what runs write is ignored by git under outputs/"
     assert Path(training.output_dir).name == path.stem
-    for used in (model.target, *data.dataset, *data.eval_dataset, *filter(None, [data.eval_prompts])):
+    for used in (model.target, *data.dataset, *data.eval_dataset):
         is_made_by_the_user = Path(used).parts[0] == "outputs"
         is_of_the_hub = path.parent.name == "targets" and is_hub_id(used)
         assert is_made_by_the_user or is_of_the_hub or Path(used).exists(), f"{path.name} names {used}, which is absent"

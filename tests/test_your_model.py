@@ -16,8 +16,6 @@ from transformers import AutoTokenizer, Qwen3Config
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder
 from draftsmith.scripts import cli
-from draftsmith.scripts.measuring import matrix
-from draftsmith.scripts.measuring.roofline import Hardware
 from draftsmith.training.options.choices import Machine, choose_options
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.test_readme import BLOCK, DOCS, blocks, split_commands
@@ -68,7 +66,6 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """A folder with the repository's files and the user's; and what a name of the page stands for."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(matrix, "measure_hardware", lambda target: Hardware(10.0, 100.0))
     for name in ("examples", "configs"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
     shutil.copyfile(REPOSITORY / "examples" / "conversations.jsonl.gz", "YOURS.jsonl.gz")

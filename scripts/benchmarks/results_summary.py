@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
-from draftsmith.scripts.measuring.plot import load_pyplot, save_figure
 from draftsmith.scripts.measuring.table import Grid, format_number
 
 Cell = dict[str, Any]
 ALL = "all"  # files of prompts together
-BIN = 250  # new tokens of a text whose steps are counted together
 LEGEND = (
     "acceptance length: tokens per verify step, the target's own token included (llama.cpp and `generate`: tokens per "
     "pass). tokens/s: of all prompts, prompt passes included. ×: medians over the prompts of the ratio of tokens/s to "
@@ -25,7 +23,7 @@ LEGEND = (
 
 def make_content(environment: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
     """The JSON: reports for each number of threads, temperature and file of prompts, and of all files together;
-    acceptance by position; curves."""
+    the curve."""
     groups: dict[tuple[int, float], dict[str, list[Cell]]] = {}
     for cell in cells:
         match cell["key"]:
@@ -42,7 +40,7 @@ def make_content(environment: Mapping[str, Any], cells: Sequence[Cell]) -> dict[
         for (threads, temperature), files in sorted(groups.items())
         for name, own in [*files.items(), (ALL, [cell for one in files.values() for cell in one])]
     ]
-    return {"environment": dict(environment), "reports": reports, **_make_curves(cells)}
+    return {"environment": dict(environment), "reports": reports, "curve": _make_curve(cells)}
 
 
 def make_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -95,30 +93,18 @@ def _compare(
     return median, (low, high)
 
 
-def _make_curves(cells: Sequence[Cell]) -> dict[str, Any]:
-    """positions: [acceptance length of each bin] by drafter and temperature. curve: the mean over the files of prompts
-    of the acceptance length, by name, tree and millions of tokens."""
-    bins: dict[tuple[str, float], list[list[list[int]]]] = {}
+def _make_curve(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The mean over the files of prompts of the acceptance length, by name, tree and millions of tokens."""
     points: dict[tuple[str, str, float], dict[str, dict[str, list[Cell]]]] = {}  # by the weights, and by the file
     for cell in cells:
         match cell["key"]:
-            case ["position", name, temperature, *_]:
-                bins.setdefault((name, temperature), []).append(cell["bins"])
             case ["curve", name, millions, weights, tree, prompts, _]:
                 point = points.setdefault((name, tree, millions), {})
                 point.setdefault(weights, {}).setdefault(prompts, []).append(cell)
-    positions = []
-    for (name, temperature), texts in bins.items():
-        lengths = []
-        for place in range(max(map(len, texts))):
-            found = [text[place] for text in texts if len(text) > place and text[place][0]]
-            lengths.append(sum(tokens for _, tokens in found) / sum(steps for steps, _ in found))
-        positions.append({"name": name, "temperature": temperature, "texts": len(texts), "lengths": lengths})
-    curve = [
+    return [
         {"name": name, "tree": tree, "millions": millions, "length": statistics.fmean(map(_accept, files.values()))}
         for (name, tree, millions), (*_, files) in ((key, one.values()) for key, one in sorted(points.items()))
     ]  # of the weights that were measured last
-    return {"positions": positions, "curve": curve}
 
 
 def render_json(content: Mapping[str, Any]) -> str:
@@ -144,7 +130,7 @@ def render_page(content: Mapping[str, Any]) -> str:
         f"{one['max_new_tokens']} tokens a prompt, {one['cpu']} ({', '.join(one['cpu_flags'])}); torch {one['torch']}, "
         f"transformers {one['transformers']}; commit {one['commit']}. {LEGEND}\n"
     )
-    grids = [*_make_speed_grids(content["reports"]), *_make_curve_grids(content)]
+    grids = [*_make_speed_grids(content["reports"]), *_make_curve_grids(content["curve"])]
     return "\n".join([head, *(grid.to_markdown() for grid in grids)])
 
 
@@ -171,42 +157,12 @@ def _make_speed_grids(reports: Sequence[dict[str, Any]]) -> Iterable[Grid]:
         yield Grid(title, columns, cells, notes)
 
 
-def _make_curve_grids(content: Mapping[str, Any]) -> Iterable[Grid]:
-    if positions := content["positions"]:
-        width = max(len(one["lengths"]) for one in positions)
-        cells = [
-            [f"{one['name']}, T = {one['temperature']:g}, {one['texts']} texts"]
-            + [format_number(length) for length in one["lengths"]]
-            for one in positions
-        ]
-        cells = [line + ["–"] * (1 + width - len(line)) for line in cells]
-        columns = ["heads", *(f"{BIN * place}–{BIN * (place + 1)}" for place in range(width))]
-        yield Grid("Acceptance length by position in the text", columns, cells)
-    if curve := content["curve"]:
-        millions = sorted({one["millions"] for one in curve})
-        found = {(one["name"], one["tree"], one["millions"]): one["length"] for one in curve}
-        names = dict.fromkeys((one["name"], one["tree"]) for one in curve)
-        cells = [[", ".join(key), *(format_number(found.get((*key, number))) for number in millions)] for key in names]
-        columns = ["heads", *(f"{number:g} M tokens" for number in millions)]
-        yield Grid("Acceptance length by training tokens, T = 0, mean of the files of prompts", columns, cells)
-
-
-def draw_curves(path: Path, content: Mapping[str, Any]) -> None:
-    """A PNG: acceptance length over training tokens, and over the position in the text."""
-    plt = load_pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for key in dict.fromkeys((one["name"], one["tree"]) for one in content["curve"]):
-        points = [one for one in content["curve"] if (one["name"], one["tree"]) == key]
-        millions, lengths = ([one[name] for one in points] for name in ("millions", "length"))
-        left.plot(millions, lengths, marker="o", label=", ".join(key))
-    for one in content["positions"]:
-        ends = [BIN * (place + 1) for place in range(len(one["lengths"]))]
-        right.plot(ends, one["lengths"], marker="o", label=f"{one['name']}, T = {one['temperature']:g}")
-    left.set_xlabel("millions of training tokens (T = 0)")
-    right.set_xlabel(f"up to this token of the text (bins of {BIN})")
-    left.set_ylabel("acceptance length")
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-        if axis.lines:
-            axis.legend(fontsize=8, frameon=False)
-    save_figure(figure, path)
+def _make_curve_grids(curve: Sequence[dict[str, Any]]) -> Iterable[Grid]:
+    if not curve:
+        return
+    millions = sorted({one["millions"] for one in curve})
+    found = {(one["name"], one["tree"], one["millions"]): one["length"] for one in curve}
+    names = dict.fromkeys((one["name"], one["tree"]) for one in curve)
+    cells = [[", ".join(key), *(format_number(found.get((*key, number))) for number in millions)] for key in names]
+    columns = ["heads", *(f"{number:g} M tokens" for number in millions)]
+    yield Grid("Acceptance length by training tokens, T = 0, mean of the files of prompts", columns, cells)

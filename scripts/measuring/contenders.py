@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +12,12 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
-from draftsmith.inference import Decoder, DistributedDecoder, Drafter, DraftLogits, Target
-from draftsmith.inference.distributed.coordinator import Link
+from draftsmith.inference import Decoder, Drafter, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.trees.options import TreeOption, resolve_policy
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Contender, Prompt, Run, Settings
-from draftsmith.scripts.measuring.roofline import Work, count_round
 from draftsmith.scripts.shared.clock import read_clock
-from draftsmith.scripts.shared.model_loading import fit_tree
 
 NGRAMS = "n-gram drafter"
 PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
@@ -93,72 +89,8 @@ def _count_forwards(model: Any) -> Iterator[list[None]]:
         handle.remove()
 
 
-class TimedDrafter(Drafter):
-    """A drafter that notes its own time, so that drafting and growing the tree are timed apart.
-
-    Attributes:
-        extends: seconds of each `extend` since the last `reset`; those of the prompts come first.
-        expand_seconds: of all calls of `expand`.
-    """
-
-    def __init__(self, drafter: Drafter, device: torch.device) -> None:
-        self.drafter = self.__wrapped__ = drafter  # costs are kept for the wrapped drafter
-        self.device = device
-        self.feature_layers = drafter.feature_layers
-        self.max_depth = drafter.max_depth
-        self.drafts_chains_only = drafter.drafts_chains_only
-        self.shares_target_cache = drafter.shares_target_cache
-        self.can_copy_rows = drafter.can_copy_rows
-        self.reads_first_token = drafter.reads_first_token
-        self.reset(is_synchronised=False)
-
-    def reset(self, *, is_synchronised: bool) -> None:
-        self.extends: list[float] = []
-        self.expand_seconds = 0.0
-        self.is_synchronised = is_synchronised
-
-    def sum_up(self, num_steps: int) -> float:
-        """Seconds inside the drafter during steps, each of which calls `extend` once. Reading the prompts does not
-        count."""
-        return self.expand_seconds + sum(self.extends[max(0, len(self.extends) - num_steps) :])
-
-    def start(self, batch_size: int, max_length: int, num_scratch: int) -> Any:
-        return self.drafter.start(batch_size, max_length, num_scratch)
-
-    def read_first(self, state: Any, token_ids: Tensor) -> None:
-        self.drafter.read_first(state, token_ids)
-
-    def read_source(self, state: Any, token_ids: Tensor, mask: Tensor) -> None:
-        self.drafter.read_source(state, token_ids, mask)
-
-    def share_cache(self, state: Any, cache: Any) -> None:
-        self.drafter.share_cache(state, cache)
-
-    def copy_rows(self, *args: Any, **kwargs: Any) -> None:
-        self.drafter.copy_rows(*args, **kwargs)
-
-    def keep_rows(self, *args: Any) -> None:
-        self.drafter.keep_rows(*args)
-
-    def extend(self, *args: Any, **kwargs: Any) -> DraftLogits:
-        start = self._now()
-        logits = self.drafter.extend(*args, **kwargs)
-        self.extends.append(self._now() - start)
-        return logits
-
-    def expand(self, *args: Any) -> DraftLogits:
-        start = self._now()
-        logits = self.drafter.expand(*args)
-        self.expand_seconds += self._now() - start
-        return logits
-
-    def _now(self) -> float:
-        return read_clock(self.device) if self.is_synchronised else time.perf_counter()
-
-
 class OurDecoding:
-    """A `Decoder`, kept from prompt to prompt; `options` are further ones of it. A compiled or captured draft phase is
-    one graph, so growing the tree counts as part of the drafter's forwards."""
+    """A `Decoder`, kept from prompt to prompt; `options` are further ones of it."""
 
     def __init__(
         self,
@@ -166,24 +98,10 @@ class OurDecoding:
         drafter: Drafter | None,
         *,
         tree: TreeOption | None = None,
-        acceptance: str = "exact",
-        is_coupled: bool = True,
         is_compiled: bool = False,
         **options: Any,
     ) -> None:
-        self.drafter = drafter
-        # The parts of a graph have no times of their own.
-        is_timed = drafter is not None and not is_compiled and not options.get("graphs")
-        self.timed = TimedDrafter(drafter, target.device) if is_timed else None
-        self.decoder = Decoder(
-            target,
-            self.timed or drafter,
-            tree=tree,
-            acceptance=acceptance,
-            is_coupled=is_coupled,
-            compile=is_compiled,
-            **options,
-        )
+        self.decoder = Decoder(target, drafter, tree=tree, compile=is_compiled, **options)
 
     def __call__(
         self,
@@ -195,8 +113,6 @@ class OurDecoding:
     ) -> Run:
         device = self.decoder.target.device
         self.decoder.is_synchronised = is_synchronised
-        if self.timed is not None:
-            self.timed.reset(is_synchronised=is_synchronised)
         seeds = None
         if settings.is_sampled:  # each row samples the text that it samples by itself
             seeds = [int(row_seeds(settings.seed + prompt.index, 1, "cpu")) for prompt in batch.prompts]
@@ -206,41 +122,6 @@ class OurDecoding:
             batch.attention_mask,
             seed=seeds,
             pad_token_id=_find_filler(self.decoder.target),
-            **settings.generate_kwargs(max_new_tokens),
-        )
-        seconds = read_clock(device) - start
-        stats = output.stats
-        drafting = stats.seconds["draft"] if self.decoder.drafter is not None else 0.0
-        return Run(
-            _read_texts(output.sequences, batch, self.decoder.target),
-            seconds,
-            stats.num_target_forwards,
-            stats,
-            self.timed.sum_up(stats.num_verify_passes) if self.timed is not None else drafting,
-        )
-
-
-class DistributedDecoding:
-    """Drafts on this rank, and verifies on the servers of a link."""
-
-    def __init__(self, target: Target, drafter: Drafter, link: Link) -> None:
-        self.decoder = DistributedDecoder(target, drafter, link=link)
-
-    def __call__(
-        self,
-        batch: Batch,
-        settings: Settings,
-        *,
-        max_new_tokens: int | None = None,
-        is_synchronised: bool = False,
-    ) -> Run:
-        device = self.decoder.target.device
-        seed = int(row_seeds(settings.seed + batch.prompts[0].index, 1, "cpu")) if settings.is_sampled else None
-        start = read_clock(device)
-        output = self.decoder.generate(
-            batch.input_ids,
-            batch.attention_mask,
-            seed=None if seed is None else [seed],
             **settings.generate_kwargs(max_new_tokens),
         )
         seconds = read_clock(device) - start
@@ -270,24 +151,6 @@ class AssistedDecoding(TransformersDecoding):
             raise ValueError(f"transformers cannot decode with this assistant: {error}") from error
 
 
-def count_work(contenders: Sequence[Contender], prompts: Sequence[Prompt]) -> None:
-    """Fills in the work of a round, for one row, of our own contenders. Contenders that draft alike share the count."""
-    counted: dict[tuple[str, Drafter | None], Work | None] = {}
-    for contender in contenders:
-        if contender.problem or not isinstance(contender.decode, OurDecoding):
-            continue
-        decode = contender.decode
-        policy = decode.decoder.policy
-        if policy is not None and policy.is_chosen:  # the tree, and so the work, changes from step to step
-            continue
-        key = (contender.tree, decode.drafter)
-        if key not in counted:
-            decoder = decode.decoder
-            input_ids = [prompt.input_ids for prompt in prompts]
-            counted[key] = count_round(decoder.target, decode.drafter, decoder.policy, input_ids)
-        contender.work = counted[key]
-
-
 def make_contenders(
     target: Target,
     heads: Mapping[str, Drafter],
@@ -297,11 +160,8 @@ def make_contenders(
     modes: Sequence[bool] = (False,),
     acceptance: Sequence[str] = ("exact",),
     assistant: PreTrainedModel | None = None,
-    misfits: Mapping[str, str] | None = None,
-    is_each_once: bool = False,
 ) -> list[Contender]:
-    """The baselines, then every drafter with every tree; at temperature > 0 with every acceptance rule, the exact one
-    with and without coupled drafting.
+    """The baselines, then every drafter with every tree; at temperature > 0 with every acceptance rule.
 
     If a tree is too deep for a drafter, or a rule refuses the tree, the contender gets a `problem`; there is no error.
 
@@ -310,9 +170,6 @@ def make_contenders(
             eagerly, and also compiled if heads do.
         acceptance: names of rules. They make no difference in greedy decoding.
         assistant: a small causal LM; adds transformers' assisted generation as a baseline.
-        misfits: heads that do not fit the target, with the reason: each becomes a contender with that `problem`.
-        is_each_once: one contender for each drafter of `heads`, and for no other drafter. It runs in the last of the
-            modes, with exact acceptance, coupled drafting, and trees cut to the depth that it can draft.
 
     Raises:
         ValueError: for an unknown tree, and for two trees of the same name.
@@ -320,48 +177,21 @@ def make_contenders(
     names = _name_trees(trees)
     plain_modes = (False, True) if True in modes else (False,)
     contenders = _make_baselines(target, plain_modes, assistant, settings.batch_size)
-    drafters: list[tuple[str, Drafter, Sequence[str]]] = [(name, drafter, trees) for name, drafter in heads.items()]
-    ways = [("", "exact", True)]  # a name's ending, the rule, is_coupled
-    if is_each_once:
-        modes = modes[-1:]
-    else:
-        drafters.insert(0, (NGRAMS, NgramDrafter(), trees[:1]))
-        if settings.is_sampled:
-            ways = [(f", {rule}", rule, False) for rule in acceptance if rule != "exact"]
-            if "exact" in acceptance:
-                ways = [("", "exact", True), (", uncoupled", "exact", False), *ways]
+    rules = acceptance if settings.is_sampled else ("exact",)
+    drafters = [(NGRAMS, NgramDrafter(), trees[:1]), *((name, drafter, trees) for name, drafter in heads.items())]
     for name, drafter, own_trees in drafters:
         own_modes = modes if name in heads else (False,)  # compiling does not help n-gram look-ups
-        for tree, (ending, rule, is_coupled), mode in itertools.product(own_trees, ways, own_modes):
-            own_tree = fit_tree(tree, drafter.max_depth) if is_each_once else tree
-            tree_name = names[tree] if own_tree == tree else own_tree
-            contender = Contender(_mark(name + ending, mode), tree_name, is_compiled=mode, is_exact=rule == "exact")
+        for tree, rule, mode in itertools.product(own_trees, rules, own_modes):
+            ending = "" if rule == "exact" else f", {rule}"
+            contender = Contender(_mark(name + ending, mode), names[tree], is_compiled=mode, is_exact=rule == "exact")
             try:
                 contender.decode = OurDecoding(
-                    target, drafter, tree=own_tree, acceptance=rule, is_coupled=is_coupled, is_compiled=mode
+                    target, drafter, tree=tree, acceptance=rule, is_coupled=rule == "exact", is_compiled=mode
                 )
             except ValueError as error:
                 contender.problem = str(error)
             contenders.append(contender)
-    return contenders + [Contender(name, problem=problem) for name, problem in (misfits or {}).items()]
-
-
-def make_distributed_contenders(
-    target: Target, drafters: Mapping[str, Drafter], settings: Settings, link: Link
-) -> list[Contender]:
-    """Every drafter with the servers of a link."""
-    servers = f"{len(link.ranks)} server{'s' * (len(link.ranks) > 1)}"
-    several = f"texts are decoded one at a time, and the batch has {settings.batch_size}"
-    return [
-        Contender(
-            f"{name}, distributed",
-            servers,
-            DistributedDecoding(target, drafter, link),
-            problem=several if settings.batch_size > 1 else "",
-            is_overlapping=True,
-        )
-        for name, drafter in drafters.items()
-    ]
+    return contenders
 
 
 def _name_trees(trees: Sequence[str]) -> dict[str, str]:

@@ -1,10 +1,10 @@
-"""A matrix of measurements: every target with every file of prompts at every temperature and batch size."""
+"""A matrix of measurements of one target: every file of prompts at every temperature and batch size."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,15 @@ from transformers import PreTrainedModel
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Drafter, Target
-from draftsmith.inference.distributed.coordinator import Link
-from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.scripts.benchmarks.roofline import count_weight_bytes
 from draftsmith.scripts.measuring.contenders import (
-    NGRAMS,
     OurDecoding,
     TransformersDecoding,
-    count_work,
     make_contenders,
-    make_distributed_contenders,
 )
 from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.measure import (
+    PLAIN,
     Batch,
     Contender,
     Prompt,
@@ -38,8 +35,7 @@ from draftsmith.scripts.measuring.measure import (
     measure,
     warm_up,
 )
-from draftsmith.scripts.measuring.report import make_rows, texts_of_one_row
-from draftsmith.scripts.measuring.roofline import Hardware, count_weight_bytes, measure_hardware
+from draftsmith.scripts.measuring.report import make_rows, reference_name, texts_of_one_row
 from draftsmith.scripts.measuring.table import Row
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import bind_heads, load_assistant, load_drafter_model, load_target
@@ -55,19 +51,15 @@ class Subject:
 
     Attributes:
         drafters: heads by their short names, and the small model.
-        misfits: drafters that do not fit this target, with the reason.
         prompts: by file: the prompts, and the number of prompts that were too long.
-        hardware: the machine's limits for weights of this size and dtype.
         details: entries of a report's environment.
     """
 
     target: Target
     tokenizer: Any
     drafters: dict[str, Drafter]
-    misfits: dict[str, str]
     assistant: PreTrainedModel | None
     prompts: dict[str, tuple[list[Prompt], int]]
-    hardware: Hardware
     details: dict[str, Any]
 
 
@@ -92,40 +84,35 @@ def load_subject(
     max_new_tokens: int,
     dtype: str,
     device: str | None,
-    has_packed_weights: bool,
-    is_only_target: bool,
+    has_packed_weights: bool = False,
+    is_invariant: bool = False,
     vocabulary: DraftVocabulary | None = None,
 ) -> Subject:
     """Loads a target, its drafters and its prompts (options as in `draftsmith bench`).
 
     Raises:
-        ValueError: heads or a drafter model do not fit the only target.
+        ValueError: heads or a drafter model do not fit the target.
     """
     target, tokenizer = load_target(name, dtype=dtype, device=device)
     if has_packed_weights:
         target = target.with_packed_weights()
-    loaded, misfits = load_all_heads(heads, target, is_only_target=is_only_target)
+    if is_invariant:
+        target = target.batch_invariant()
+    loaded = load_all_heads(heads, target)
     drafters: dict[str, Drafter] = dict(loaded)
     if drafter_model is not None:
-        try:
-            drafters[SMALL_MODEL] = load_drafter_model(drafter_model, target, tokenizer)
-        except ValueError as error:
-            if is_only_target:
-                raise
-            misfits[SMALL_MODEL] = str(error)
+        drafters[SMALL_MODEL] = load_drafter_model(drafter_model, target, tokenizer)
     for one in loaded.values() if vocabulary is not None else ():
         vocabulary.limit(one, tokenizer)
     return Subject(
         target=target,
         tokenizer=tokenizer,
         drafters=drafters,
-        misfits=misfits,
         assistant=load_assistant(assistant, target) if assistant is not None else None,
         prompts={
             path: load_prompts(Path(path), tokenizer, target, num_prompts=num_prompts, max_new_tokens=max_new_tokens)
             for path in prompts
         },
-        hardware=measure_hardware(target),
         details={
             "target": name,
             "heads": list(heads),
@@ -178,19 +165,16 @@ def name_heads(paths: Sequence[str]) -> dict[str, str]:
     return {shorten(path): path for path in paths}
 
 
-def load_all_heads(paths: Sequence[str], target: Target, *, is_only_target: bool) -> tuple[Heads, dict[str, str]]:
-    """Heads by name, and heads that do not fit the target with the reason (an error if it is the only target)."""
-    heads: Heads = {}
-    misfits: dict[str, str] = {}
-    for name, path in name_heads(paths).items():
-        loaded: DraftHeads = DraftHeads.from_pretrained(path, dtype=target.dtype)
-        try:
-            heads[name] = bind_heads(loaded, target)
-        except ValueError as error:
-            if is_only_target:
-                raise
-            misfits[name] = str(error)
-    return heads, misfits
+def load_all_heads(paths: Sequence[str], target: Target) -> Heads:
+    """Heads by name.
+
+    Raises:
+        ValueError: heads do not fit the target.
+    """
+    return {
+        name: bind_heads(DraftHeads.from_pretrained(path, dtype=target.dtype), target)
+        for name, path in name_heads(paths).items()
+    }
 
 
 def measure_combination(
@@ -201,40 +185,34 @@ def measure_combination(
     trees: Sequence[str],
     is_compiled: bool,
     acceptance: Sequence[str] = ("exact",),
-    is_each_once: bool = False,
     minutes: float = 0.0,
-    earlier: Sequence[Contender] | None = None,
     single_texts: list[list[int]] | None = None,
-    link: Link | None = None,
 ) -> Measured:
     """Measures all contenders, interleaved, on one file's prompts at one temperature and batch size.
 
     Args:
         is_compiled: heads run compiled, and the baselines both ways.
-        is_each_once: every drafter of the subject once, compiled or not (see `make_contenders`).
-        earlier: the contenders of an earlier combination of the same subject, which keep their compiled graphs. Only
-            with `is_each_once`, where all temperatures have the same contenders.
-        link: servers of the target, for distributed decoding.
         minutes: as in `measure_with_progress`.
         single_texts: the reference's text of each prompt decoded by itself; rows of batches are compared with these,
             and these prompts are decoded. None = this combination's texts if its batch size is 1, otherwise they are
             decoded.
     """
     target, settings = subject.target, replace(settings, tokenizer=subject.tokenizer)
-    if earlier is not None:
-        contenders = [replace(one, runs=[], profiled=[], work=None, warm_up_seconds=0.0) for one in earlier]
-    else:
-        contenders = _make_contenders(
-            subject, settings, trees, is_compiled=is_compiled, acceptance=acceptance, is_each_once=is_each_once
-        )
-        if link is not None:
-            drafters = {NGRAMS: NgramDrafter(), **subject.drafters}
-            contenders += make_distributed_contenders(target, drafters, settings, link)
+    if is_compiled:
+        torch._dynamo.reset()  # graphs of earlier combinations would count towards torch's limit
+    contenders = make_contenders(
+        target,
+        subject.drafters,
+        trees,
+        settings,
+        modes=(is_compiled,),
+        acceptance=acceptance,
+        assistant=subject.assistant,
+    )
     prompts, num_too_long = subject.prompts[path]
     if single_texts is not None:
         prompts, minutes = prompts[: len(single_texts)], 0.0
     prompts = measure_with_progress(contenders, prompts, settings, minutes=minutes)
-    count_work(contenders, prompts)
     single_texts = (
         single_texts or texts_of_one_row(contenders, settings) or _decode_one_by_one(target, prompts, settings)
     )
@@ -248,32 +226,14 @@ def measure_combination(
         num_prompts=len(prompts),
         num_prompts_too_long=num_too_long,
         num_prompts_again=-len(prompts) % settings.batch_size,
-        **asdict(subject.hardware),
     )
-    rows = make_rows(contenders, prompts, settings, target, hardware=subject.hardware, single_texts=single_texts)
+    rows = make_rows(contenders, prompts, settings, target, single_texts=single_texts)
     return Measured(environment, rows, contenders, single_texts)
-
-
-def _make_contenders(
-    subject: Subject, settings: Settings, trees: Sequence[str], *, is_compiled: bool, **options: Any
-) -> list[Contender]:
-    if is_compiled:
-        torch._dynamo.reset()  # graphs of earlier combinations would count towards torch's limit
-    return make_contenders(
-        subject.target,
-        subject.drafters,
-        trees,
-        settings,
-        modes=(is_compiled,),
-        assistant=subject.assistant,
-        misfits=subject.misfits,
-        **options,
-    )
 
 
 def _decode_one_by_one(target: Target, prompts: Sequence[Prompt], settings: Settings) -> list[list[int]]:
     """The reference's text for each prompt, decoded by itself."""
-    decode = OurDecoding(target, None) if settings.is_sampled else TransformersDecoding(target)
+    decode = OurDecoding(target, None) if reference_name(settings) == PLAIN else TransformersDecoding(target)
     return [decode(Batch.of(prompt), settings).texts[0] for prompt in prompts]
 
 

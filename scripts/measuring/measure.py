@@ -19,7 +19,6 @@ from torch.nn.functional import pad
 from draftsmith.inference import GenerationStats, Target
 from draftsmith.inference.request.model_settings import find_model_settings
 from draftsmith.inference.runners.compiled import count_graphs
-from draftsmith.scripts.measuring.roofline import Work
 from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
 
 WARM_UP_TOKENS = 32
@@ -31,7 +30,8 @@ TRANSFORMERS, PLAIN = "transformers generate", "plain decoding"
 class Settings:
     """The settings of all contenders. max_new_tokens: per prompt. temperature: 0 = greedy. seed: of prompt 0; prompt i
     uses seed + i. batch_size: prompts decoded together. repetition_penalty: as in transformers; 1 = no penalty, None =
-    as the target's generation config says. tokenizer: finds the stop strings of the target's generation config."""
+    as the target's generation config says. tokenizer: finds the stop strings of the target's generation config.
+    is_invariant: the target is in batch-invariant mode, and so is the reference."""
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -40,6 +40,7 @@ class Settings:
     batch_size: int = 1
     repetition_penalty: float | None = None
     tokenizer: Any = None
+    is_invariant: bool = False
 
     @property
     def is_sampled(self) -> bool:
@@ -115,14 +116,12 @@ class Run:
         seconds: wall clock of the whole call, prefill included.
         num_forwards: forward passes of the target, each counted once for every row that had not ended.
         stats: of our own decoder; None for transformers'.
-        draft_forward_seconds: time inside the drafter. The rest of the draft phase grows the tree.
     """
 
     texts: list[list[int]]
     seconds: float
     num_forwards: int
     stats: GenerationStats | None = None
-    draft_forward_seconds: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -136,10 +135,8 @@ class Contender:
     Attributes:
         problem: why it does not run; "" if it runs.
         is_exact: its text equals plain decoding's text with the same seed.
-        is_overlapping: its phases run at the same time, so steps have no parts.
         is_compiled: it warms up on the shortest and the longest batch before it is measured.
         warm_up_seconds: duration of the warm-up, compiling included.
-        work: the weights that one round must read and multiply (see `roofline`); None if unknown.
     """
 
     name: str
@@ -148,9 +145,7 @@ class Contender:
     problem: str = ""
     is_compiled: bool = False
     is_exact: bool = True
-    is_overlapping: bool = False
     warm_up_seconds: float = 0.0
-    work: Work | None = None
     runs: list[list[Run]] = field(default_factory=list)  # [repeat][batch]
     profiled: list[Run] = field(default_factory=list)  # the runs that give the times of the phases
 

@@ -17,7 +17,6 @@ from draftsmith.inference import GenerationStats, Target
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.text_difference import find_difference
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
-from draftsmith.scripts.measuring.roofline import Hardware, Work
 from draftsmith.scripts.measuring.table import Row, describe_texts
 from draftsmith.scripts.measuring.texts import share_of_repeated_ngrams
 from draftsmith.scripts.shared.whole_files import write_text
@@ -29,10 +28,9 @@ def make_rows(
     settings: Settings,
     target: Target,
     *,
-    hardware: Hardware | None = None,
     single_texts: Sequence[list[int]] | None = None,
 ) -> list[Row]:
-    """Rows in the contenders' order; with their share of the roofline if the hardware was measured.
+    """Rows in the contenders' order.
 
     Args:
         single_texts: the reference's text of each prompt by itself; None = from the runs (`texts_of_one_row`).
@@ -40,29 +38,14 @@ def make_rows(
     transformers = next((one for one in contenders if one.name == TRANSFORMERS and one.runs), None)
     references = transformers, find_fastest_plain(contenders)
     single_texts = single_texts or texts_of_one_row(contenders, settings)
-    rows = [_make_row(contender, references, prompts, settings, target, single_texts) for contender in contenders]
-    if hardware is not None:
-        set_rooflines(rows, contenders, hardware)
-    return rows
-
-
-def set_rooflines(rows: Sequence[Row], contenders: Sequence[Contender], hardware: Hardware) -> None:
-    """Fills in the hardware's limit for the work of a round / the measured time of a step.
-
-    A round reads the weights once for all rows, and multiplies for each row that has not ended.
-    """
-    for row, contender in zip(rows, contenders, strict=True):
-        if contender.work is None or row.step_milliseconds is None:
-            continue
-        work = Work(contender.work.weight_bytes, contender.work.flops * (row.rows_per_step or 1.0))
-        row.roofline_share = work.limit_milliseconds(hardware) / row.step_milliseconds["step"]
+    return [_make_row(contender, references, prompts, settings, target, single_texts) for contender in contenders]
 
 
 def texts_of_one_row(contenders: Sequence[Contender], settings: Settings) -> list[list[int]] | None:
     """The reference's text of each prompt, from runs of single prompts; None if there are no such runs.
 
-    At T = 0 the reference is transformers' `generate`. At T > 0 it is our plain decoding with the same seed, because
-    transformers draws other random numbers.
+    At T = 0 the reference is transformers' `generate`. At T > 0 and in batch-invariant mode it is our plain decoding
+    with the same seed: transformers draws other random numbers, and rounds in another way.
     """
     reference = next((one for one in contenders if one.name == reference_name(settings) and one.runs), None)
     if reference is None or settings.batch_size > 1:
@@ -101,7 +84,7 @@ def headline(rows: Sequence[Row]) -> list[str]:
 
 
 def reference_name(settings: Settings) -> str:
-    return PLAIN if settings.is_sampled else TRANSFORMERS
+    return PLAIN if settings.is_sampled or settings.is_invariant else TRANSFORMERS
 
 
 def _make_row(
@@ -155,28 +138,22 @@ def _count_steps(row: Row, contender: Contender) -> None:
     row.acceptance_length = total.acceptance_length
     row.acceptance_by_depth = total.acceptance_by_depth
     row.accepted_histogram = total.accepted_histogram
-    if not total.num_verify_steps or contender.is_overlapping:
+    if not total.num_verify_steps:
         return
     row.nodes_per_step = 1 + total.num_drafted / total.num_verify_steps
     row.rows_per_step = total.num_verify_steps / total.num_verify_passes
     row.host_syncs_per_step = total.num_host_syncs / total.num_verify_passes
     stats = sum((run.stats for run in contender.profiled if run.stats is not None), GenerationStats())
-    row.step_milliseconds = split_step(stats, sum(run.draft_forward_seconds for run in contender.profiled))
+    row.step_milliseconds = split_step(stats)
     row.prompt_milliseconds = 1000 * stats.seconds["prefill"] / len(contender.profiled)
     outside = row.step_milliseconds["step"] - row.step_milliseconds["draft"] - row.step_milliseconds["verify"]
     row.overhead_share = outside / row.step_milliseconds["step"]
 
 
-def split_step(stats: GenerationStats, draft_forward_seconds: float) -> dict[str, float]:
+def split_step(stats: GenerationStats) -> dict[str, float]:
     """Milliseconds of each part of a batch's verify step; see `Row.step_milliseconds`."""
     seconds = stats.seconds
-    parts = {
-        "draft": draft_forward_seconds,
-        "grow": seconds["draft"] - draft_forward_seconds,
-        "verify": seconds["verify"],
-        "accept": seconds["accept"],
-        "commit": seconds["commit"],
-    }
+    parts = {name: seconds[name] for name in ("draft", "verify", "accept", "commit")}
     step = seconds["total"] - seconds["prefill"] - seconds["profile"]
     parts = {"step": step, **parts, "other": step - sum(parts.values())}
     return {name: 1000 * value / stats.num_verify_passes for name, value in parts.items()}

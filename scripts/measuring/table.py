@@ -20,7 +20,7 @@ from draftsmith.inference.text_difference import Difference
 LABEL_WIDTH = 24  # of the first column, where it has to be folded
 BORDER = 3  # of a column: a line and two spaces
 CURES = ("--dtype float32",)  # options of the programs that measure
-STEP_PARTS = ("step", "draft", "grow", "verify", "accept", "commit", "other")
+STEP_PARTS = ("step", "draft", "verify", "accept", "commit", "other")
 T = TypeVar("T")
 
 
@@ -36,13 +36,11 @@ class Row:
             fastest plain decoding: the median over batches and repeats; the former with its quartiles.
         acceptance_length, acceptance_by_depth, accepted_histogram, nodes_per_step: per row.
         rows_per_step: mean number of rows that have not ended in a verify pass.
-        step_milliseconds: of a verify step of the whole batch, prefill excluded: draft (inside the drafter), grow (the
-            tree and, when sampling, the noise), verify (the target's forward), accept, commit, other (the rest); `step`
-            is their sum.
+        step_milliseconds: of a verify step of the whole batch, prefill excluded: draft (the drafter, and the tree that
+            grows), verify (the target's forward), accept, commit, other (the rest); `step` is their sum.
         prompt_milliseconds: to read a batch's prompts, the drafter's reading included.
-        overhead_share: the share of a step that is neither the target's forward nor the drafter's.
+        overhead_share: the share of a step that neither drafts nor verifies.
         host_syncs_per_step: how often the host waited to read a tensor (see `GenerationStats.num_host_syncs`).
-        roofline_share: the shortest time in which the hardware can draft and verify (see `roofline`) / the step.
         num_identical: rows whose text equals the reference's text of the prompt by itself, in every repeat.
         differences: of the other rows: the prompt's id, and where its text differs.
         repeated_4grams: the share of the text's 4-grams that occurred earlier in the text. Looping text helps drafters.
@@ -67,7 +65,6 @@ class Row:
     prompt_milliseconds: float | None = None
     overhead_share: float | None = None
     host_syncs_per_step: float | None = None
-    roofline_share: float | None = None
     reference: str | None = None
     num_identical: int | None = None
     num_compared: int = 0
@@ -217,20 +214,14 @@ def _step_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
         **{part: show_part(part) for part in STEP_PARTS},
         "prompt": lambda row: format_number(row.prompt_milliseconds, ".1f"),
         "overhead": lambda row: format_number(row.overhead_share, ".0%"),
-        "of the roofline": lambda row: format_number(row.roofline_share, ".0%"),
         "nodes": lambda row: format_number(row.nodes_per_step, ".0f"),
         **({"rows": lambda row: format_number(row.rows_per_step, ".1f")} if is_batch else {}),
         "accepted at depth 1, 2, ...": lambda row: " ".join(f"{share:.2f}" for share in row.acceptance_by_depth) or "–",
     }
     notes = [
-        "draft: inside the drafter; grow: the tree and the noise; verify: the target's forward; "
-        "overhead: all but draft and verify; prompt: reading the prompts, once per text"
+        "draft: the drafter and its tree; verify: the target's forward; overhead: all but these two; prompt: reading "
+        "the prompts, once per text"
     ]
-    if any(row.roofline_share is not None for row in rows):
-        notes.append(
-            "of the roofline: shortest time in which this machine can read and multiply the weights / time of the step "
-            f"({environment['bandwidth_gb_s']:.1f} GB/s, {environment['matmul_gflop_s']:.0f} GFLOP/s)"
-        )
     if is_batch:
         notes.append("times are per batch, nodes and acceptance per row; rows: rows that have not ended")
     timed = (row for row in rows if row.step_milliseconds is not None)

@@ -1,4 +1,4 @@
-"""What programs that measure are given: a small target, prompts, and a machine that needs no measuring."""
+"""What programs that measure are given: a small target, and prompts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.scripts.measuring import matrix
-from draftsmith.scripts.measuring.roofline import Hardware
 from tests.tiny_targets import tiny_target
-
-
-@pytest.fixture
-def known_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another test measures it."""
-    monkeypatch.setattr(matrix, "measure_hardware", lambda target: Hardware(10.0, 100.0))
 
 
 @pytest.fixture(scope="session")

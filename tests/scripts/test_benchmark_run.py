@@ -15,10 +15,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser
 from draftsmith.heads import create_heads
 from draftsmith.scripts import benchmark
 from draftsmith.scripts.benchmark import BenchmarkArguments
-from draftsmith.scripts.measuring.batches import MARK
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
-
-pytestmark = pytest.mark.usefixtures("known_hardware")
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +41,10 @@ def test_a_run_over_batch_sizes(
     # Sampled text has no contender at batch size 1, so the reference is decoded.
     sizes, trees = ([2], ["chain:1"]) if temperature else ([1, 2], ["chain:1", "dynamic:2,2,4"])
     penalty = 1.3 if temperature else 1.0
-    names = ("json",) if temperature else ("json", "plot", "markdown")
+    names = ("json",) if temperature else ("json", "markdown")
     files = {name: str(tmp_path / "out" / f"report.{name}") for name in names}
     _, printed = decode_all(
-        target=[small_chat],
+        target=small_chat,
         prompts=[str(prompts)],
         heads=[str(heads_path)],
         temperature=[temperature],
@@ -66,11 +63,9 @@ def test_a_run_over_batch_sizes(
             "float32", 3, temperature,
         )  # fmt: skip
         assert environment["repetition_penalty"] == penalty
-        assert (environment["bandwidth_gb_s"], environment["matmul_gflop_s"]) == (10.0, 100.0)
         assert environment["cpu"]
         rows = {row["name"] + row["tree"]: row for row in report["rows"]}
         assert {TRANSFORMERS, PLAIN, "n-gram drafterchain:1", *(f"untrained{tree}" for tree in trees)} <= rows.keys()
-        assert ("untrained, uncoupledchain:1" in rows) == (temperature > 0)
         problem = rows["transformers prompt look-up"]["problem"]
         if size > 1:
             assert problem == f"transformers speculates only for single rows, and the batch has {size}"
@@ -80,7 +75,6 @@ def test_a_run_over_batch_sizes(
             is_compared = temperature == 0 or is_ours
             assert (row["num_identical"], row["num_compared"]) == ((num_rows,) * 2 if is_compared else (None, 0)), name
             assert row["host_syncs_per_step"] == (1.0 if is_ours else None)
-            assert (row["roofline_share"] is not None) == is_ours
             assert not is_ours or 1 <= row["rows_per_step"] <= size
             assert row["num_new_tokens"] <= 4 * num_rows
             assert min(row["tokens_per_second"], row["over_transformers"], row["warm_up_seconds"]) > 0
@@ -91,13 +85,8 @@ def test_a_run_over_batch_sizes(
     if temperature:
         return
     page = Path(files["markdown"]).read_text()
-    columns = ("× generate", "× fastest plain", "overhead", "of the roofline")
-    told = ("batches of 1, 2**", "untrained, fastest tree by batch size: ", MARK, "| untrained, chain:1 |")
-    for text in (*(f"| {column} |" for column in columns), *told):
-        assert text in page
-    pictures = {file.name for file in (tmp_path / "out").iterdir()} - {"report.json", "report.markdown"}
-    assert pictures == {"report-1.plot", "report-2.plot", "report-batches.plot"}
-    assert (tmp_path / "out" / "report-batches.plot").read_bytes().startswith(b"\x89PNG")
+    for text in ("× generate", "× fastest plain", "overhead", "untrained, chain:1"):
+        assert f"| {text} |" in page
 
 
 @pytest.mark.parametrize(
@@ -105,6 +94,7 @@ def test_a_run_over_batch_sizes(
     [
         (["--temperature", "0", "-1"], "--temperature -1.0"),
         (["--acceptance", "rejection"], "--acceptance rejection"),
+        (["--batch_size", "2", "2"], "--batch_size 2 2"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl"),
     ],
 )

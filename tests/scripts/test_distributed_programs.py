@@ -1,16 +1,13 @@
-"""`draftsmith chat --distributed` and `draftsmith bench --distributed`: two processes, one program."""
+"""`draftsmith chat --distributed`: two processes, one program."""
 
 from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from draftsmith.scripts import benchmark, generate
-from draftsmith.scripts.benchmark import BenchmarkArguments
+from draftsmith.scripts import generate
 from draftsmith.scripts.chat.arguments import GenerateArguments
 from tests.processes import TORCHRUN, run_python
 
@@ -28,16 +25,14 @@ def test_a_chat(small_chat: str) -> None:
     assert len(re.findall(r"identical: the same \d+ tokens", output)) == 2, output
 
 
-@pytest.mark.parametrize("program", [generate, benchmark])
-def test_one_process_is_too_few(program: Any, monkeypatch: pytest.MonkeyPatch, small_chat: str, prompts: Path) -> None:
+def test_one_process_is_too_few(monkeypatch: pytest.MonkeyPatch, small_chat: str) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    own = ["--ngrams"] if program is generate else ["--prompts", str(prompts)]
-    monkeypatch.setattr(sys, "argv", ["program", "--target", small_chat, *own, "--distributed"])
+    monkeypatch.setattr(sys, "argv", ["program", "--target", small_chat, "--ngrams", "--distributed"])
     with pytest.raises(SystemExit, match=r"in a single process.* torchrun --nproc_per_node 2 -m draftsmith "):
-        program.main()
+        generate.main()
 
 
-def test_options_that_servers_do_not_have(prompts: Path) -> None:
+def test_options_that_servers_do_not_have() -> None:
     for options, error in (
         ({}, "there is nothing to verify"),
         ({"ngrams": True, "tree": "chain:2"}, "with --tree: servers verify chains"),
@@ -45,5 +40,3 @@ def test_options_that_servers_do_not_have(prompts: Path) -> None:
     ):
         with pytest.raises(ValueError, match=error):
             GenerateArguments(target="x", distributed=True, **options)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="servers load one target"):
-        BenchmarkArguments(target=["x", "y"], prompts=[str(prompts)], distributed=True)

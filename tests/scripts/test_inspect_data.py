@@ -60,9 +60,6 @@ def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytes
     assert first["lengths"]["0.5"] == sorted(lengths)[10]
     assert (first["lengths"]["0"], first["lengths"]["1"]) == (min(lengths), max(lengths))
     assert second["num_conversations"] == 3
-    for name in ("num_records", "num_conversations", "num_turns", "num_replies", "num_tokens", "num_trained_tokens"):
-        assert found["total"][name] == first[name] + second[name], name
-    assert found["total"]["dropped"] == first["dropped"]
     output = capsys.readouterr().out
     assert f"{files[0]}: 21 conversations of 24 records\n  dropped 2: no token" in output
     assert re.search(rf"turns {num_turns}\b.*\b{num_replies}\b.*\n.*tokens {sum(lengths)}\b.*\b{num_trained}\b", output)

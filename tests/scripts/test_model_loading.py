@@ -59,7 +59,7 @@ def test_the_adapter_is_merged_into_the_target_that_is_there(stored: Path) -> No
 @pytest.mark.parametrize("names", [("one", "two"), ("plain", "one")])
 def test_heads_for_different_targets_do_not_run_together(stored: Path, names: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="run the program for each of them by itself"):
-        load_all_heads([str(stored / name) for name in names], Target(tiny_target("llama")), is_only_target=True)
+        load_all_heads([str(stored / name) for name in names], Target(tiny_target("llama")))
 
 
 def test_the_tokens_that_heads_score_come_from_given_conversations(tmp_path: Path) -> None:

@@ -1,47 +1,58 @@
-"""The program that serves, as a process of its own, and the benchmark that loads it."""
+"""The program that serves, as a process of its own."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
 
+from draftsmith.inference import Target
 from draftsmith.scripts import serve
-from draftsmith.scripts.benchmarks import serving
-from draftsmith.scripts.benchmarks.serving import ServingArguments
 from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.inference.serving.test_replies import texts_alone
 
 HEADS = str(REPOSITORY / "examples" / "heads" / "eagle3")
 SECONDS = 120
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
-def test_texts_under_load_and_the_end_by_a_signal(tmp_path: Path) -> None:
+def test_texts_under_load_and_the_end_by_a_signal(chat_target: Any, chat_tokenizer: Any) -> None:
     """Six clients at once get the texts that the target gives alone; then a stream is cut off by SIGTERM."""
-    args = ServingArguments(
-        target=str(CHAT_TARGET), prompts=str(REPOSITORY / "examples" / "prompts.jsonl"), clients=6, requests=9
-    )
-    args.temperature, args.max_new_tokens, args.max_batch_size = 0.7, 24, 4
-    asks = serving.draw_asks(args)
-    _, tokenizer, texts = serving.decode_alone(args, asks)
-    words = [*serving.server_words(args, HEADS), "--drain_seconds", "0", "--tree", "dynamic:3,2,6", "--threads", "1"]
+    words = [
+        str(REPOSITORY / "scripts" / "serve.py"),
+        "--target",
+        str(CHAT_TARGET),
+        "--dtype",
+        "float32",
+        "--port",
+        "0",
+    ]
+    words += ["--max_batch_size", "4", "--max_length", "1024", "--heads", HEADS, "--tree", "dynamic:3,2,6"]
+    words += ["--drain_seconds", "0", "--threads", "1"]
+    prompts = [[5 + number, 9, 11] for number in range(6)]
     with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         lines = [process.stdout.readline(), process.stdout.readline()]
         assert lines[0].startswith("chat-13m with eagle3, none: at most 4 replies of 1024 tokens at once")
-        address = lines[1].partition("serving at ")[2].partition("/v1")[0]
-        answers, seconds = asyncio.run(serving.ask_all(args, "eagle3", address, asks))
-        row = serving.make_row("eagle3", [(answers, seconds)], texts, tokenizer)
-        assert (row["requests"], row["texts_that_differ"]) == (9, 0)
+        url = lines[1].partition("serving at ")[2].partition("/v1")[0] + "/v1/completions"
+
+        def ask(prompt: list[int]) -> str:
+            body = {"prompt": prompt, "max_tokens": 24, "temperature": 0.7, "seed": 5}
+            return str(httpx.post(url, json=body, timeout=SECONDS).json()["choices"][0]["text"])
+
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            texts = list(clients.map(ask, prompts))
+        sampled = {"do_sample": True, "temperature": 0.7, "max_new_tokens": 24}
+        assert texts == [texts_alone(Target(chat_target), chat_tokenizer, ids, **sampled)[0] for ids in prompts]
         body = {"prompt": "Once", "max_tokens": 900, "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=SECONDS) as reply:
+        with httpx.stream("POST", url, json=body, timeout=SECONDS) as reply:
             stream = reply.iter_lines()
             next(stream)
             began = time.monotonic()

@@ -82,7 +82,7 @@ def run_with_full_disk(arguments: list[str], step: int, num_bytes: int, message_
     run.trainer.add_callback(FullDisk(step, num_bytes))
     try:
         run.finish()
-    except TrainingStoppedError as error:
+    except (OSError, RuntimeError) as error:
         message_file.write_text(str(error))
 
 

@@ -89,7 +89,6 @@ class Runner:
             "bf16": False,
             "use_cpu": True,
             "disable_tqdm": True,
-            "report": False,
         }
 
     def arguments(self, **options: Any) -> list[str]:

@@ -31,7 +31,6 @@ from draftsmith.inference.request.chat_template import ConversationError
 from draftsmith.training.data.conversations import IMAGES_FIRST, BadLineError
 from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED, find_learned_turns
 from draftsmith.training.data.reply_spans import Span, find_special_ids
-from draftsmith.training.data.thoughts import find_thought_end
 from draftsmith.training.images.processor import ImageError, expand_images, load_processor
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ IMAGE_COLUMNS = {
     "media_end": datasets.Value("int32"),
 }
 # Part of the cache key of tokenized rows: raise it when the code below gives another result.
-_CACHE_VERSION = 11
+_CACHE_VERSION = 12
 _UNUSABLE: dict[str, Any] = {"input_ids": [], "loss_mask": [], "notes": []}
 # A process starts in about 0.1 s; this many short rows take 0.4 s.
 _ROWS_PER_PROCESS = 1000
@@ -59,7 +58,6 @@ def tokenize_conversations(
     *,
     max_length: int,
     num_proc: int | None = None,
-    train_on_thinking: bool = True,
     skip_bad_lines: bool = False,
 ) -> datasets.Dataset:
     """Tokenizes all conversations into the columns of `tokenize_row`.
@@ -70,7 +68,6 @@ def tokenize_conversations(
         conversations: the column `conversation` of `load_conversations`.
         max_length: the most tokens of a row; longer rows are cut.
         num_proc: processes that tokenize; None = one for each core, fewer for small sets.
-        train_on_thinking: learn the thoughts at the beginning of replies.
         skip_bad_lines: count conversations whose images cannot be read, instead of raising at the first one.
 
     Raises:
@@ -92,7 +89,6 @@ def tokenize_conversations(
         fn_kwargs={
             "tokenizer": tokenizer,
             "max_length": max_length,
-            "train_on_thinking": train_on_thinking,
             "version": _CACHE_VERSION,
             **more,
         },
@@ -187,9 +183,7 @@ def _tokenize_rows(
     return {name: [row[name] for row in made] for name in made[0]}
 
 
-def tokenize_row(
-    text: str, tokenizer: Any, max_length: int, train_on_thinking: bool = True, processor: Any = None
-) -> dict[str, Any]:
+def tokenize_row(text: str, tokenizer: Any, max_length: int, processor: Any = None) -> dict[str, Any]:
     """Tokenizes one conversation of `load_conversations`.
 
     The mask is 1 for each token of the assistant: it includes a reply's end-of-turn token and excludes its header. The
@@ -206,7 +200,7 @@ def tokenize_row(
         ImageError: an image cannot be read.
     """
     try:
-        row = _tokenize(json.loads(text), tokenizer, processor, train_on_thinking=train_on_thinking)
+        row = _tokenize(json.loads(text), tokenizer, processor)
     except ImageError:
         raise
     except ConversationError as error:
@@ -223,9 +217,7 @@ def tokenize_row(
     return {**row, **{name: row[name][:max_length] for name in ROW}, "problem": problem}
 
 
-def _tokenize(
-    conversation: dict[str, Any], tokenizer: Any, processor: Any = None, *, train_on_thinking: bool
-) -> dict[str, Any]:
+def _tokenize(conversation: dict[str, Any], tokenizer: Any, processor: Any = None) -> dict[str, Any]:
     """The columns of `tokenize_row`, not cut.
 
     Replies are found in the text with one mark for each image. The marks become longer, and so the replies move.
@@ -235,16 +227,14 @@ def _tokenize(
         conversation["messages"],
         tools=conversation.get("tools"),
         template=None if processor is None else processor.chat_template,
-        train_on_thinking=train_on_thinking,
     )
     text, spans, media = turns.text, turns.spans, conversation.get("media")
     if media:
         expanded = expand_images(processor, text, media)
         text = expanded.text
         spans = [replace(span, begin=expanded.move(span.begin), end=expanded.move(span.end)) for span in spans]
-    input_ids, loss_mask, starts = _encode(text, spans, tokenizer, train_on_thinking=train_on_thinking)
-    notes = [*turns.notes, *([conversation["note"]] if "note" in conversation else [])]
-    row = {"input_ids": input_ids, "loss_mask": loss_mask, "notes": notes}
+    input_ids, loss_mask, starts = _encode(text, spans, tokenizer)
+    row = {"input_ids": input_ids, "loss_mask": loss_mask, "notes": turns.notes}
     if not media:
         return row
     return {
@@ -255,9 +245,7 @@ def _tokenize(
     }
 
 
-def _encode(
-    text: str, spans: Sequence[Span], tokenizer: Any, *, train_on_thinking: bool
-) -> tuple[list[int], list[int], list[int]]:
+def _encode(text: str, spans: Sequence[Span], tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
     """Token ids, loss mask, and the place in the text where each token starts."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     input_ids = list(encoded["input_ids"])
@@ -270,8 +258,5 @@ def _encode(
         turn_end = next((place for place in range(end, len(starts)) if input_ids[place] in special), None)
         if not span.is_complete and turn_end is not None and not text[span.end : starts[turn_end]].strip():
             end = turn_end + 1
-        thought_end = None if train_on_thinking else find_thought_end(text, span.begin, span.end)
-        if thought_end is not None:
-            first = bisect_left(starts, thought_end)
         loss_mask[first:end] = [1] * (end - first)
     return input_ids, loss_mask, starts

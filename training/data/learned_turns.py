@@ -42,7 +42,6 @@ def find_learned_turns(
     *,
     tools: list[dict[str, Any]] | None = None,
     template: str | None = None,
-    train_on_thinking: bool = True,
 ) -> LearnedTurns:
     """Renders a conversation and finds the replies to learn.
 
@@ -69,10 +68,7 @@ def find_learned_turns(
         else:
             places = [place for place in places if not (_says_something(plain[place]) and _is_wanted(messages[place]))]
         found = {place: finder.find_reply(written, place, text) for place in places}
-    notes = {
-        place: _find_note(messages[place], text, span, train_on_thinking=train_on_thinking)
-        for place, span in found.items()
-    }
+    notes = {place: _find_note(messages[place], text, span) for place, span in found.items()}
     context = [found[place] for place, note in notes.items() if note]
     if marked is None:
         spans = [found[place] for place, note in notes.items() if not note]
@@ -94,7 +90,7 @@ def _says_something(message: dict[str, Any]) -> bool:
     return bool(message.get("tool_calls")) or bool(split_visible(message["content"])[1].strip())
 
 
-def _find_note(message: dict[str, Any], text: str, span: Span, *, train_on_thinking: bool) -> str:
+def _find_note(message: dict[str, Any], text: str, span: Span) -> str:
     """Why a reply is context only, or "".
 
     Args:
@@ -108,4 +104,4 @@ def _find_note(message: dict[str, Any], text: str, span: Span, *, train_on_think
     if is_plain or _says_something(message):
         return ""
     thoughts = (message.get("reasoning_content") or split_visible(message["content"])[0]).strip()
-    return "" if train_on_thinking and thoughts and thoughts in written else EMPTY
+    return "" if thoughts and thoughts in written else EMPTY

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
@@ -42,19 +42,11 @@ class DataArguments:
     )
     columns: list[str] = option(
         default_factory=list,
-        help="The columns to read: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, history=, "
-        "system=, tools=); none = find them. In YAML: a mapping.",
+        help="The columns to read: messages=COLUMN, or prompt=COLUMN response=COLUMN (and context=, system=, "
+        "tools=); none = find them. In YAML: a mapping.",
     )
     media_folder: str | None = option(
         default=None, help="Where relative paths of images begin; none = in the folder of the file that names them."
-    )
-    dataset_weights: list[float] = option(
-        default_factory=list,
-        help="How often to draw from each of --dataset, such as 0.7 0.3; none = every conversation once per epoch.",
-    )
-    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = option(
-        default="first_exhausted",
-        help="When an epoch of --dataset_weights ends: when one set is used up, or all (smaller sets repeat).",
     )
     eval_dataset: list[str] = option(
         default_factory=list,
@@ -86,17 +78,8 @@ class DataArguments:
     vocabulary_rows: int = option(
         default=10000, help="With --streaming: count the tokens of the first N rows for a reduced draft vocabulary."
     )
-    train_on_thinking: bool = option(
-        default=True,
-        help="Learn also the thoughts at the beginning of replies (reasoning_content, <think>...</think>).",
-    )
     num_proc: int | None = option(
         default=None, help="Processes that tokenize the conversations; none = one for each core."
-    )
-    eval_prompts: str | None = option(
-        default=None,
-        help="Conversations, or JSON lines of {'turns': [...]}, whose first turns are decoded for the acceptance "
-        "length; none = the held-out conversations.",
     )
     num_eval_prompts: int = option(
         default=16, help="Prompts to decode at each evaluation for the acceptance length; 0 = none."
@@ -109,7 +92,6 @@ class DataArguments:
         self._check_sets()
         for switch, names in (
             ("streaming", ("shuffle_buffer", "vocabulary_rows")),
-            ("dataset_weights", ("stopping_strategy",)),
             ("eval_dataset", ("eval_split",)),
         ):
             refuse_without(self, switch, names)
@@ -134,12 +116,6 @@ class DataArguments:
                 f"got {len(self.dataset_split)} of dataset_split for {len(self.dataset)} of dataset: give one for all, "
                 "or one for each"
             )
-        if self.dataset_weights and len(self.dataset_weights) != len(self.dataset):
-            raise ValueError(
-                f"got {len(self.dataset_weights)} dataset_weights for {len(self.dataset)} of dataset: give one for each"
-            )
-        if any(not 0 < weight < float("inf") for weight in self.dataset_weights):
-            raise ValueError(f"got dataset_weights {self.dataset_weights}: each must be above 0; leave out unused sets")
         for name, split in zip(self.dataset, self.splits, strict=True):
             if name in self.eval_dataset and (self.eval_split == split or Path(name).exists()):  # files have no splits
                 raise ValueError(
@@ -158,5 +134,5 @@ class DataArguments:
 
 
 def seed_of_data(args: TrainingArguments) -> int:
-    """The seed of every draw from the data: its order, mixtures, held-out rows, and the replies to rewrite."""
+    """The seed of every draw from the data: its order, and held-out rows."""
     return int(args.seed if args.data_seed is None else args.data_seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -21,7 +20,7 @@ _QUANTILES = (0, 0.1, 0.5, 0.9, 0.99, 1)
 
 @dataclass(frozen=True)
 class MeasuredSet:
-    """One set after reading, or all together.
+    """One set after reading.
 
     Attributes:
         num_records: lines or rows that were read; each is a conversation or is in `dropped`.
@@ -84,18 +83,6 @@ def measure_sets(data_args: DataArguments, tokenizer: Any) -> list[MeasuredSet]:
     ]
 
 
-def join_sets(parts: Sequence[MeasuredSet]) -> MeasuredSet:
-    """All sets together."""
-    return MeasuredSet(
-        name="all",
-        num_records=sum(part.num_records for part in parts),
-        dropped=sum((part.dropped for part in parts), Counter()),
-        notes=sum((part.notes for part in parts), Counter()),
-        turns=sum((part.turns for part in parts), Counter()),
-        rows=datasets.concatenate_datasets([part.rows for part in parts]),
-    )
-
-
 def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> MeasuredSet:
     records = _read(place, data_args)
     problems = records["problem"][:]
@@ -109,7 +96,6 @@ def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> Meas
         tokenizer,
         max_length=data_args.max_length,
         num_proc=data_args.num_proc,
-        train_on_thinking=data_args.train_on_thinking,
         skip_bad_lines=True,
     )
     unusable, notes, used = count_problems(rows)

@@ -14,8 +14,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import chain, count, islice
-from pathlib import Path
+from itertools import count, islice
 from typing import Any, NoReturn
 
 import datasets
@@ -26,7 +25,7 @@ from draftsmith.training.data.chat_tokens import ROW, check_tokenizer, log_probl
 from draftsmith.training.data.conversations import IMAGES_FIRST, BadLineError, Place, iterate_place, parse_row
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.data.packing import WINDOW, pack_window
-from draftsmith.training.data.records import SUFFIXES, Share
+from draftsmith.training.data.records import Share
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +86,8 @@ class ConversationStream(IterableDataset[Row]):
         self.rank, self.num_processes = rank, num_processes
         self.record_format = data_args.record_format()
         self.places = [Place.find(name, split) for name, split in zip(data_args.dataset, data_args.splits, strict=True)]
-        if len(self.places) > 1 and not data_args.dataset_weights:
-            logger.warning(
-                "a stream reads its sets one after the other, mixed only within shuffle_buffer; to mix them give "
-                "dataset_weights"
-            )
+        if len(self.places) > 1:
+            logger.warning("a stream reads its sets one after the other, mixed only within shuffle_buffer")
 
     def __iter__(self) -> Iterator[Row]:
         worker = get_worker_info()
@@ -101,22 +97,13 @@ class ConversationStream(IterableDataset[Row]):
             rows = self._tokenize(self._shuffle(epoch, reader, self.num_processes * num_workers))
             yield from self._pack(rows) if self.data_args.packing else rows
 
-    def describe(self) -> list[str]:
-        """Describes the files without reading them whole: name, size, and a hash of the first and last MiB."""
-        described = []
-        for place in self.places:
-            folder = Path(place.repository)
-            files = place.files or (_find_files(folder) if place.repository and folder.is_dir() else ())
-            described += [*map(_describe_file, files)] or [place.label]
-        return described
-
     def first_rows(self, count: int) -> datasets.Dataset:
         """Returns the first `count` training rows, unshuffled, the same in every process."""
-        return self._collect(islice(self._tokenize(self._mix(0, 0, 1)), count))
+        return self._collect(islice(self._tokenize(self._read_all(0, 0, 1)), count))
 
     def held_out_rows(self, count: int | None) -> datasets.Dataset | None:
         """Returns the first `count` held-out rows, or all of them without a count; None if no row is held out."""
-        rows = [*islice(self._tokenize(self._mix(0, 0, 1, is_held_out=True), may_be_empty=True), count)]
+        rows = [*islice(self._tokenize(self._read_all(0, 0, 1, is_held_out=True), may_be_empty=True), count)]
         return self._collect(iter(rows)) if rows else None
 
     @staticmethod
@@ -135,7 +122,7 @@ class ConversationStream(IterableDataset[Row]):
                 continue
             if conversation["conversation"].startswith(IMAGES_FIRST):
                 raise BadLineError("got streaming, and a conversation has images: leave streaming out")
-            row = tokenize_row(conversation["conversation"], self.tokenizer, args.max_length, args.train_on_thinking)
+            row = tokenize_row(conversation["conversation"], self.tokenizer, args.max_length)
             if problem := row.pop("problem"):
                 dropped[problem] += 1
                 continue
@@ -172,7 +159,7 @@ class ConversationStream(IterableDataset[Row]):
         """Draws from a buffer that is always refilled."""
         draw = random.Random(f"{self.seed} {epoch} {reader}")
         buffer: list[dict[str, str]] = []
-        for conversation in self._mix(epoch, reader, num_readers):
+        for conversation in self._read_all(epoch, reader, num_readers):
             if len(buffer) < self.data_args.shuffle_buffer:
                 buffer.append(conversation)
                 continue
@@ -182,33 +169,12 @@ class ConversationStream(IterableDataset[Row]):
         draw.shuffle(buffer)
         yield from buffer
 
-    def _mix(self, epoch: int, reader: int, num_readers: int, *, is_held_out: bool = False) -> Iterator[dict[str, str]]:
-        """Yields one epoch of the reader's conversations: set by set, or drawn by the weights."""
-        weights = self.data_args.dataset_weights
-
-        def read(place: Place) -> Iterator[dict[str, str]]:
-            return self._read(place, epoch, reader, num_readers, is_held_out=is_held_out)
-
-        if not weights:
-            yield from chain.from_iterable(map(read, self.places))
-            return
-        draw = random.Random(f"{self.seed} {epoch} mixture {reader}")
-        parts = [read(place) for place in self.places]
-        used_up: set[int] = set()
-        has_given: set[int] = set()
-        while True:
-            (index,) = draw.choices(range(len(parts)), weights)
-            conversation = next(parts[index], None)
-            if conversation is None:
-                if index not in has_given and not is_held_out:
-                    self._refuse_empty(self.places[index].label, {})
-                used_up.add(index)
-                if is_held_out or self.data_args.stopping_strategy == "first_exhausted" or len(used_up) == len(parts):
-                    return
-                parts[index] = read(self.places[index])
-                conversation = next(parts[index])
-            has_given.add(index)
-            yield conversation
+    def _read_all(
+        self, epoch: int, reader: int, num_readers: int, *, is_held_out: bool = False
+    ) -> Iterator[dict[str, str]]:
+        """Yields one epoch of the reader's conversations, set by set."""
+        for place in self.places:
+            yield from self._read(place, epoch, reader, num_readers, is_held_out=is_held_out)
 
     def _read(
         self, place: Place, epoch: int, reader: int, num_readers: int, *, is_held_out: bool
@@ -224,21 +190,6 @@ class ConversationStream(IterableDataset[Row]):
             held_out = self.holds_out and is_in_fraction(row["conversation"], self.data_args.validation_fraction)
             if held_out == is_held_out and not (is_held_out and row["problem"]):
                 yield row
-
-
-def _find_files(folder: Path) -> list[Path]:
-    """The files with conversations in a copy of a hub repository."""
-    found = sorted(file for file in folder.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
-    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-
-
-def _describe_file(file: Path) -> str:
-    size, digest = file.stat().st_size, hashlib.blake2b(digest_size=8)
-    with file.open("rb") as content:
-        digest.update(content.read(2**20))
-        content.seek(max(0, size - 2**20))
-        digest.update(content.read())
-    return f"{file.name}: {size} bytes, {digest.hexdigest()}"
 
 
 def is_in_fraction(text: str, fraction: float) -> bool:

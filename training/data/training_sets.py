@@ -1,4 +1,4 @@
-"""Loads the training rows and the held-out rows of a run: all its sets, mixed by their weights."""
+"""Loads the training rows and the held-out rows of a run: of all its sets."""
 
 from __future__ import annotations
 
@@ -44,9 +44,6 @@ def load_datasets(
 ) -> tuple[datasets.Dataset | ConversationStream, datasets.Dataset | None]:
     """Returns tokenized training rows and held-out rows; the latter None when nothing is held out.
 
-    Without weights, the sets follow one another. With weights, rows are held out of each set before the sets are
-    mixed, so that a row that repeats in the mixture is never in both.
-
     Args:
         rank: this process, of `num_processes`; each reads its part of a stream. All share the rows of stored sets.
         counts: of stored sets: dropped conversations by reason, and turns that are not learned, are added.
@@ -60,58 +57,28 @@ def load_datasets(
         )
         eval_set = stream.held_out_rows(limit) if holds_out else None
     else:
-        parts = [_hold_out(rows, data_args, seed=seed) for rows in _load_sets(data_args, tokenizer, counts)]
-        held_out = [rows for _, rows in parts if rows is not None]
-        if 0 < len(held_out) < len(parts):
-            raise ValueError(
-                "a set of one conversation has none to hold out, and the other sets have: leave it out, give an "
-                "--eval_dataset, or --validation_fraction 0"
-            )
-        train_set = _first(mix([train for train, _ in parts], data_args, seed=seed), data_args.max_samples)
-        eval_set = mix(held_out, data_args, seed=seed) if len(held_out) == len(parts) else None
+        train_set, eval_set = _hold_out(_load_sets(data_args, tokenizer, counts), data_args, seed=seed)
     if data_args.eval_dataset:
         eval_set = _load_held_out(data_args, tokenizer, counts)
     return train_set, None if eval_set is None else _first(eval_set, limit)
 
 
 def load_every_row(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset:
-    """Returns every row that a run may read, however it draws, mixes, packs or holds out rows."""
-    parts = _load_sets(data_args, tokenizer)
+    """Returns every row that a run may read, however it draws, packs or holds out rows."""
+    parts = [_load_sets(data_args, tokenizer)]
     if data_args.eval_dataset:
         parts.append(_load_held_out(data_args, tokenizer))
     return datasets.concatenate_datasets(parts)
 
 
-def _load_sets(data_args: DataArguments, tokenizer: Any, counts: Counter[str] | None = None) -> list[datasets.Dataset]:
-    """All sets in order as one, up to `max_samples`; with weights each set, up to `max_samples` of each."""
-    names, splits = data_args.dataset, data_args.splits
-    if not data_args.dataset_weights:
-        return [_load(data_args, tokenizer, names, splits, data_args.max_samples, counts)]
-    return [
-        _load(data_args, tokenizer, [name], [split], data_args.max_samples, counts)
-        for name, split in zip(names, splits, strict=True)
-    ]
+def _load_sets(data_args: DataArguments, tokenizer: Any, counts: Counter[str] | None = None) -> datasets.Dataset:
+    """All sets in order as one, up to `max_samples`."""
+    return _load(data_args, tokenizer, data_args.dataset, data_args.splits, data_args.max_samples, counts)
 
 
 def _load_held_out(data_args: DataArguments, tokenizer: Any, counts: Counter[str] | None = None) -> datasets.Dataset:
     splits = [data_args.eval_split] * len(data_args.eval_dataset)
     return _load(data_args, tokenizer, data_args.eval_dataset, splits, data_args.max_eval_samples or None, counts)
-
-
-def mix(parts: Sequence[datasets.Dataset], data_args: DataArguments, *, seed: int) -> datasets.Dataset:
-    """Returns one epoch of a weighted mixture, the rows of each part in random order; `seed` fixes the draws.
-
-    Without weights there is one part, which stays as it is.
-    """
-    if not data_args.dataset_weights:
-        return parts[0]
-    total = sum(data_args.dataset_weights)
-    return datasets.interleave_datasets(
-        [part.shuffle(seed=seed) for part in parts],
-        probabilities=[weight / total for weight in data_args.dataset_weights],
-        seed=seed,
-        stopping_strategy=data_args.stopping_strategy,
-    )
 
 
 def _load(
@@ -134,7 +101,6 @@ def _load(
         tokenizer,
         max_length=data_args.max_length,
         num_proc=data_args.num_proc,
-        train_on_thinking=data_args.train_on_thinking,
         skip_bad_lines=data_args.skip_bad_lines,
     )
     return drop_unusable(rows, counts)

@@ -134,15 +134,11 @@ class HiddenStates:
             raise ValueError(f"{url} writes {found}, where hidden_states [T, L, D] and token_ids are expected")
         if found_ids.tolist() != ids:
             raise ValueError(f"{url} gives the states of other tokens than those of the request: please report this")
-        if states.shape[2] != wanted.hidden_size:
+        needed = (len(ids), len(wanted.layers), wanted.hidden_size)
+        if states.shape != needed:
             raise ValueError(
-                f"{url} serves another model: its states have {states.shape[2]} numbers, and those of "
-                f"{wanted.target} have {wanted.hidden_size}. {self._cure()}"
-            )
-        if states.shape[:2] != (len(ids), len(wanted.layers)):
-            raise ValueError(
-                f"{url} gives {states.shape[1]} states for each of {states.shape[0]} tokens, and {len(wanted.layers)} "
-                f"for each of {len(ids)} are needed. {self._cure()}"
+                f"{url} serves another model than {wanted.target}, or gives other layers: its states have the shape "
+                f"{list(states.shape)}, and {list(needed)} is needed. {self._cure()}"
             )
         if states.dtype != wanted.dtype:
             found, needed = (str(dtype).removeprefix("torch.") for dtype in (states.dtype, wanted.dtype))
@@ -202,13 +198,8 @@ def _take_file(path: Path) -> dict[str, Tensor]:
                     "server's log (a full disk)"
                 ) from error
             time.sleep(_POLL)
-        except PermissionError as error:
-            raise ValueError(
-                f"cannot read and delete {path} ({error.strerror}): vLLM lets only its own user read the file, so run "
-                "this program as the server's user"
-            ) from error
         except (OSError, SafetensorError) as error:
             raise ValueError(
-                f"cannot read {path} ({error}): the folder that server and program share needs file locks, such as "
-                "one on a local disk or in /dev/shm; name it with --shared_folder"
+                f"cannot read and delete {path} ({error}): run this program as the server's user, and share a folder "
+                "with file locks, such as one in /dev/shm (--shared_folder)"
             ) from error

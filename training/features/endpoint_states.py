@@ -8,7 +8,6 @@ Legend: T tokens of a row, L states of each token, D hidden size, K best tokens,
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,9 +29,6 @@ from draftsmith.training.features.target_options import EndpointArguments, Model
 logger = logging.getLogger(__name__)
 
 NUM_LAYERS = 3  # layers to load: EAGLE-3 taps the input of the third one, which can then be checked
-
-
-SLOW = 60.0  # seconds: a run that has waited so long for the server, and for half of its time, warns
 
 
 class EndpointStates:
@@ -187,7 +183,6 @@ class ServedFeatures(ReadFeatures):
         self.states = states
         self._pool = ThreadPoolExecutor(states.num_in_flight)
         self._files: dict[Texts, dict[tuple[int, int, int], Future[Path]]] = {}
-        self._start, self._waited, self._has_warned = time.monotonic(), 0.0, False
 
     def expect(self, texts: Texts) -> None:
         self._ask(texts)
@@ -198,7 +193,7 @@ class ServedFeatures(ReadFeatures):
         return self.states.take(self._files[texts].pop(place).result(), texts.ids(place)).tensors
 
     def __call__(self, batch: Mapping[str, Any]) -> TargetStates:
-        texts, start = batch["texts"], time.monotonic()
+        texts = batch["texts"]
         if texts not in self._files:
             self._ask(texts)
         try:
@@ -207,7 +202,6 @@ class ServedFeatures(ReadFeatures):
             raise MissingStatesError(str(error)) from error
         finally:
             self._drop(texts)
-        self._note_wait(start, time.monotonic())
         assert states is not None
         return states
 
@@ -227,20 +221,6 @@ class ServedFeatures(ReadFeatures):
             place: self._pool.submit(lambda ids: self.states.server.ask(ids)[0], texts.ids(place))
             for place in texts.places
         }
-
-    def _note_wait(self, start: float, end: float) -> None:
-        self._waited += end - start
-        passed = end - self._start
-        if not self._has_warned and self._waited >= max(SLOW, passed / 2):
-            self._has_warned = True
-            logger.warning(
-                "training has waited %.0f of its first %.0f seconds for states from %s, which is slower than the "
-                "heads: give the server more devices, or raise --concurrency (now %d)",
-                self._waited,
-                passed,
-                self.states.server.client.url,
-                self.states.num_in_flight,
-            )
 
 
 def refuse_without_target(model_args: ModelArguments, placement: PlacementArguments) -> None:

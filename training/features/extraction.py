@@ -16,9 +16,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from draftsmith.training.features.store import (
     write_settings,
     write_shard,
 )
-from draftsmith.training.features.store_checks import check_same_target, explain_date, iterate_ids
+from draftsmith.training.features.store_checks import check_same_target, iterate_ids
 from draftsmith.training.features.target_identity import identify_target
 from draftsmith.training.features.target_loading import (
     FirstLayers,
@@ -56,8 +56,6 @@ from draftsmith.training.features.target_loading import (
 from draftsmith.training.features.target_options import ModelArguments, PlacementArguments
 
 logger = logging.getLogger(__name__)
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -168,46 +166,6 @@ class Extraction:
         return computed
 
 
-class HostCopies:
-    """Copies tensors to the host. On CUDA they travel beside the computation that follows, into pinned memory.
-
-    Attributes:
-        tensors: the copies; valid after `wait`.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._event: torch.cuda.Event | None = None
-        device = next(iter(tensors.values())).device
-        if device.type != "cuda":
-            self.tensors = {name: value.cpu() for name, value in tensors.items()}
-            return
-        stream = _copy_stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            self.tensors = {name: value.to("cpu", non_blocking=True) for name, value in tensors.items()}
-            self._event = stream.record_event()
-        for value in tensors.values():
-            value.record_stream(stream)
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-
-@lru_cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-def one_behind(items: Iterable[Item]) -> Iterator[Item]:
-    """Yields every item when the next one has been made."""
-    before: list[Item] = []
-    for item in items:
-        yield from before
-        before = [item]
-    yield from before
-
-
 class LocalStates:
     """Runs the target on batches of rows of similar lengths, to pad little.
 
@@ -222,35 +180,28 @@ class LocalStates:
         self.online = OnlineFeatures(target, layers)
 
     def __call__(self, shards: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int, StoredRow]]:
-        for (shard, part, batch), copies in one_behind(self._compute(shards)):
-            copies.wait()
-            for place, index in enumerate(part):
-                count = len(self.rows[index]["input_ids"])
-                values = {name: value[place, :count].clone() for name, value in copies.tensors.items()}
-                yield shard, index, StoredRow(batch["input_ids"][place, :count], values)
-
-    def _compute(
-        self, shards: Mapping[int, Sequence[int]]
-    ) -> Iterator[tuple[tuple[int, list[int], dict[str, Any]], HostCopies]]:
-        """Yields (shard, row numbers, batch) and the states, which may still be on their way to the host."""
         for shard, numbers in shards.items():
             rows = {index: self.rows[index] for index in numbers}
             indices = sorted(rows, key=lambda index: len(rows[index]["input_ids"]))
             for start in range(0, len(indices), self.batch_size):
                 part = indices[start : start + self.batch_size]
-                batch = self.collate([rows[index] for index in part])
-                yield (shard, part, batch), HostCopies(self._encode(batch))
+                batch: dict[str, Any] = self.collate([rows[index] for index in part])
+                tensors = self._encode(batch)
+                for place, index in enumerate(part):
+                    count = len(rows[index]["input_ids"])
+                    values = {name: value[place, :count].clone() for name, value in tensors.items()}
+                    yield shard, index, StoredRow(batch["input_ids"][place, :count], values)
 
     @torch.no_grad()
     def _encode(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Returns the tensors of a batch as they are stored, each [B, T, ...]."""
+        """Returns the tensors of a batch as they are stored, each [B, T, ...] on the host."""
         encoded = self.online({**batch, "input_ids": batch["input_ids"].to(self.target.device)})
         width = self.target.hidden_size
         tensors = {
             tensor_name(layer, self.target.num_layers): encoded.features[..., i * width : (i + 1) * width]
             for i, layer in enumerate(self.layers)
         }
-        return {**tensors, "last": encoded.last_hidden}
+        return {name: value.cpu() for name, value in {**tensors, "last": encoded.last_hidden}.items()}
 
 
 def load_target(model_args: ModelArguments, placement: PlacementArguments, *, rank: int, num_processes: int) -> Target:
@@ -287,8 +238,6 @@ def prepare_extraction(
     rows, layers = load_every_row(data_args, tokenizer), find_layers(model_args, target)
     if "media" in rows.column_names:
         raise ValueError("the conversations have images, whose states are not stored: train without --features")
-    if (hint := explain_date(tokenizer)) and rank == 0:
-        logger.warning("the features of %s are of today%s", args.output_dir, hint)
     settings = StoreSettings(identify_target(target, model_args.target), name_tensors(layers, target.num_layers))
     if not isinstance(target, FirstLayers):
         compute = LocalStates(target, rows, layers=layers, batch_size=args.batch_size)
@@ -329,10 +278,7 @@ def extract_features(
             "others at every layer. Spread the target over the devices of one process (--target_device_map auto)"
         )
     if data_args.streaming:
-        raise ValueError(
-            "got streaming: an extraction reads the set to its end; leave streaming out, or let training store the "
-            "rows it reads (--feature_mode hybrid)"
-        )
+        raise ValueError("got streaming: an extraction reads the set to its end; leave streaming out")
     extraction = prepare_extraction(model_args, data_args, placement, args, rank=rank, num_processes=num_processes)
     settings = extraction.settings
     plan = extraction.plan

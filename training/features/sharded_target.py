@@ -1,8 +1,7 @@
 """Splits a frozen target that is too large for one device over the processes that train the heads.
 
-- `fsdp2`: each process keeps an equal part of every decoder layer's weights, gathers a layer when it runs and frees it
-  afterwards. The processes of a machine load the target one after the other, so that the host needs room for one copy.
-- `tp`: each process reads and keeps its part of every matrix and computes with it, by transformers' own plan.
+Each process keeps an equal part of every decoder layer's weights (FSDP2), gathers a layer when it runs and frees it
+afterwards. The processes of a machine load the target one after the other, so that the host needs room for one copy.
 
 Embedding and LM head stay whole, because heads and losses use them outside the target's forward.
 
@@ -12,27 +11,23 @@ Every forward of a split target is a collective: all processes must run the same
 from __future__ import annotations
 
 from functools import partial
-from importlib import import_module
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from draftsmith.inference.targets.model_config import find_auto_class
-
-Sharding = Literal["none", "fsdp2", "tp"]
+Sharding = Literal["none", "fsdp2"]
 
 
-def check_processes(sharding: Sharding) -> None:
+def check_processes() -> None:
     """Raises ValueError for a target that one process would share with itself."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         raise ValueError(
-            f"got shard_target {sharding} in a run of one process, which would hold the whole target anyway: "
+            "got shard_target fsdp2 in a run of one process, which would hold the whole target anyway: "
             "start several with accelerate launch, or leave it out"
         )
 
@@ -54,32 +49,6 @@ def split_layers(model: Any, mesh: DeviceMesh) -> None:
     for layer, following in pairwise(layers):
         layer.register_forward_pre_hook(partial(_gather_ahead, following))
     model.to(mesh.device_type)
-
-
-def plan_tensor_parallel(config: Any) -> Any:
-    """Returns the `distributed_config` with which `from_pretrained` splits a model over all processes.
-
-    Raises:
-        ValueError: a transformers that cannot leave modules whole.
-    """
-    try:
-        import_module("transformers.distributed.tensor_parallel")
-        make_config: Any = import_module("transformers.distributed").DistributedConfig
-    except ImportError as error:
-        raise ValueError(
-            f"got shard_target tp, which transformers {transformers.__version__} cannot do with a whole LM head: "
-            "install a newer one (5.23 was tested), or give fsdp2"
-        ) from error
-    with torch.device("meta"):
-        model = find_auto_class(config).from_config(config)
-    whole = (model.get_input_embeddings(), model.get_output_embeddings())
-    plan = {name: "replicate" for name, module in model.named_modules() if module in whole}
-    return make_config(tp_plan=plan)
-
-
-def is_tensor_parallel(model: Any) -> bool:
-    """Whether the processes compute every pass of a model together, on the same batch."""
-    return getattr(model, "tp_size", None) is not None
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -1,11 +1,10 @@
-"""Gives the trainer the target's states of a batch: computed, read from disk, or both.
+"""Gives the trainer the target's states of a batch: computed, or read from disk.
 
 Legend: B batch, T sequence length, F feature width (number of tapped layers x D), D hidden size.
 """
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,25 +15,12 @@ from typing import Any
 
 import numpy
 import torch
-from accelerate import PartialState
 from torch import Tensor
-from transformers import TrainerCallback
 
 from draftsmith.inference.targets.target import Target
-from draftsmith.training.data.collation import find_documents, hash_tokens
+from draftsmith.training.data.collation import find_documents
 from draftsmith.training.features.encoding import encode
-from draftsmith.training.features.store import (
-    DiskFullError,
-    FeatureStore,
-    StoredRow,
-    name_tensors,
-    tensor_name,
-    write_shard,
-)
-
-logger = logging.getLogger(__name__)
-
-SHARD_BYTES = 256 * 10**6  # a hybrid run writes a shard when the states in memory have this size
+from draftsmith.training.features.store import FeatureStore, name_tensors, tensor_name
 
 
 class MissingStatesError(ValueError):
@@ -218,15 +204,11 @@ def look_ahead(batches: Iterator[Any], source: ReadFeatures) -> Iterator[Any]:
 
 
 class StoredFeatures(ReadFeatures):
-    """Reads the states of every batch from a store, where they are found by the hashes of their tokens.
+    """Reads the states of every batch from a store, where they are found by the hashes of their tokens."""
 
-    Args:
-        hint: ends the message about a text that is missing.
-    """
-
-    def __init__(self, target: Target, feature_layers: Sequence[int], store: FeatureStore, hint: str = "") -> None:
+    def __init__(self, target: Target, feature_layers: Sequence[int], store: FeatureStore) -> None:
         super().__init__(target, feature_layers)
-        self.store, self.hint = store, hint
+        self.store = store
 
     def find(self, texts: Texts, place: tuple[int, int, int]) -> Mapping[str, Tensor] | None:
         return self.store.read(texts.ids(place), self.names)
@@ -236,99 +218,6 @@ class StoredFeatures(ReadFeatures):
         if states is None:
             raise MissingStatesError(
                 f"{self.store.folder} lacks a text of this batch: extract the features of this data "
-                f"(draftsmith features with the same options), or train with --feature_mode hybrid{self.hint}"
+                "(draftsmith features with the same options)"
             )
         return states
-
-
-class HybridFeatures:
-    """Reads stored states, computes the missing ones and stores them, so that the first epoch fills the store.
-
-    A batch with a missing text is computed as a whole, as it would be online, and its missing texts are stored. A kill
-    loses the texts of the unfinished shard, which are then computed again. When the disk is full, missing texts are
-    computed online in every epoch.
-
-    Args:
-        rank: of this process, which writes its own shards, of `shard_bytes` each.
-    """
-
-    def __init__(
-        self,
-        online: OnlineFeatures,
-        store: FeatureStore,
-        *,
-        rank: int = 0,
-        shard_bytes: int = SHARD_BYTES,
-    ) -> None:
-        self.online = online
-        self.store = store
-        self.stored = StoredFeatures(online.target, online.feature_layers, store)
-        self.rank = rank
-        self.shard_bytes = shard_bytes
-        self.writes = True  # until the disk is full
-        self._rows: dict[int, StoredRow] = {}
-        self._written: set[int] = set()  # keys of flushed rows: the store reads new shards only at an epoch's end
-        self._size = 0
-
-    def peek(self, batch: Mapping[str, Any]) -> TargetStates:
-        """Returns the states of a batch without storing them."""
-        return self.stored.read(batch) or self.online(batch)
-
-    def __call__(self, batch: Mapping[str, Any]) -> TargetStates:
-        states = self.stored.read(batch)
-        if states is None:
-            states = self.online(batch)
-            if self.writes:
-                self._keep(batch["texts"], states)
-        return states
-
-    def _keep(self, texts: Texts, states: TargetStates) -> None:
-        width = self.online.target.hidden_size
-        tensors = {"last": states.last_hidden}
-        for index, name in enumerate(self.stored.layer_names):
-            tensors[name] = states.features[..., index * width : (index + 1) * width]
-        for place in texts.places:
-            ids, (row, start, end) = texts.ids(place), place
-            key = hash_tokens(ids)
-            if key in self._rows or key in self._written or self.store.has(ids):
-                continue
-            values = {name: value[row, start:end].cpu().clone() for name, value in tensors.items()}
-            self._rows[key] = StoredRow(ids, values)
-            self._size += sum(value.nbytes for value in values.values())
-        if self._size >= self.shard_bytes:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes the rows in memory as one shard."""
-        if not self._rows:
-            return
-        taken = [
-            int(path.stem.rpartition("-")[2]) for path in self.store.folder.glob(f"cache-{self.rank}-*.safetensors")
-        ]
-        try:
-            name = f"cache-{self.rank}-{max(taken, default=-1) + 1:05d}"
-            write_shard(self.store.folder, name, list(self._rows.values()))
-            self._written |= self._rows.keys()
-        except DiskFullError as error:
-            logger.warning("%s. Until then, missing states are computed online", error)
-            self.writes = False
-        self._rows.clear()
-        self._size = 0
-
-
-class FlushFeatures(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Writes the shard of every process at the end of an epoch, so that the next epoch finds all of them, and after an
-    evaluation, which may be the last one."""
-
-    def __init__(self, features: HybridFeatures) -> None:
-        self.features = features
-
-    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.features.flush()
-        PartialState().wait_for_everyone()
-        self.features.store.refresh()
-
-    on_train_end = on_epoch_end
-
-    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self.features.flush()

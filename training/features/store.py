@@ -63,13 +63,13 @@ class StoreSettings:
 
     Attributes:
         tensors: names of the stored tensors, in the target's dtype.
-        num_shards, data_hash: of a planned extraction; None for a cache that grows.
+        num_shards, data_hash: of the extraction's plan.
     """
 
     target: TargetIdentity
     tensors: list[str]
-    num_shards: int | None = None
-    data_hash: str | None = None
+    num_shards: int = 0
+    data_hash: str = ""
     format: int = FORMAT
 
     @property
@@ -157,15 +157,11 @@ class FeatureStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.settings = read_settings(folder)
-        self._shards: dict[str, _Shard] = {}
+        names = sorted(finished_shards(folder))
+        self._shards = {name: _read_shard(folder / f"{name}.safetensors") for name in names}
         self._places: dict[int, tuple[str, int]] = {}  # key -> (shard, row)
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Adds the shards that were finished since the last call."""
-        for name in sorted(finished_shards(self.folder) - self._shards.keys()):
-            self._shards[name] = _read_shard(self.folder / f"{name}.safetensors")
-            for row, key in enumerate(self._shards[name].keys):
+        for name, shard in self._shards.items():
+            for row, key in enumerate(shard.keys):
                 self._places.setdefault(key, (name, row))
 
     def __len__(self) -> int:

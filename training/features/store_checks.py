@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads import DraftHeads
-from draftsmith.training.features.store import FeatureStore, StoreSettings, TargetIdentity, name_tensors
+from draftsmith.training.features.store import FeatureStore, TargetIdentity, name_tensors
 
 
 def check_same_target(folder: Path, stored: TargetIdentity, found: TargetIdentity) -> None:
@@ -26,17 +26,6 @@ def check_same_target(folder: Path, stored: TargetIdentity, found: TargetIdentit
         )
 
 
-def explain_date(tokenizer: Any) -> str:
-    """What to add about missing texts where the chat template writes today's date; "" where it writes none."""
-    if "strftime_now" not in str(tokenizer.chat_template):
-        return ""
-    return (
-        ". The target's chat template writes today's date (strftime_now), so the texts of another day are other texts, "
-        "and stored states do not fit them: save the target's tokenizer with a template that has a fixed date, and "
-        "extract with it"
-    )
-
-
 def iterate_ids(rows: datasets.Dataset) -> Iterator[Tensor]:
     """Yields the token ids [T] of each row."""
     for batch in rows.select_columns("input_ids").with_format("arrow").iter(1000):
@@ -45,21 +34,11 @@ def iterate_ids(rows: datasets.Dataset) -> Iterator[Tensor]:
         yield from ids.split(column.value_lengths().to_pylist())
 
 
-def check_can_fill(store: FeatureStore, wanted: StoreSettings) -> None:
-    """Raises ValueError when a hybrid run would add other tensors than those in the store."""
-    if store.settings.tensors != wanted.tensors:
-        raise ValueError(
-            f"{store.folder} holds {', '.join(store.settings.tensors)}, and this run would add "
-            f"{', '.join(wanted.tensors)}: fill another folder, or train with --feature_mode offline"
-        )
-
-
-def check_complete(store: FeatureStore, heads: DraftHeads, rows: Mapping[str, Any], hint: str = "") -> None:
-    """Raises ValueError when an offline run needs tensors, shards or texts that the store lacks.
+def check_complete(store: FeatureStore, heads: DraftHeads, rows: Mapping[str, Any]) -> None:
+    """Raises ValueError when a run needs tensors, shards or texts that the store lacks.
 
     Args:
         rows: by purpose; the texts of a stream cannot be checked before they are read.
-        hint: of `explain_date`, for texts that are missing.
     """
     settings, kind = store.settings, heads.config.head_type
     wanted = name_tensors(heads.feature_layers, settings.target.num_layers)
@@ -69,7 +48,7 @@ def check_complete(store: FeatureStore, heads: DraftHeads, rows: Mapping[str, An
             f"{', '.join(wanted)}: extract again with --head_type {kind} to store {', '.join(lacking)}"
         )
     planned = settings.num_shards
-    if planned is not None and store.num_finished < planned:
+    if store.num_finished < planned:
         raise ValueError(
             f"{store.folder} is not finished: it has {store.num_finished} of {planned} shards. Run the same "
             "draftsmith features command again to write the others"
@@ -79,6 +58,5 @@ def check_complete(store: FeatureStore, heads: DraftHeads, rows: Mapping[str, An
         if missing := sum(not store.has(ids) for ids in known):
             raise ValueError(
                 f"{store.folder} lacks {missing} of the {len(part)} {purpose} texts of this run: train with the data, "
-                "the max_length and the chat template of the extraction, extract again, or add the texts with "
-                f"--feature_mode hybrid{hint}"
+                "the max_length and the chat template of the extraction (some write today's date), or extract again"
             )

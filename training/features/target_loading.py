@@ -20,7 +20,7 @@ from draftsmith.inference.shared_swaps import SharedSwap
 from draftsmith.inference.targets.files import load_causal_lm, read_config
 from draftsmith.inference.targets.model_config import find_auto_class
 from draftsmith.training.distributed.waiting import one_process_at_a_time
-from draftsmith.training.features.sharded_target import check_processes, plan_tensor_parallel, split_layers
+from draftsmith.training.features.sharded_target import check_processes, split_layers
 from draftsmith.training.features.target_options import ModelArguments, PlacementArguments
 
 
@@ -42,24 +42,20 @@ def load_model(
     Raises:
         ValueError: a device map with several processes; a target that cannot be split as `placement` says.
     """
-    device_map, sharding = placement.parse_device_map(), placement.shard_target
+    device_map = placement.parse_device_map()
     if device_map is not None and num_processes > 1:
         raise ValueError(
             f"got target_device_map {placement.target_device_map} with {num_processes} processes, each of which would "
             "spread a whole target over the same devices: start one process, split the target over the processes "
             "(--shard_target fsdp2), or train from stored features"
         )
-    if sharding != "none":
-        check_processes(sharding)
-    if sharding == "fsdp2":
+    if placement.shard_target == "fsdp2":
+        check_processes()
         mesh = init_device_mesh(device.type, (num_processes,))
         with one_process_at_a_time():
             model = _load(model_args)
             split_layers(model, mesh)
             return model
-    if sharding == "tp":
-        config = read_config(model_args.target, trust_remote_code=model_args.trust_remote_code)
-        return _load(model_args, distributed_config=plan_tensor_parallel(config))
     return _load(model_args, device_map={"": device} if device_map is None and device.type != "cpu" else device_map)
 
 

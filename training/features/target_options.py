@@ -99,8 +99,7 @@ class PlacementArguments:
     )
     shard_target: Sharding = option(
         default="none",
-        help="For large targets: fsdp2 = each process keeps a share of the layers and gathers a layer when it runs; "
-        "tp = tensor parallelism, each process computes a share of every layer.",
+        help="For large targets: fsdp2 = each process keeps a share of the layers and gathers a layer when it runs.",
     )
 
     def __post_init__(self) -> None:
@@ -159,10 +158,6 @@ class FeatureArguments(EndpointArguments):
         default=None,
         help="Folder of stored features (draftsmith features); none = run the target on every batch.",
     )
-    feature_mode: Literal["offline", "hybrid"] = option(
-        default="offline",
-        help="offline: every text must be in --features; hybrid: missing texts are computed and stored.",
-    )
     features_endpoint: str | None = option(
         default=None,
         help="Base URL of a vLLM server that computes the states while the heads train, such as "
@@ -170,7 +165,6 @@ class FeatureArguments(EndpointArguments):
     )
 
     def __post_init__(self) -> None:
-        refuse_without(self, "features", ("feature_mode",))
         self.check_endpoint("features_endpoint")
         if self.features is not None and self.features_endpoint is not None:
             raise ValueError(

@@ -320,7 +320,7 @@ def _choose_rows(
     else:
         reason = "the target's limit" if length < LONGEST_ROW else "as in published recipes"
         yield Choice("max_length", str(length), f"tokens of a row, {reason}")
-    if not {"train_sampling_strategy", "on_policy_fraction"} & given.keys():
+    if "train_sampling_strategy" not in given:
         yield Choice("packing", "true", "several conversations fill a row, so no padding is computed")
     weights = shape.parameters * size
     if "features_endpoint" in given:

@@ -184,7 +184,7 @@ def _command_line(settings: Mapping[str, Any], optional: Collection[str]) -> Ite
 
 
 # Decided by the machine, or about how the run was started: another start of the same run may differ.
-_LEFT_OUT = {"choose", "dataloader_pin_memory", "ddp_backend", "local_rank", "resume_from_checkpoint", "dry_run"}
+_LEFT_OUT = {"choose", "dataloader_pin_memory", "ddp_backend", "local_rank", "resume_from_checkpoint"}
 
 
 class _StockArguments(TrainingArguments):

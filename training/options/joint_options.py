@@ -34,9 +34,6 @@ class JointArguments:
     heads_lr_multiplier: float = option(
         default=4.0, help="The heads' multiple of --learning_rate, which is the adapters' rate (paper: 4)."
     )
-    heads_warmup_steps: float = option(
-        default=0.1, help="Steps that train only the heads first: a share below 1, a number from 1 on."
-    )
 
     def __post_init__(self) -> None:
         if self.lora_r is None:
@@ -45,8 +42,6 @@ class JointArguments:
             raise ValueError(f"got lora_r {self.lora_r}: it must be at least 1; leave it out to train only the heads")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"got lora_dropout {self.lora_dropout}: it is a share, from 0 to below 1")
-        if self.heads_warmup_steps < 0 or (self.heads_warmup_steps > 1 and self.heads_warmup_steps % 1):
-            raise ValueError(f"got heads_warmup_steps {self.heads_warmup_steps}: give a share below 1, or whole steps")
         for name in ("lora_alpha", "heads_loss_weight", "heads_lr_multiplier"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"got {name} {value}: it must be above 0")
@@ -59,8 +54,3 @@ class JointArguments:
     def loss_weight(self) -> float:
         """Weight of the heads' loss."""
         return _HEADS_LOSS_WEIGHTS[self.target_loss] if self.heads_loss_weight is None else self.heads_loss_weight
-
-    def num_warmup_steps(self, num_steps: int) -> int:
-        """Optimizer steps, of `num_steps`, that train only the heads."""
-        share = self.heads_warmup_steps
-        return round(share * num_steps) if share < 1 else int(share)

@@ -14,7 +14,6 @@ from draftsmith.training.distributed.launch import check_launch
 from draftsmith.training.features.target_options import FeatureArguments, ModelArguments, PlacementArguments
 from draftsmith.training.options.joint_options import JointArguments
 from draftsmith.training.options.training_options import HeadsTrainingArguments, check_muon
-from draftsmith.training.synthesis.on_policy import OnPolicyArguments
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -38,9 +37,6 @@ def parse_seconds(text: str) -> float:
 class RunArguments:
     """The run as a whole."""
 
-    dry_run: bool = option(
-        default=False, help="Try a few steps on the longest rows, print time and memory, and write nothing."
-    )
     choose: bool | None = option(
         default=None,
         help="Choose every option that is not given, from the target's shape and the device's memory, and print the "
@@ -51,7 +47,6 @@ class RunArguments:
         help="Train for at most this long, such as 90m, 2h or 1d: a measurement of the speed sets the number of steps. "
         "none = as long as the steps or epochs take.",
     )
-    report: bool = option(default=True, help="Write report.html at the end: curves, acceptance by depth, examples.")
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,6 @@ class RunOptions:
     run: RunArguments = field(default_factory=RunArguments)
     placement: PlacementArguments = field(default_factory=PlacementArguments)
     features: FeatureArguments = field(default_factory=FeatureArguments)
-    on_policy: OnPolicyArguments = field(default_factory=OnPolicyArguments)
 
     @classmethod
     def collect(cls, parts: Iterable[Any]) -> RunOptions:
@@ -120,11 +114,6 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
     schedule = getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type)
     if schedule in ("reduce_lr_on_plateau", "greedy"):
         yield f"got lr_scheduler_type {schedule}, which follows a metric: give one of the steps, such as cosine"
-    if options.data.packing and getattr(training, "train_sampling_strategy", "random") == "group_by_length":
-        yield (
-            "got packing with train_sampling_strategy group_by_length, and packed rows are of one length: leave one of "
-            "the two out"
-        )
     if joint.is_on and options.features.features is not None:
         yield (
             f"got features {options.features.features} with lora_r {joint.lora_r}: stored features are stale after the "
@@ -133,9 +122,7 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
     if options.features.features_endpoint is not None:
         elsewhere = {
             "lora_r": (joint.is_on, "trains the target"),
-            "on_policy_fraction": (options.on_policy.is_on, "lets the target write replies"),
             "shard_target": (options.placement.shard_target != "none", "splits the target over the processes"),
-            "eval_prompts": (options.data.eval_prompts, "lets the target decode"),
         }
         for name, (is_given, reason) in elsewhere.items():
             if is_given:
@@ -145,16 +132,6 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
             f"got shard_target {options.placement.shard_target} with lora_r {joint.lora_r}: a target that is trained "
             "stays whole on every process; leave one of the two out"
         )
-    if options.on_policy.is_on:
-        excluded = {
-            "streaming": (options.data.streaming, "whose conversations have no numbers"),
-            "packing": (options.data.packing, "which runs before training (group_by_length saves padding too)"),
-            "features": (options.features.features, "which are stored only for the data's own texts"),
-            "dataloader_persistent_workers": (training.dataloader_persistent_workers, "which keep the first replies"),
-        }
-        for name, (is_given, reason) in excluded.items():
-            if is_given:
-                yield f"got on_policy_fraction with {name}, {reason}: leave one out"
 
 
 def _budget_problems(options: RunOptions) -> Iterator[str]:
@@ -166,8 +143,7 @@ def _budget_problems(options: RunOptions) -> Iterator[str]:
     excluded = {
         "max_steps": (options.training.max_steps > 0, "which is the number of steps that the budget sets"),
         "streaming": (options.data.streaming, "whose length is not known"),
-        "lora_r": (options.joint.is_on, "whose steps get slower when the adapters begin to learn"),
-        "on_policy_fraction": (options.on_policy.is_on, "whose replies take time of their own"),
+        "lora_r": (options.joint.is_on, "whose steps are not measured"),
     }
     for name, (is_given, reason) in excluded.items():
         if is_given:
@@ -184,7 +160,6 @@ def refuse_with_images(options: RunOptions) -> None:
         "packing": (options.data.packing, "images belong to whole rows: --packing false, and group_by_length"),
         "features": (options.features.features, "stored states are found by tokens, and images do not show in them"),
         "features_endpoint": (options.features.features_endpoint, "only text is sent to the server"),
-        "on_policy_fraction": (options.on_policy.is_on, "the target would write replies without seeing"),
         "shard_target": (
             options.placement.shard_target != "none",
             "its processes share tokens only: target_device_map",

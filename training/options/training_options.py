@@ -5,7 +5,6 @@ The comment beside a default says why it differs from the default of `transforme
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,13 +14,6 @@ from transformers import TrainingArguments
 from draftsmith.training.data.options import option
 from draftsmith.training.distributed.launch import find_strategy, settle_devices
 from draftsmith.training.losses.terms import LOSSES, parse_loss
-
-# Package of a tracker -> how to install it.
-TRACKERS = {
-    **{name: f"pip install 'draftsmith[{name}]'" for name in ("wandb", "mlflow")},
-    **{name: f"pip install {name}" for name in ("tensorboard", "trackio")},
-}
-
 
 # What transformers gets for an option that is left open, until the run has settled it.
 UNSETTLED = {"logging_steps": 1, "eval_strategy": "no", "load_best_model_at_end": False}
@@ -129,11 +121,6 @@ class HeadsTrainingArguments(TrainingArguments):
             self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns
 
     def _check_own_options(self) -> None:
-        for tracker in {*self.report_to} & TRACKERS.keys():
-            if importlib.util.find_spec(tracker) is None:
-                raise ValueError(
-                    f"got report_to {tracker}, which is not installed: {TRACKERS[tracker]}, or leave report_to out"
-                )
         if self.remove_unused_columns:
             raise ValueError("got remove_unused_columns true, which drops the borders of packed rows: leave it out")
         if self.step_decay is not None and not 0 < self.step_decay <= 1:

@@ -2,56 +2,37 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import torch
+from torch import Tensor
 from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, GenerationStats, Target
 from draftsmith.inference.request.model_settings import find_model_settings
-from draftsmith.inference.targets.model_config import LengthLimit
+from draftsmith.inference.targets.multimodal import take_media
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.images.processor import read_images
-from draftsmith.training.reporting.examples import Prompt, decode_prompt
-from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
+
+# A prompt's token ids [1, L] as `input_ids`, and a processor's inputs for its images.
+Prompt = dict[str, Tensor]
 
 
-def eval_prompts(
-    data_args: DataArguments, eval_set: datasets.Dataset | None, tokenizer: Any, limit: LengthLimit, processor: Any
-) -> list[Prompt]:
-    """The prompts on which the acceptance length is measured.
-
-    They are the first turns of `eval_prompts`, or the held-out conversations up to the first assistant token (after the
-    images, if there are any). Prompts that the chat template rejects are left out, with a warning.
+def eval_prompts(data_args: DataArguments, eval_set: datasets.Dataset | None, processor: Any) -> list[Prompt]:
+    """The prompts on which the acceptance length is measured: the held-out conversations up to the first assistant
+    token (after the images, if there are any).
 
     Args:
-        processor: reads the images of held-out conversations; None = they have none.
-
-    Raises:
-        ValueError: a bad line, with file and line; a prompt too long for the target; the template rejects all prompts.
+        processor: reads the images; None = there are none.
     """
-    if data_args.eval_prompts is None:
-        rows = [] if eval_set is None else eval_set.take(min(data_args.num_eval_prompts, len(eval_set)))
-        cut = (_cut_before_reply(row, processor) for row in rows)
-        return [prompt for prompt in cut if prompt is not None]
-    prompts: list[Prompt] = []
-    rejected: list[str] = []
-    encoded = encode_prompts(read_prompts(data_args.eval_prompts, option="eval_prompts"), tokenizer, rejected)
-    for conversation, ids in itertools.islice(encoded, data_args.num_eval_prompts):
-        if limit.max_length is not None and len(ids) >= limit.max_length:
-            raise ValueError(
-                f"{data_args.eval_prompts}: the prompt {conversation.id} has {len(ids)} tokens, the target takes "
-                f"fewer than {limit.max_length} ({limit.reason}); leave it out"
-            )
-        prompts.append({"input_ids": torch.tensor([ids])})
-    report_rejected(data_args.eval_prompts, rejected, num_left=len(prompts))
-    return prompts
+    rows = [] if eval_set is None else eval_set.take(min(data_args.num_eval_prompts, len(eval_set)))
+    cut = (_cut_before_reply(row, processor) for row in rows)
+    return [prompt for prompt in cut if prompt is not None]
 
 
 def _cut_before_reply(row: dict[str, Any], processor: Any) -> Prompt | None:
@@ -78,16 +59,22 @@ class AcceptanceMeter:
         return find_model_settings(self.target.model.generation_config, {"do_sample": False})
 
     def __call__(self) -> dict[str, float]:
-        decoder = Decoder(self.target, whole_heads(self.heads), tree=steady_tree(self.heads))
+        # A tree that does not follow the clock: lengths can be compared, and all processes run the same passes.
+        tree = "chain" if self.heads.drafts_chains_only else "dynamic"
+        decoder = Decoder(self.target, whole_heads(self.heads), tree=tree)
         stats = GenerationStats()
         for prompt in self.prompts:
-            stats += decode_prompt(decoder, prompt, self.tokenizer, max_new_tokens=self.max_new_tokens)
+            input_ids = prompt["input_ids"].to(self.target.device)
+            media: dict[str, Any] = take_media(self.target, {k: v for k, v in prompt.items() if k != "input_ids"})
+            stats += decoder.generate(
+                input_ids,
+                torch.ones_like(input_ids),
+                **media,
+                do_sample=False,
+                tokenizer=self.tokenizer,  # finds stop strings of the generation config
+                max_new_tokens=self.max_new_tokens,
+            ).stats
         return {"acceptance_length": stats.acceptance_length}
-
-
-def steady_tree(heads: DraftHeads) -> str:
-    """A tree that does not follow the clock: lengths can be compared, and all processes run the same passes."""
-    return "chain" if heads.drafts_chains_only else "dynamic"
 
 
 def settle_evaluations(args: Any, *, has_rows: bool, has_prompts: bool) -> None:
@@ -145,7 +132,7 @@ def check_best_metric(args: TrainingArguments, *, num_depths: int, has_prompts: 
     if is_read or getattr(args, "early_stopping_patience", None):
         raise ValueError(
             f"metric_for_best_model is {given}, but there is no prompt to measure it on: give num_eval_prompts above "
-            "0 with eval_prompts or held-out conversations (features_endpoint excludes both: the target is elsewhere), "
+            "0 with held-out conversations (with features_endpoint the target, which decodes them, is elsewhere), "
             f"or one of {', '.join(allowed)}"
         )
     args.metric_for_best_model = None

@@ -37,14 +37,14 @@ class JointOutput:
     """The losses of a batch: the minimised sum, and the heads' loss by depth.
 
     Attributes:
-        target_sum: the target's loss summed over the P predicted positions, detached; None while only heads train.
+        target_sum: the target's loss summed over the P predicted positions, detached.
         target_count: P.
     """
 
     loss: Tensor
     heads: LossOutput
-    target_sum: Tensor | None = None
-    target_count: Tensor | None = None
+    target_sum: Tensor
+    target_count: Tensor
 
 
 class JointModel(nn.Module):
@@ -74,29 +74,11 @@ class JointModel(nn.Module):
         """The heads' configuration, which Trainer's integrations report."""
         return self.heads.config
 
-    def activation_checkpointing_enable(
-        self,
-        activation_checkpointing_kwargs: dict[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool = False,
-    ) -> None:
-        """Keeps only the inputs of the target's layers and runs the layers again in the backward pass. For Trainer.
-
-        Raises:
-            ValueError: any setting is given.
-        """
-        kwargs = activation_checkpointing_kwargs or {}
-        if kwargs not in ({}, {"use_reentrant": False}) or every_n_layers != 1 or offload:
-            settings = {**kwargs, "every_n_layers": every_n_layers, "offload": offload}
-            raise ValueError(
-                f"got activation_checkpointing_kwargs {settings}: with lora_r all layers of the target run again, "
-                "without reentrance; leave them out"
-            )
+    def activation_checkpointing_enable(self, *_: Any, **__: Any) -> None:
+        """Keeps only the inputs of the target's layers and runs the layers again in the backward pass. For Trainer."""
         self._is_checkpointing = True
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """The name in older releases of transformers."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
+    gradient_checkpointing_enable = activation_checkpointing_enable  # the name in older releases of transformers
 
     def train(self, mode: bool = True) -> JointModel:
         """Switches the heads and the adapters' dropout; the target stays in evaluation mode, as in decoding."""
@@ -110,25 +92,15 @@ class JointModel(nn.Module):
         self,
         batch: Mapping[str, Tensor],
         draft: Callable[[TargetStates], LossOutput],
-        *,
-        trains_target: bool,
         count: Tensor | None = None,
     ) -> JointOutput:
         """The losses of one batch.
 
         Args:
             draft: the heads' loss on the target's states; it runs `self.heads`.
-            trains_target: False = only the heads train.
             count: the positions over which the target's loss is the mean, where the batch is a part of a larger one;
                 None = those of the batch.
         """
-        if not trains_target:
-            with torch.no_grad():
-                states = self._features(batch)
-            output = draft(states)
-            # Zero, but a function of the adapters: DDP waits for every parameter's gradient.
-            zero = torch.stack([0.0 * parameter.float().sum() for parameter in self.adapters]).sum()
-            return JointOutput(self.args.loss_weight * output.loss + zero, output)
         reference = None
         if self.args.target_loss == "self_distillation":
             with torch.no_grad(), self.target.model.disable_adapter():

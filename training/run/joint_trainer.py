@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.adapter import FOLDER
@@ -28,8 +27,7 @@ class JointTrainer(HeadsTrainer):
     target's. `eval_loss` is the heads' loss, as without adapters.
     """
 
-    logged_metrics = (*HeadsTrainer.logged_metrics, "heads_loss", "target_loss", "adapter_learning_rate")
-    has_unused_parameters = True  # the adapters, while only the heads learn
+    logged_metrics = (*HeadsTrainer.logged_metrics, "heads_loss", "target_loss")
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -38,7 +36,6 @@ class JointTrainer(HeadsTrainer):
                 "lora_r trains heads and target as one module, which FSDP and ZeRO-3 cannot split: train under DDP, "
                 "ZeRO-1 or ZeRO-2"
             )
-        self.num_warmup_steps = 0
 
     @property
     def joint(self) -> JointModel:
@@ -47,11 +44,6 @@ class JointTrainer(HeadsTrainer):
     @property
     def heads(self) -> DraftHeads:
         return self.joint.heads
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether the warm-up of the heads is over."""
-        return self.state.global_step >= self.num_warmup_steps
 
     # Losses.
 
@@ -69,20 +61,11 @@ class JointTrainer(HeadsTrainer):
         output: JointOutput = model(
             inputs,
             draft=partial(self.draft_from, inputs=inputs, heads=self.heads, forward=self.heads, counts=of_heads),
-            trains_target=self.is_joint or not is_training,
             count=of_target,
         )
-        if output.target_sum is not None and output.target_count is not None:
-            sums, new = self._sums[is_training], torch.stack([output.target_sum, output.target_count.float()])
-            sums["target"] = sums["target"] + new if "target" in sums else new
+        sums, new = self._sums[is_training], torch.stack([output.target_sum, output.target_count.float()])
+        sums["target"] = sums["target"] + new if "target" in sums else new
         return replace(output.heads, loss=output.loss)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss: Tensor = super().training_step(*args, **kwargs)
-        if not self.is_joint and not self.is_deepspeed_enabled:  # DeepSpeed relies on the learning rate of 0
-            for parameter in self.joint.adapters:
-                parameter.grad = None  # Adam would count zeros as a step
-        return loss
 
     def _take_metrics(self, *, is_training: bool) -> dict[str, float]:
         target_sums = self._sums[is_training].pop("target", None)
@@ -92,7 +75,6 @@ class JointTrainer(HeadsTrainer):
             metrics["target_loss"] = loss / max(count, 1)
         if is_training and metrics:
             metrics["heads_loss"] = metrics.pop("loss")
-            metrics["adapter_learning_rate"] = float(self._groups[self._adapter_group]["lr"])
         return metrics
 
     # Optimizer and schedule.
@@ -107,17 +89,8 @@ class JointTrainer(HeadsTrainer):
                 "params": list(self.joint.adapters),
                 "lr": self.args.learning_rate,
                 "weight_decay": self.args.weight_decay,
-                "is_adapter": True,
             }
         ]
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return cast(torch.optim.Optimizer, self.optimizer).param_groups
-
-    @property
-    def _adapter_group(self) -> int:
-        return next(place for place, group in enumerate(self._groups) if group.get("is_adapter"))
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         optimizer = self.optimizer
@@ -129,28 +102,6 @@ class JointTrainer(HeadsTrainer):
                 for group in self.make_more_groups():
                     optimizer.add_param_group(group)
         return optimizer
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The requested schedule; the adapters' learning rate is 0 during the heads' warm-up.
-
-        Then the adapters' rate rises to the schedule's, in as many steps as the schedule's own warm-up has.
-        """
-        self.num_warmup_steps = alone = self.joint.args.num_warmup_steps(num_training_steps)
-        if self.lr_scheduler is not None or not alone:
-            return super().create_scheduler(num_training_steps, optimizer)
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
-        assert isinstance(scheduler, LambdaLR)
-        place, ramp = self._adapter_group, self.args.get_warmup_steps(num_training_steps)
-        factor = scheduler.lr_lambdas[place]
-
-        def delayed_factor(step: int) -> float:
-            share = min(1.0, (step - alone) / ramp) if ramp else 1.0
-            return share * float(factor(step)) if step >= alone else 0.0
-
-        scheduler.lr_lambdas[place] = delayed_factor
-        group = scheduler.optimizer.param_groups[place]
-        group["lr"] = scheduler._last_lr[place] = group["initial_lr"] * delayed_factor(0)
-        return scheduler
 
     # Files.
 

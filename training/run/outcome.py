@@ -1,4 +1,4 @@
-"""A run that is ready: trains, measures and saves the heads, their record, `report.html` and the model card."""
+"""A run that is ready: trains, measures and saves the heads, their record and the model card."""
 
 from __future__ import annotations
 
@@ -15,30 +15,20 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
-import datasets
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
 from transformers import TrainerState
 
-from draftsmith.inference import Decoder, GenerationStats
-from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.features.sharded_target import count_held
-from draftsmith.training.reporting.examples import Example, Prompt, decode_examples, decode_prompt
-from draftsmith.training.reporting.model_card import render_card
-from draftsmith.training.reporting.report import count_rows, render_report
-from draftsmith.training.reporting.trackers import send_examples
 from draftsmith.training.run.checkpoints import read_run_file, write_file
-from draftsmith.training.run.evaluation import AcceptanceMeter, steady_tree
-from draftsmith.training.run.pace import CHAIN, describe_expected
+from draftsmith.training.run.evaluation import AcceptanceMeter
+from draftsmith.training.run.model_card import render_card
 from draftsmith.training.run.resume import find_newest, is_finished
-from draftsmith.training.run.stopping import explain_full_disk
 from draftsmith.training.run.trainer import HeadsTrainer
-from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
 logger = logging.getLogger(__name__)
 USUAL_TOKENS = 3e6  # that heads learn from: docs/choosing-heads.md
-NUM_EXAMPLES = 4  # prompts that the report shows with their replies
 _SECRET = re.compile(r"(--\w*token[= ])('[^']*'|\S+)")  # records are uploaded
 
 
@@ -49,33 +39,26 @@ class PreparedRun:
     Attributes:
         checkpoint: the run goes on from here; None = from the beginning.
         counts: dropped conversations by reason, and turns that are not learned; empty for a stream.
-        makes_folder: `output_dir` did not exist before the run.
     """
 
     trainer: HeadsTrainer
     output_dir: Path
     checkpoint: Path | None
-    tokenizer: Any
     settings: dict[str, Any]
     counts: Mapping[str, int]
-    wants_report: bool = True
-    makes_folder: bool = True
 
     def finish(self) -> dict[str, float]:
-        """Trains, saves the heads, the record and the report, and returns the final metrics."""
+        """Trains, saves the heads, the record and the card, and returns the final metrics."""
         trainer = self.trainer
         seconds = self._train()
         metrics = self._measure()
-        with explain_full_disk(trainer, "the trained heads"):
-            trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
+        trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
         record = {**make_record(trainer, metrics, seconds), "data": dict(self.counts)}
-        if isinstance(trainer.measure_acceptance, AcceptanceMeter):
-            record |= measure_drafting(trainer.measure_acceptance)
         if trainer.args.process_index == 0:
             # transformers' pickle of the options, which training_config.yaml holds as text
             (self.output_dir / "training_args.bin").unlink(missing_ok=True)
-            write_text(trainer, "training_record.json", json.dumps(record, indent=2) + "\n")
-        write_pages(trainer, self.tokenizer, self.settings, record, wants_report=self.wants_report)
+            write_file(self.output_dir / "training_record.json", json.dumps(record, indent=2) + "\n")
+            write_card(trainer, self.settings, record)
         if trainer.args.push_to_hub:
             trainer.push_to_hub()
         return metrics
@@ -108,8 +91,7 @@ class PreparedRun:
         """Metrics of the heads as they are now, measured unless the run has done so at this very step."""
         trainer, state = self.trainer, self.trainer.state
         if trainer.eval_dataset is None:
-            cast(nn.Module, trainer.model).eval()  # adapters may have dropout
-            return {f"eval_{name}": value for name, value in (trainer.measure_acceptance or dict)().items()}
+            return {}
         is_best = trainer.args.load_best_model_at_end and state.best_global_step
         step = state.best_global_step if is_best else state.global_step
         for entry in reversed(state.log_history):
@@ -130,10 +112,9 @@ def written_command(arguments: Sequence[str]) -> str:
 
 def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
     """`training_record.json`: command, cost of the training, processes, versions, metrics; and what the target's
-    generation config adds to the greedy decoding that measures the acceptance length, and to on-policy replies."""
+    generation config adds to the greedy decoding that measures the acceptance length."""
     meter = trainer.measure_acceptance
     settings = meter.find_model_settings() if isinstance(meter, AcceptanceMeter) else {}
-    writer = next((one for one in trainer.callback_handler.callbacks if isinstance(one, WriteReplies)), None)
     state, processes = trainer.state, trainer.accelerator.state
     distributed = {"distributed_type": processes.distributed_type.value, "num_processes": processes.num_processes}
     if processes.distributed_type == DistributedType.DEEPSPEED:
@@ -146,101 +127,37 @@ def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float
             "steps": state.global_step,
             "tokens": state.num_input_tokens_seen,
             "epochs": round(state.epoch or 0, 2),
+            "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if torch.cuda.is_available() else None,
         },
         "distributed": {
             **distributed,
             "target_parameters_per_process": count_held(trainer.target.model),
         },
         "generation_config": settings,
-        **({"on_policy_generation_config": writer.model_settings} if writer else {}),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "platform": platform.platform(),
         "metrics": metrics,
     }
 
 
-def write_text(trainer: HeadsTrainer, name: str, text: str) -> None:
-    """Writes a file into the output folder; a full disk is a clear error."""
-    with explain_full_disk(trainer, name):
-        write_file(Path(str(trainer.args.output_dir)) / name, text)
-
-
-def write_pages(
-    trainer: HeadsTrainer,
-    tokenizer: Any,
-    settings: Mapping[str, Any],
-    record: Mapping[str, Any],
-    *,
-    wants_report: bool,
-) -> None:
-    """Writes the report and the model card on the main process. Collective: every process decodes the examples.
-
-    The heads are saved by now, so an error in here is only logged.
-    """
-    output_dir = Path(str(trainer.args.output_dir))
-    try:
-        page = _render_report(trainer, tokenizer, settings, record) if wants_report else None
-        if trainer.args.process_index != 0:
-            return
-        if page is not None:
-            write_file(output_dir / "report.html", page)
-        card = output_dir / "README.md"
-        if card.exists() and "library_name: draftsmith" not in card.read_text(encoding="utf-8"):
-            logger.warning("%s was written by someone else: no model card is written", card)
-            return
-        meter = trainer.measure_acceptance
-        write_file(
-            card,
-            render_card(
-                kind=str(trainer.heads.config.head_type),
-                target=settings["target"],
-                location=(trainer.args.push_to_hub and trainer.args.hub_model_id) or str(output_dir),
-                datasets=settings["dataset"],
-                metrics=record["metrics"],
-                num_prompts=len(meter.prompts) if isinstance(meter, AcceptanceMeter) else 0,
-                record=record["training"],
-                has_report=page is not None,
-                has_adapter=trainer.heads.config.target_adapter is not None,
-            ),
-        )
-    except Exception:
-        logger.exception("%s: the heads are saved, but their report or model card could not be written", output_dir)
-
-
-def _render_report(
-    trainer: HeadsTrainer, tokenizer: Any, settings: Mapping[str, Any], record: Mapping[str, Any]
-) -> str:
-    meter = trainer.measure_acceptance
-    examples: list[Example] = []
-    stats = None
-    if isinstance(meter, AcceptanceMeter):
-        prompts = meter.prompts[:NUM_EXAMPLES]
-        examples, stats = decode_examples(
-            meter.target, meter.heads, prompts, tokenizer, max_new_tokens=meter.max_new_tokens
-        )
-        if trainer.args.process_index == 0:
-            send_examples(examples, trainer.args.report_to)
-    rows: Any = trainer.train_dataset
-    if isinstance(rows, OnPolicyRows):
-        rows = rows.rows
-    shown = ("acceptance_length", "loss", "top1_depth1")
-    metrics = {name: record["metrics"].get(f"eval_{name}") for name in shown}
-    best = trainer.state.best_model_checkpoint
-    return render_report(
-        f"{trainer.heads.config.head_type} heads for {settings['target']}",
-        summary={
-            **{name.replace("_", " "): f"{value:.4g}" for name, value in metrics.items() if value is not None},
-            **record["training"],
-            **({"best checkpoint": Path(best).name} if best else {}),
-            "versions": ", ".join(f"{name} {number}" for name, number in record["versions"].items()),
-            "command": record["command"],
-        },
-        history=trainer.state.log_history,
-        options=settings,
-        data={**count_rows(rows), **record["data"]} if isinstance(rows, datasets.Dataset) else {},
-        examples=examples,
-        stats=stats,
+def write_card(trainer: HeadsTrainer, settings: Mapping[str, Any], record: Mapping[str, Any]) -> None:
+    """Writes the model card, unless someone else has written one."""
+    output_dir, meter = Path(str(trainer.args.output_dir)), trainer.measure_acceptance
+    card = output_dir / "README.md"
+    if card.exists() and "library_name: draftsmith" not in card.read_text(encoding="utf-8"):
+        logger.warning("%s was written by someone else: no model card is written", card)
+        return
+    text = render_card(
+        kind=str(trainer.heads.config.head_type),
+        target=settings["target"],
+        location=(trainer.args.push_to_hub and trainer.args.hub_model_id) or str(output_dir),
+        datasets=settings["dataset"],
+        metrics=record["metrics"],
+        num_prompts=len(meter.prompts) if isinstance(meter, AcceptanceMeter) else 0,
+        record=record["training"],
+        has_adapter=trainer.heads.config.target_adapter is not None,
     )
+    write_file(card, text)
 
 
 def describe_outcome(output_dir: Path, target: str, *, has_target: bool = True) -> str:
@@ -251,7 +168,7 @@ def describe_outcome(output_dir: Path, target: str, *, has_target: bool = True) 
     """
     record = json.loads((output_dir / "training_record.json").read_text(encoding="utf-8"))
     weights = ("model.safetensors", "token_counts.safetensors", "adapter")
-    names = (*weights, "training_record.json", "report.html", "README.md")
+    names = (*weights, "training_record.json", "README.md")
     lines = [f"wrote {output_dir}: {', '.join(name for name in names if (output_dir / name).exists())}"]
     length = record["metrics"].get("eval_acceptance_length")
     if length is None:
@@ -260,12 +177,8 @@ def describe_outcome(output_dir: Path, target: str, *, has_target: bool = True) 
     else:
         tokens = record["training"]["tokens"]
         lines.append(f"acceptance length: {length:.2f} tokens per verify step after {tokens:,} tokens")
-        lines.append(f"  {describe_expected(tokens, record.get('chain_acceptance_length'))}")
         if tokens < USUAL_TOKENS:
             lines.append(f"  more tokens help most: {USUAL_TOKENS / 1e6:.0f} million are usual")
-    if (speed := record.get("speed_over_plain")) is not None:
-        cure = "" if speed > 1 else "; --tree auto drafts only where that is faster"
-        lines.append(f"speed on this machine: {speed:.2f} times plain decoding{cure}")
     heads = f"--target {shlex.quote(target)} --heads {shlex.quote(str(output_dir))}"
     lines.append(f'next: draftsmith chat {heads} --compare --prompt "Hello"')
     lines.append(f"  or: draftsmith bench {heads} --prompts examples/prompts.jsonl")
@@ -279,24 +192,3 @@ def describe_interrupted(output_dir: Path, step: int) -> str:
         return ""
     config = shlex.quote(str(output_dir / "training_config.yaml"))
     return f"{newest} is kept. Continue: draftsmith train --config {config} --resume_from_checkpoint true"
-
-
-def measure_drafting(meter: AcceptanceMeter) -> dict[str, float]:
-    """How many times as fast as plain decoding the heads decode a few held-out prompts, one at a time, and the
-    acceptance length of chains on all of them. Collective."""
-    heads, seconds = whole_heads(meter.heads), []
-
-    def decode(decoder: Decoder, prompts: list[Prompt]) -> float:
-        stats = GenerationStats()
-        for prompt in prompts:
-            stats += decode_prompt(decoder, prompt, meter.tokenizer, max_new_tokens=meter.max_new_tokens)
-        return stats.acceptance_length
-
-    for drafter in (heads, None):
-        decoder = Decoder(meter.target, drafter, tree=None if drafter is None else steady_tree(heads))
-        decode(decoder, meter.prompts[:1])  # warms up
-        start = time.perf_counter()
-        decode(decoder, meter.prompts[:NUM_EXAMPLES])
-        seconds.append(time.perf_counter() - start)
-    length = decode(Decoder(meter.target, heads, tree=f"chain:{min(CHAIN, heads.max_depth or CHAIN)}"), meter.prompts)
-    return {"speed_over_plain": round(seconds[1] / seconds[0], 3), "chain_acceptance_length": round(length, 3)}

@@ -1,8 +1,7 @@
-"""How long a run will take: measured on a few rows before it begins, and fitted to `--time_budget`."""
+"""The steps that fit into `--time_budget`: the speed is measured on a few rows before the run begins."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -19,32 +18,10 @@ from draftsmith.training.run.progress import describe_time
 from draftsmith.training.run.stopping import FiniteWatch
 from draftsmith.training.run.trainer import HeadsTrainer
 
-# Whole rows are measured while they fit into these seconds; before them a row of about so many tokens, twice.
-MEASURED_SECONDS = 15.0
-SHORT = 512
+MEASURED_SECONDS = 15.0  # a whole batch is measured if it takes no longer
 # Of a time budget, for steps; the rest is for evaluations and checkpoints.
 USED_SHARE = 0.9
 FEWEST_STEPS = 20  # fewer than these learn nothing
-LONG = 2 * 3600.0  # then `describe` says what to do
-# Least and most acceptance length of a chain of CHAIN at T = 0, of EAGLE-3 and MTP heads on small targets that learned
-# from fewer tokens than the first number: docs/choosing-heads.md.
-CHAIN = 4
-EXPECTED = ((1.5e6, 1.0, 1.5), (3e6, 1.5, 1.9), (12e6, 1.9, 2.3), (math.inf, 2.3, math.inf))
-
-
-def describe_expected(tokens: float, length: float | None = None) -> str:
-    """What to expect from heads after so many tokens, and whether an acceptance length is as good.
-
-    >>> describe_expected(2e6, 1.4).partition(";")[0]
-    'a chain of 4 gives 1.40, less than usual'
-    """
-    _, least, most = next(bounds for bounds in EXPECTED if tokens < bounds[0])
-    usual = f"below {most}" if least == 1 else f"above {least}" if most == math.inf else f"{least} to {most}"
-    usual = f"after as many tokens EAGLE-3 and MTP heads had {usual} on small targets (docs/choosing-heads.md)"
-    if length is None:
-        return f"acceptance length of chains of {CHAIN}: {usual}"
-    verdict = "less than usual" if length < least else "more than usual" if length > most else "as usual"
-    return f"a chain of {CHAIN} gives {length:.2f}, {verdict}; {usual}"
 
 
 @dataclass(frozen=True)
@@ -82,20 +59,10 @@ class Pace:
         return min(steps, self.num_steps)
 
     def describe(self) -> str:
-        """What the run costs and what to expect from it; for a long run also what to do."""
-        tokens = self.num_steps * self.tokens_per_step
-        lines = [
-            f"measured {self.tokens_per_second:,.0f} tokens/s: {tokens / 1e6:,.3g} M tokens ({self.num_steps:,} steps) "
-            f"take about {describe_time(self.seconds)}, without evaluations",
-            describe_expected(tokens),
-        ]
-        if self.seconds > LONG:
-            fitting = USED_SHARE * LONG * self.tokens_per_second
-            lines.append(
-                f"that is long. Fewer tokens: --time_budget 2h trains {fitting / 1e6:,.2g} M. Or a kind that trains "
-                "faster (docs/choosing-heads.md), or a GPU"
-            )
-        return "\n".join(lines)
+        return (
+            f"measured {self.tokens_per_second:,.0f} tokens/s: {self.num_steps:,} steps of {self.tokens_per_step:,.0f} "
+            f"tokens take about {describe_time(self.seconds)}, without evaluations"
+        )
 
 
 def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
@@ -131,34 +98,12 @@ def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
 
 
 def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> float:
-    """Tokens per second of this process: of a short row, twice because the first pass warms up, then of whole rows, up
-    to a batch, while there is time."""
-    end = time.perf_counter() + MEASURED_SECONDS
-    short = [_shorten(rows[0])]
-    speed = max(_time_batch(trainer, source, short) for _ in range(2))
-    count = 1
-    while True:
-        batch = [rows[i % len(rows)] for i in range(count)]
-        fits = time.perf_counter() + sum(len(row["input_ids"]) for row in batch) / speed < end
-        decision = [fits]
-        broadcast_object_list(decision)  # processes that share a target make equally many passes
-        if not decision[0]:
-            return speed
-        speed = _time_batch(trainer, source, batch)  # long rows may be slower than the short one
-        count = min(trainer.args.train_batch_size, 2 * count)
-
-
-def _shorten(row: dict[str, Any]) -> dict[str, Any]:
-    """A packed row without the documents after its first `SHORT` tokens; a row of one document as it is."""
-    ends = list(itertools.accumulate(row.get("document_lengths", ())))
-    kept = [end for place, end in enumerate(ends) if not place or end <= SHORT]
-    if not kept:
-        return row
-    return {
-        "input_ids": row["input_ids"][: kept[-1]],
-        "loss_mask": row["loss_mask"][: kept[-1]],
-        "document_lengths": row["document_lengths"][: len(kept)],
-    }
+    """Tokens per second of this process: of a row, twice because the first pass warms up, then of a whole batch."""
+    speed = max(_time_batch(trainer, source, [rows[0]]) for _ in range(2))
+    batch = [rows[i % len(rows)] for i in range(trainer.args.train_batch_size)]
+    fits = [sum(len(row["input_ids"]) for row in batch) / speed < MEASURED_SECONDS]
+    broadcast_object_list(fits)  # processes that share a target make equally many passes
+    return _time_batch(trainer, source, batch) if fits[0] else speed
 
 
 def _time_optimizer(trainer: HeadsTrainer) -> float:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 import yaml
 from transformers import EarlyStoppingCallback, TrainerState, set_seed
@@ -22,39 +21,34 @@ from draftsmith.heads.formats.registry import check_place
 from draftsmith.inference import Target
 from draftsmith.inference.kernels.packed_weights import has_bfloat16
 from draftsmith.inference.targets.files import read_tokenizer
-from draftsmith.inference.targets.model_config import LengthLimit, find_length_limit
+from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.training.data.collation import ConversationCollator, count_tokens
 from draftsmith.training.data.options import seed_of_data
 from draftsmith.training.data.packing import pack_rows
-from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.data.streaming import ConversationStream
 from draftsmith.training.data.training_sets import cut_to_limit, load_datasets
 from draftsmith.training.distributed.waiting import one_process_first
 from draftsmith.training.features.endpoint_states import NUM_LAYERS, refuse_without_target
-from draftsmith.training.features.preparation import PreparedFeatures, prepare_features, prepare_served_features
+from draftsmith.training.features.preparation import PreparedFeatures, prepare_features
 from draftsmith.training.features.self_check import check_first_row
-from draftsmith.training.features.store_checks import iterate_ids
-from draftsmith.training.features.target_identity import identify_target
 from draftsmith.training.features.target_loading import (
-    FirstLayers,
     check_placement,
     load_first_layers,
     load_model,
     load_published_heads,
     loading_whole,
 )
-from draftsmith.training.features.target_options import FeatureArguments
 from draftsmith.training.images.processor import ImageCollator, load_processor, refuse_placeholders
 from draftsmith.training.options.command_line import resolve_arguments
 from draftsmith.training.options.run_options import RunOptions, check_options, parse_seconds, refuse_with_images
+from draftsmith.training.run.checkpoints import write_file
 from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts, settle_evaluations
 from draftsmith.training.run.joint_model import JointModel, adapt_target
 from draftsmith.training.run.joint_trainer import JointTrainer
-from draftsmith.training.run.outcome import USUAL_TOKENS, PreparedRun, write_text
+from draftsmith.training.run.outcome import PreparedRun
 from draftsmith.training.run.pace import measure_pace
 from draftsmith.training.run.resume import check_same_run, describe_run, find_checkpoint
 from draftsmith.training.run.trainer import HeadsTrainer
-from draftsmith.training.synthesis.on_policy import OnPolicyRows, WriteReplies
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +89,6 @@ def prepare_run(*parts: Any) -> PreparedRun:
     """
     options = RunOptions.collect(parts)
     args = options.training
-    makes_folder = not Path(args.output_dir).exists()
     if options.placement.target_device_map is not None and args.n_gpu > 1:
         args._n_gpu = 1  # the other GPUs hold parts of the target
     check_options(options)
@@ -115,7 +108,7 @@ def prepare_run(*parts: Any) -> PreparedRun:
     limit = find_length_limit(models.target.text_config)
     options = replace(options, data=cut_to_limit(options.data, limit, has_warning=is_main_process))
     rows = _load_rows(options, models, checkpoint)
-    meter = _make_meter(options, models, rows, limit)
+    meter = _make_meter(options, models, rows)
     settle_evaluations(args, has_rows=rows.eval_set is not None, has_prompts=meter is not None)
     settings = resolve_arguments(*options.parts())
     description = describe_run(settings, rows.train_set, args.world_size)
@@ -127,60 +120,30 @@ def prepare_run(*parts: Any) -> PreparedRun:
     _arrange_rows(options, rows)  # after everything that reads single conversations
     trainer = _make_trainer(options, models, rows, features, meter, description)
     if options.features.features_endpoint is None:
-        check_first_row(models.target, features.peek, features.collate, rows.train_set, models.heads.feature_layers)
-    if isinstance(rows.train_set, OnPolicyRows) and checkpoint is not None:
-        rows.train_set.load(checkpoint)
-    if is_new:
-        _announce_few_tokens(trainer, options.model.target)
-    if options.run.time_budget is not None or ((options.run.choose or options.run.dry_run) and checkpoint is None):
-        _settle_time(options, trainer, features, checkpoint)
-    if is_main_process and not options.run.dry_run:  # now, so that an interrupted run has its configuration
+        check_first_row(models.target, features.source, features.collate, rows.train_set, models.heads.feature_layers)
+    if options.run.time_budget is not None:
+        _fit_time_budget(options.run.time_budget, trainer, features, checkpoint)
+    if is_main_process:  # now, so that an interrupted run has its configuration
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        write_text(trainer, "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
+        write_file(Path(args.output_dir) / "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
     return PreparedRun(
         trainer,
         Path(args.output_dir),
         checkpoint,
-        models.tokenizer,
         settings,
         rows.counts,
-        wants_report=options.run.report,
-        makes_folder=makes_folder,
     )
 
 
-def _announce_few_tokens(trainer: HeadsTrainer, target: str) -> None:
-    """Says at the start that a run is too short for heads to learn much."""
-    args, rows = trainer.args, trainer.train_dataset
-    if not isinstance(rows, datasets.Dataset):
-        return  # a stream, whose length is not known, or replies that are not written yet
-    tokens = sum(row_lengths(rows)) * args.num_train_epochs
-    if args.max_steps > 0:
-        per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        tokens = args.max_steps * per_step * sum(row_lengths(rows)) / len(rows)
-    if tokens < USUAL_TOKENS:
-        logger.info(
-            "this run reads %s tokens, and %.0f million are usual: raise the steps or epochs, or let the target write "
-            "more conversations (draftsmith data --target %s)",
-            *(f"{tokens:,.0f}", USUAL_TOKENS / 1e6, target),
-        )
-
-
-def _settle_time(
-    options: RunOptions, trainer: HeadsTrainer, features: PreparedFeatures, checkpoint: Path | None
-) -> None:
-    """Measures how long the run will take and says so; a time budget sets its steps. A resumed run keeps its steps."""
+def _fit_time_budget(budget: str, trainer: HeadsTrainer, features: PreparedFeatures, checkpoint: Path | None) -> None:
+    """Sets the number of steps. A resumed run keeps its own."""
     if checkpoint is not None:
         trainer.args.max_steps = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).max_steps
         return
-    if not isinstance(trainer.train_dataset, datasets.Dataset) or options.joint.is_on:
-        return  # a stream, replies that are not written yet, or adapters that begin to learn later
-    pace = measure_pace(trainer, features.peek)
-    if options.run.time_budget is not None:
-        pace = replace(pace, num_steps=pace.fit(parse_seconds(options.run.time_budget)))
-        trainer.args.max_steps = pace.num_steps
-    for line in pace.describe().splitlines():
-        logger.info(line)
+    pace = measure_pace(trainer, features.source)
+    pace = replace(pace, num_steps=pace.fit(parse_seconds(budget)))
+    trainer.args.max_steps = pace.num_steps
+    logger.info(pace.describe())
 
 
 def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
@@ -263,10 +226,10 @@ def _load_rows(options: RunOptions, models: _Models, checkpoint: Path | None) ->
     return _Rows(train_set, eval_set, counts, load_processor(options.model.target))
 
 
-def _make_meter(options: RunOptions, models: _Models, rows: _Rows, limit: LengthLimit) -> AcceptanceMeter | None:
+def _make_meter(options: RunOptions, models: _Models, rows: _Rows) -> AcceptanceMeter | None:
     """Measures the acceptance length; None without prompts, and without the whole target, which would decode them."""
     if options.features.features_endpoint is None:
-        prompts = eval_prompts(options.data, rows.eval_set, models.tokenizer, limit, rows.processor)
+        prompts = eval_prompts(options.data, rows.eval_set, rows.processor)
         length = options.data.eval_max_new_tokens
         return AcceptanceMeter(models.target, models.heads, prompts, models.tokenizer, length) if prompts else None
     if rows.eval_set is not None and options.training.process_index == 0:
@@ -283,37 +246,19 @@ def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> Prep
     collate: Callable[[Any], dict[str, Any]] = ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0)
     if rows.processor is not None:
         collate = ImageCollator(collate, rows.processor)
-    if isinstance(models.target, FirstLayers):
-        train_set, longest = rows.train_set, options.data.max_length
-        if isinstance(train_set, ConversationStream):
-            first = train_set.first_rows(1)[0]
-        else:
-            first = train_set[0]
-            longest = max(max(map(len, iterate_ids(part))) for part in (train_set, rows.eval_set) if part is not None)
-        return prepare_served_features(
-            options.features,
-            target=models.target,
-            heads=models.heads,
-            first_ids=torch.tensor(first["input_ids"]),
-            max_length=longest,
-            collate=collate,
-            target_name=options.model.target,
-        )
-    is_trial = options.run.dry_run and options.features.feature_mode == "hybrid"  # stores nothing
     return prepare_features(
-        FeatureArguments() if is_trial else options.features,
+        options.features,
         target=models.target,
+        target_name=options.model.target,
         heads=models.heads,
         rows={"training": rows.train_set, "held-out": rows.eval_set},
-        tokenizer=tokenizer,
+        max_length=options.data.max_length,
         collate=collate,
-        identify=partial(identify_target, models.target, options.model.target),
-        rank=options.training.process_index,
     )
 
 
 def _arrange_rows(options: RunOptions, rows: _Rows) -> None:
-    """Packs conversations into rows, and makes rows replaceable by on-policy replies."""
+    """Packs conversations into rows."""
     args, data = options.training, options.data
     if data.packing:
         pack = partial(pack_rows, max_length=data.max_length, seed=seed_of_data(args))
@@ -321,8 +266,6 @@ def _arrange_rows(options: RunOptions, rows: _Rows) -> None:
             if not isinstance(rows.train_set, ConversationStream):  # a stream packs its rows itself
                 rows.train_set = pack(rows.train_set)
             rows.eval_set = None if rows.eval_set is None else pack(rows.eval_set)
-    if options.on_policy.is_on:
-        rows.train_set = OnPolicyRows(rows.train_set)
 
 
 def _make_trainer(
@@ -336,7 +279,7 @@ def _make_trainer(
     args, heads, joint = options.training, models.heads, options.joint
     trainer = (JointTrainer if joint.is_on else HeadsTrainer)(
         target=models.target,
-        features=features.source,
+        features=None if features.is_online else features.source,
         measure_acceptance=meter,
         run_description=description,
         model=JointModel(heads, models.target, joint) if joint.is_on else heads,
@@ -344,19 +287,7 @@ def _make_trainer(
         train_dataset=rows.train_set,
         eval_dataset=rows.eval_set,
         data_collator=features.collate,
-        callbacks=features.callbacks,
     )
-    if isinstance(rows.train_set, OnPolicyRows):
-        trainer.add_callback(
-            WriteReplies(
-                trainer,
-                rows.train_set,
-                models.tokenizer,
-                options.on_policy,
-                max_length=options.data.max_length,
-                drafts_at_once=models.are_heads_trained,
-            )
-        )
     if args.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
     return trainer

@@ -6,21 +6,17 @@ processes are the same. `describe_run` collects them, every checkpoint stores th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import datasets
-from safetensors import SafetensorError, safe_open
 from transformers import TrainerState, TrainingArguments
 
-from draftsmith.training.data.chat_tokens import IMAGE_COLUMNS
-from draftsmith.training.data.streaming import ConversationStream
+from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.options.command_line import default_of
 from draftsmith.training.run.checkpoints import RUN_FILE, read_run_file
 
@@ -32,12 +28,12 @@ _NEEDED = ("config.json", "model.safetensors", "trainer_state.json")
 # speed, placement of the target, storage of features.
 _FREE = re.compile(
     r"(logging_|save_|eval_|num_eval_|max_eval_|per_device_eval_|hub_|push_to_hub|report|project|trackio|log_level"
-    r"|disable_tqdm|output_dir|run_name|dry_run|early_stopping|load_best_model|resume_"
+    r"|disable_tqdm|output_dir|run_name|early_stopping|load_best_model|resume_"
     r"|restore_callback|include_num_input|num_proc|dataloader_(?!drop_last)|ddp_timeout|torch_empty_cache|skip_memory_"
     r"|trust_remote_code|feature_|features_endpoint|endpoint_model|concurrency|shared_folder|target_device_map"
     r"|shard_target).*"
 )
-# Names of the data; not compared where the data itself is compared.
+# Names of the data; not compared where its size is.
 _OF_DATA = re.compile(r"dataset.*|max_samples|skip_bad_lines")
 _OF_HEADS = {"head_type", "head_overrides", "lora_r"}
 
@@ -89,31 +85,15 @@ def find_newest(output_dir: Path, *, warns: bool = False, most: float = math.inf
 def find_damage(folder: Path) -> str | None:
     """The file that a checkpoint lacks, or None if it is complete.
 
-    A run's own checkpoints are complete when they have their names (`draftsmith.training.run.checkpoints`), but one may
-    have been copied or deleted halfway.
+    A run's own checkpoints are complete when they have their names (`draftsmith.training.run.checkpoints`).
     """
     for name in _NEEDED:
         if not (folder / name).is_file():
             return f"{name} is missing"
-    for file in sorted(file for file in folder.rglob("*") if file.is_file()):
-        if _is_cut_off(file):
-            return f"{file.relative_to(folder)} is cut off"
-    if (folder / RUN_FILE).is_file() and not any(folder.glob("rng_state*.pth")):
-        return "rng_state*.pth is missing"
     # FSDP writes optimizer.bin or the folder optimizer_0; DeepSpeed writes the folder global_stepN.
     if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):
         return "optimizer.pt is missing (with save_only_model there is nothing to resume from)"
     return None
-
-
-def _is_cut_off(file: Path) -> bool:
-    if file.suffix == ".safetensors":
-        try:
-            with safe_open(file, framework="pt"):
-                return False
-        except SafetensorError:
-            return True
-    return file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file)  # what torch.save writes
 
 
 def describe_run(settings: dict[str, Any], train_set: Any, num_processes: int) -> dict[str, Any]:
@@ -121,10 +101,10 @@ def describe_run(settings: dict[str, Any], train_set: Any, num_processes: int) -
 
     Args:
         settings: every option, from `draftsmith.training.options.command_line.resolve_arguments`.
-        train_set: the tokenized conversations, or a stream, which is described by its files.
+        train_set: the tokenized conversations, or a stream, of which only the names are compared.
     """
-    is_stream = isinstance(train_set, ConversationStream)
-    data = train_set.describe() if is_stream else fingerprint(train_set)
+    is_stream = not isinstance(train_set, datasets.Dataset)
+    data = None if is_stream else f"{len(train_set):,} rows of {sum(row_lengths(train_set)):,} tokens"
     options = {
         key: value
         for key, value in settings.items()
@@ -136,20 +116,6 @@ def describe_run(settings: dict[str, Any], train_set: Any, num_processes: int) -
     described = {"num_processes": num_processes, "training data": data, "options": options}
     found: dict[str, Any] = json.loads(json.dumps(described, default=str))
     return found
-
-
-def fingerprint(rows: datasets.Dataset) -> str:
-    """Number of tokenized rows, and a hash of all columns in order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for batch in rows.with_format("arrow").iter(1000):
-        for name in sorted(batch.column_names):
-            column = batch[name].combine_chunks()
-            if name in IMAGE_COLUMNS:
-                digest.update(repr(column.to_pylist()).encode())
-                continue
-            for part in (column.value_lengths(), column.flatten()):
-                digest.update(part.to_numpy().tobytes())
-    return f"{len(rows)} rows, {digest.hexdigest()}"
 
 
 def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> None:

@@ -1,14 +1,11 @@
-"""A run that cannot continue stops at once, with place, reason and cure: losses that are not finite, full disks.
+"""A run that cannot continue stops at once, with place, reason and cure: losses that are not finite, lost states.
 
 Legend: B batch, T sequence length, K depths.
 """
 
 from __future__ import annotations
 
-import errno
 import math
-import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from draftsmith.heads.modules.host_tensors import send
@@ -24,11 +20,6 @@ from draftsmith.training.features.sources import MissingStatesError, TargetState
 from draftsmith.training.losses.draft_loss import LossOutput
 from draftsmith.training.run.resume import find_newest
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Torch's and safetensors' writers keep no error number.
-_FULL_TEXT = re.compile(
-    r"No space left|File too large|quota exceeded|PytorchStreamWriter|unexpected pos|iostream error", re.IGNORECASE
-)
 _CURE = "a lower learning_rate, more warmup_steps, a smaller max_grad_norm, or bf16 false"
 
 
@@ -104,24 +95,3 @@ def explain_lost_states(trainer: Any) -> Iterator[None]:
     except MissingStatesError as error:
         step = trainer.state.global_step + 1
         raise TrainingStoppedError(f"stopped at step {step}: {error}. {_last_checkpoint(trainer)}") from error
-
-
-@contextmanager
-def explain_full_disk(trainer: Any, name: str) -> Iterator[None]:
-    """Turns the errors of a full disk, a quota or a limit on file sizes, while `name` is written, into a clear one.
-
-    Raises:
-        TrainingStoppedError: with the free space, and the last complete checkpoint.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if getattr(error, "errno", None) not in _FULL and not _FULL_TEXT.search(str(error)):
-            raise
-        folder = Path(trainer.args.output_dir)
-        free = shutil.disk_usage(folder).free / 2**20
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        raise TrainingStoppedError(
-            f"{name} could not be written into {folder}: {reason}. {free:,.0f} MiB are free. "
-            f"{_last_checkpoint(trainer)} Make room first (save_total_limit is the number of checkpoints that stay)."
-        ) from error

@@ -25,11 +25,9 @@ from draftsmith.training.data.collation import find_documents
 from draftsmith.training.data.streaming import ConversationStream
 from draftsmith.training.distributed.launch import autocast, autocast_in_deepspeed, shard_with_fsdp
 from draftsmith.training.distributed.whole_heads import gather_state, is_split
-from draftsmith.training.features.sharded_target import is_sharded, is_tensor_parallel
-from draftsmith.training.features.shared_passes import SharedPasses
+from draftsmith.training.features.sharded_target import is_sharded
 from draftsmith.training.features.sources import (
     FeatureSource,
-    HybridFeatures,
     OnlineFeatures,
     ReadFeatures,
     TargetStates,
@@ -41,8 +39,7 @@ from draftsmith.training.losses.teacher import compute_teacher
 from draftsmith.training.run.checkpoints import ExactEpochs, remove_old, write_run_file, write_whole
 from draftsmith.training.run.optimizer import MuonWithAdamW
 from draftsmith.training.run.progress import ProgressLines, SaveOnInterrupt
-from draftsmith.training.run.stopping import FiniteWatch, explain_full_disk, explain_lost_states
-from draftsmith.training.synthesis.on_policy import OnPolicyRows
+from draftsmith.training.run.stopping import FiniteWatch, explain_lost_states
 
 # Groups of a packed batch's documents where processes share weights: about as many as elsewhere.
 GROUPS_WHEN_SHARDED = 4
@@ -61,7 +58,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """
 
     logged_metrics: ClassVar[tuple[str, ...]] = ("top1",)  # prefixes of metrics in training logs
-    has_unused_parameters: ClassVar[bool] = False  # in some steps; DDP then searches for them in every step
 
     def __init__(
         self,
@@ -75,8 +71,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         super().__init__(**kwargs)
         self.run_description = run_description or {}
         self.target = target
-        self._is_tensor_parallel = is_tensor_parallel(target.model)
-        self._is_target_split = is_sharded(target.model) and not self._is_tensor_parallel
+        self._is_target_split = is_sharded(target.model)
         self.features = features
         options: Any = self.args
         self.loss_type: str = options.loss_type or self.heads.default_loss
@@ -105,7 +100,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def create_accelerator_and_postprocess(self) -> None:
         if self.args.ddp_find_unused_parameters is None:
-            self.args.ddp_find_unused_parameters = self.has_unused_parameters
+            self.args.ddp_find_unused_parameters = False
         if self.args.ddp_broadcast_buffers is None:
             self.args.ddp_broadcast_buffers = False  # they never change
         super().create_accelerator_and_postprocess()
@@ -151,8 +146,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     @property
     def _read_features(self) -> ReadFeatures | None:
-        source = getattr(self.features, "stored", self.features)
-        return source if isinstance(source, ReadFeatures) else None
+        return self.features if isinstance(self.features, ReadFeatures) else None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -238,8 +232,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def draft_batch(self, model: Any, inputs: dict[str, Any], counts: Tensor | None) -> LossOutput:
         """The heads' loss on one batch; `model` is the heads as Trainer wrapped them. counts: as in `draft_loss`."""
         heads: DraftHeads = self.accelerator.unwrap_model(model)
-        online = OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
-        source = self.features or (SharedPasses(online) if self._is_tensor_parallel else online)
+        source = self.features or OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
         with explain_lost_states(self):
             states = source(inputs)
         return self.draft_from(states, inputs, heads, model, counts)
@@ -355,10 +348,8 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ExportableState):  # may be new since the checkpoint that was resumed
                 callbacks.setdefault(type(callback).__name__, {})
-        if isinstance(self.features, HybridFeatures):
-            self.features.flush()  # a resumed run reads the states that were computed so far
         self._read_num_input_tokens()
-        with explain_full_disk(self, folder.name), write_whole(self, folder) as written:
+        with write_whole(self, folder) as written:
             self._checkpoint_parent = written.parent
             try:
                 super()._save_checkpoint(model, trial)
@@ -383,11 +374,6 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Does nothing while the checkpoint is written: `_save_checkpoint` uploads it under its own name."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if isinstance(self.train_dataset, OnPolicyRows) and self.args.should_save:
-            self.train_dataset.save(Path(output_dir))
 
     def _load_callback_state(self) -> None:
         """As Trainer's, which restores the count of early stopping, but with the patience of the options."""

@@ -1,1 +1,1 @@
-"""Conversations that a target writes: to learn from, ahead of a run or within it."""
+"""Conversations that a target writes, for heads to learn from."""

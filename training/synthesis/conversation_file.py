@@ -5,65 +5,43 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import logging
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-logger = logging.getLogger(__name__)
-
 
 class JsonLinesJournal:
-    """JSON lines to append to, one process at a time; `rows` are the lines that were there at the start.
+    """JSON lines to append to; one process writes each journal.
 
     A kill or a full disk leaves at most one torn line, at the end; the next start cuts it off.
-
-    Raises:
-        ValueError: a line before the last is not JSON, or another process has the file open.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
-        try:
-            _lock(self._file, path)
-            rows, whole, size = _read_whole_lines(path)
-            if len(whole) != size:
-                logger.warning("%s: removed the last line, which was incomplete", path)
-                self._file.truncate(len(whole))
-            if whole and not whole.endswith(b"\n"):
-                self._write(b"\n")
-        except BaseException:
-            self._file.close()
-            raise
-        self.rows = rows
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Writes whole lines; when it returns, they are on the disk.
-
-        Raises:
-            OSError: they could not be written; earlier lines are safe.
-        """
-        data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-        if data:
-            self._write(data)
+        """Writes whole lines; when it returns, they are on the disk."""
+        view = memoryview("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+        while view:
+            view = view[self._file.write(view) :]
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:  # not through Python's buffer, which would try again when the file is closed
-            view = view[os.write(self._file.fileno(), view) :]
-        os.fsync(self._file.fileno())
-
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Returns the whole lines of a journal that another process may be writing."""
-    return _read_whole_lines(path)[0]
+    """The whole lines of a journal, which another process may be writing.
+
+    Raises:
+        ValueError: a line is not JSON.
+    """
+    return list(_parse_lines(path.read_bytes().split(b"\n")[:-1], path))
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -98,45 +76,10 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
 
 
-def _read_whole_lines(path: Path) -> tuple[list[dict[str, Any]], bytes, int]:
-    """Returns whole lines (the last may lack its line break), parsed and as bytes, and the size of the file."""
-    data = path.read_bytes()
-    *lines, tail = data.split(b"\n")
-    rows = list(_parse_lines(lines, path))
-    if tail:
-        try:
-            rows.append(_parse_object(tail))  # a torn object is never a whole one
-        except ValueError:
-            return rows, data[: len(data) - len(tail)], len(data)
-    return rows, data, len(data)
-
-
 def _parse_lines(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
-            yield _parse_object(line)
+            row: dict[str, Any] = json.loads(line)
         except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number} is not JSON ({error}): correct it, or choose another output"
-            ) from error
-
-
-def _parse_object(line: bytes) -> dict[str, Any]:
-    row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError(f"expected an object, got {type(row).__name__}")
-    return row
-
-
-def _lock(file: IO[bytes], path: Path) -> None:
-    """Keeps a second program from appending to the file."""
-    try:
-        import fcntl  # which Windows does not have
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(
-            f"another process is writing {path}: wait for it, or give every process its own --shard_index"
-        ) from None
-    except (ImportError, OSError) as error:  # Windows, and some network file systems
-        logger.info("%s cannot be locked (%s)", path, error)
+            raise ValueError(f"{path}, line {number} is not JSON ({error}): choose another output") from error
+        yield row

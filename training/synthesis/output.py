@@ -50,7 +50,7 @@ class SynthesisOutput:
         self.done = {name for found in self._collect(self.shard_paths()) for name in found}
         with _naming_file(own_path):
             self._shard = JsonLinesJournal(own_path)
-            if not self._shard.rows:
+            if not own_path.stat().st_size:
                 self._shard.append([{"settings": settings}])
 
     def shard_paths(self) -> list[Path]:

@@ -15,7 +15,7 @@ import itertools
 import json
 import logging
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 from draftsmith.inference.request.chat_template import ConversationError, encode_prompt
 from draftsmith.training.data.conversations import Place, iterate_place
-from draftsmith.training.data.layouts import AUTO, IS_WANTED, LEARNS, Messages, RecordFormat, parse_record
+from draftsmith.training.data.layouts import AUTO, Messages, RecordFormat, parse_record
 from draftsmith.training.synthesis.turn_template import Role
 
 logger = logging.getLogger(__name__)
@@ -112,26 +112,20 @@ def read_prompts(
     split: str = "train",
     max_turns: int | None = None,
     record_format: RecordFormat = AUTO,
-    option: str = "--prompts",
 ) -> list[Conversation]:
     """Returns each conversation of a file, folder or hub id (`Place`) once, with its replies to be written.
-
-    Args:
-        option: the option that gave `name`, for messages.
 
     Raises:
         ValueError: a line that is not a conversation, or has the id of another prompt; names file and line.
     """
     prompts: dict[str, tuple[Conversation, list[dict[str, Any] | Role]]] = {}
-    notes: Counter[str] = Counter()
-    place = Place.find(str(name), split, option=option)
+    place = Place.find(str(name), split, option="--prompts")
     for where, record in iterate_place(place):
         try:
             parsed = _parse_prompt(record, record_format)
         except ValueError as error:
             raise ValueError(f"{where}: {error}. Correct it or leave it out") from error
         messages = parsed["messages"]
-        notes.update([parsed["note"]] if "note" in parsed else [])
         script = list(_strip_replies(messages, max_turns))
         if "assistant" not in script:
             continue  # there is nothing to answer
@@ -143,10 +137,8 @@ def read_prompts(
                 f"{where}: an earlier prompt has the id {identity!r} too, so a resumed run would skip this one: give "
                 "each prompt its own id, or none"
             )
-    for note, count in notes.items():
-        logger.warning("%s: %d %s", name, count, note)
     if not prompts:
-        raise ValueError(f"{option} {name} has nothing to answer: give conversations with user turns")
+        raise ValueError(f"--prompts {name} has nothing to answer: give conversations with user turns")
     return [conversation for conversation, _ in prompts.values()]
 
 
@@ -190,22 +182,12 @@ def _parse_prompt(record: Any, record_format: RecordFormat) -> dict[str, Any]:
     """Returns `messages`, and `tools` if there are any."""
     if isinstance(record, Exception):
         raise ValueError(str(record))
-    if isinstance(record, dict):  # replies are written anew, so it does not matter whether one is to be learned
-        record = {column: _drop_learning(value) for column, value in record.items() if column not in IS_WANTED}
-        if isinstance(turns := record.get("turns"), list):
-            record["messages"] = [{"role": "user", "content": turn} for turn in turns]
-            record_format = AUTO
+    if isinstance(record, dict) and isinstance(turns := record.get("turns"), list):
+        record, record_format = {**record, "messages": [{"role": "user", "content": turn} for turn in turns]}, AUTO
     parsed = parse_record(record, record_format)
     if "media" in parsed:
         raise ValueError("the prompt has images, and prompts of text only are decoded here")
     return parsed
-
-
-def _drop_learning(turns: Any) -> Any:
-    """The turns of a column without the keys that say whether they are learned; any other column as it is."""
-    if not isinstance(turns, list):
-        return turns
-    return [{key: turn[key] for key in turn if key not in LEARNS} if isinstance(turn, dict) else turn for turn in turns]
 
 
 def _strip_replies(messages: Messages, max_turns: int | None) -> Iterator[dict[str, Any] | Role]:

@@ -8,7 +8,7 @@ depend on the batch size, the number of processes or interruptions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,7 @@ def drop_marks(token_ids: Sequence[int], marks: Sequence[Sequence[int]]) -> list
 
 
 class TurnDecoder:
-    """Writes turns with a `Decoder`, batch by batch; `stats` adds up the decoding statistics.
+    """Writes a batch of turns with a `Decoder`; `stats` adds up the decoding statistics.
 
     A drafter changes the speed and not the text. `special_ids` must not occur inside a turn. Stop strings of the
     target's generation config need the `tokenizer`; a turn that they end gets the first of `stop_ids`.
@@ -136,7 +136,6 @@ class TurnDecoder:
         settings: TurnSettings,
         *,
         tokenizer: Any = None,
-        batch_size: int = 32,
         special_ids: Collection[int] = (),
     ) -> None:
         limit = decoder.target.max_length
@@ -145,7 +144,7 @@ class TurnDecoder:
                 f"max_new_tokens is {settings.max_new_tokens}, but the target has {limit} positions "
                 f"({decoder.target.length_limit_reason}): give less"
             )
-        self.decoder, self.settings, self.tokenizer, self.batch_size = decoder, settings, tokenizer, batch_size
+        self.decoder, self.settings, self.tokenizer = decoder, settings, tokenizer
         self.special_ids = frozenset(special_ids)
         self.max_prompt_tokens = None if limit is None else limit - settings.max_new_tokens
         self.stats = GenerationStats()
@@ -167,19 +166,12 @@ class TurnDecoder:
             marks: special tokens that may occur inside (`find_problem`).
         """
         turns = [WrittenTurn([], "prompt too long")] * len(prompts)
-        for rows in self._batches(prompts):
+        limit = self.max_prompt_tokens
+        if rows := [row for row, prompt in enumerate(prompts) if limit is None or len(prompt) <= limit]:
             written = self._write_batch([prompts[row] for row in rows], stop_ids, [seeds[row] for row in rows])
             for row, ids in zip(rows, written, strict=True):
                 turns[row] = WrittenTurn(ids, find_problem(ids, stop_ids, self.special_ids, marks))
         return turns
-
-    def _batches(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Batches rows of similar lengths, to pad little."""
-        limit = self.max_prompt_tokens
-        order = [row for row, prompt in enumerate(prompts) if limit is None or len(prompt) <= limit]
-        order.sort(key=lambda row: len(prompts[row]))
-        for start in range(0, len(order), self.batch_size):
-            yield order[start : start + self.batch_size]
 
     def _write_batch(
         self, prompts: Sequence[Sequence[int]], stop_ids: Collection[int], seeds: Sequence[int]

@@ -90,9 +90,11 @@ class DecodedReplies:
     `stop_ids` are the tokens that end a turn of each role (`TurnTemplate.find_stop_ids`).
     """
 
-    def __init__(self, writer: TurnDecoder, template: TurnTemplate, stop_ids: Mapping[Role, set[int]]) -> None:
-        self.writer, self.template, self.stop_ids = writer, template, stop_ids
-        self.capacity = NUM_BATCHES * writer.batch_size
+    def __init__(
+        self, writer: TurnDecoder, template: TurnTemplate, stop_ids: Mapping[Role, set[int]], *, batch_size: int
+    ) -> None:
+        self.writer, self.template, self.stop_ids, self.batch_size = writer, template, stop_ids, batch_size
+        self.capacity = NUM_BATCHES * batch_size
         self._waiting: dict[TurnRequest, list[int]] = {}  # the prompts, the oldest first
 
     def exchange(self, requests: Sequence[TurnRequest]) -> list[tuple[TurnRequest, Reply]]:
@@ -108,7 +110,7 @@ class DecodedReplies:
         length = len(self._waiting[first])
         alike = [request for request in self._waiting if request.role == first.role]
         alike.sort(key=lambda request: abs(len(self._waiting[request]) - length))
-        batch, stop_ids = alike[: self.writer.batch_size], self.stop_ids[first.role]
+        batch, stop_ids = alike[: self.batch_size], self.stop_ids[first.role]
         turns = self.writer.write(
             [self._waiting.pop(request) for request in batch],
             stop_ids=stop_ids,

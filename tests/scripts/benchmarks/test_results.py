@@ -20,8 +20,6 @@ from draftsmith.scripts.benchmarks.results_summary import make_content, render_p
 from draftsmith.scripts.measuring.contenders import NGRAMS
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
 
-pytestmark = pytest.mark.usefixtures("known_hardware")
-
 
 @pytest.fixture(scope="module")
 def target(small_chat: str) -> Target:
@@ -49,7 +47,7 @@ def options(small_chat: str, target: Target, heads: Path, tmp_path: Path) -> dic
     write_llama(tmp_path / "small.Q4_1.gguf", target)
     found: dict[str, Any] = {"target": small_chat, "prompts": [str(files)], "heads": [str(heads / "eagle3")]}
     found |= {"curve": [str(heads)], "tree": ["chain:2"], "gguf": str(tmp_path / "small.Q4_1.gguf")}
-    numbers = {"limit": 1, "long_limit": 1, "max_new_tokens": 6, "long_tokens": 12, "threads": [1]}
+    numbers = {"limit": 1, "max_new_tokens": 6, "threads": [1]}
     places = {"cells": str(tmp_path / "cells.jsonl"), "output": str(tmp_path / "out")}
     return {**found, **numbers, **places, "temperature": [0.0, 1.0], "dtype": "float32", "compile": False}
 
@@ -75,7 +73,7 @@ def test_a_run_that_is_killed_goes_on(options: dict[str, Any], tmp_path: Path, m
     lines = file.read_text().splitlines()
     assert lines[:4] == before, "the conditions, and three cells"
     keys = [json.loads(line)["key"] for line in lines[1:]]
-    assert [key[0] for key in keys] == ["speed"] * 4 + ["position"] * 4 + ["curve"] * 2
+    assert [key[0] for key in keys] == ["speed"] * 4 + ["curve"] * 2
     assert [key[2:4] for key in keys[:4]] == [[0.0, "a"], [1.0, "a"], [0.0, "b"], [1.0, "b"]]
 
     rows = {(one["name"], one["tree"]): one for one in content["reports"][-1]["rows"] if not one["problem"]}
@@ -89,13 +87,11 @@ def test_a_run_that_is_killed_goes_on(options: dict[str, Any], tmp_path: Path, m
     assert rivals < set(problems)
     assert all("pip install xllamacpp" in problems[name] for name in rivals)
     assert [one["millions"] for one in content["curve"]] == [1.5]
-    assert {(one["name"], one["texts"]) for one in content["positions"]} == {("eagle3", 2)}
     assert "1.5 M tokens" in (tmp_path / "out.md").read_text()
     assert "plain decoding, packed" in (tmp_path / "out.svg").read_text()
-    assert (tmp_path / "out-curves.png").stat().st_size > 1000
 
     assert results.run(ResultsArguments(**options | {"limit": 2, "minutes": 1e-9})) == content, "no time for more"
-    monkeypatch.setattr(results, "measure_positions", None)
+    monkeypatch.setattr(results, "measure_curve", None)
     more = results.run(ResultsArguments(**options | {"limit": 2, "parts": ["speed"]}))
     assert [one["num_prompts"] for one in more["reports"]] == [2, 2, 4] * 2
     assert file.read_text().splitlines()[: len(lines)] == lines
@@ -124,8 +120,6 @@ def make_cells() -> list[dict[str, Any]]:
     ]
     for weights, steps in (("old", 8), ("new", 4)):
         cells.append({"key": ["curve", "mtp", 0.5, weights, "chain:3", "a", "0"], "steps": steps, "step_tokens": 8})
-    for bins in ([[2, 4], [1, 3]], [[1, 2]]):
-        cells.append({"key": ["position", "mtp", 0.0, "a", str(len(bins))], "bins": bins})
     return cells
 
 
@@ -137,7 +131,6 @@ def test_the_numbers_that_follow_from_cells() -> None:
     assert mtp["acceptance_length"] == pytest.approx(16 / 6)
     assert mtp["tokens_per_second"] == pytest.approx(16 / 3)
     assert content["curve"] == [{"name": "mtp", "tree": "chain:3", "millions": 0.5, "length": 2.0}]
-    assert content["positions"][0]["lengths"] == [2.0, 3.0]
     environment = dict.fromkeys(("target", "dtype", "cpu", "torch", "transformers", "commit", "command"), "x")
     page = render_page({**content, "environment": {**environment, "max_new_tokens": 8, "cpu_flags": []}})
     assert "| mtp, chain:3 | 2.00 | 4.00 | 3.00 | 5.3 | 3.00 | 1.50 | 2/2 |" in page

@@ -1,4 +1,4 @@
-"""Batch sizes as an axis of benchmark.py: how batches are made, what their numbers say, and the tables over them."""
+"""Batch sizes as an axis of benchmark.py: how batches are made, and what their numbers say."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.inference import Target
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
-from draftsmith.scripts.measuring.report import make_rows, set_rooflines
-from draftsmith.scripts.measuring.roofline import Hardware, Work
+from draftsmith.scripts.measuring.report import make_rows
 from tests.scripts.test_benchmark import stats_of
 
 
@@ -33,12 +32,9 @@ def test_rows_of_a_batch_by_hand(chat_target: PreTrainedModel) -> None:
     runs = {
         TRANSFORMERS: Run(texts, 2.0, 6),
         PLAIN: Run(texts, 3.0, 4, stats_of([0, 0, 0, 0], num_passes=3, prefill=1.0, verify=1.2, total=2.5)),
-        "mine": Run(
-            [[5, 6, 7, 8], [5, 9]], 1.0, 3, stats_of([0, 1, 0], num_passes=2, **spent), draft_forward_seconds=0.2
-        ),
+        "mine": Run([[5, 6, 7, 8], [5, 9]], 1.0, 3, stats_of([0, 1, 0], num_passes=2, **spent)),
     }
     contenders = [Contender(name, runs=[[run]], profiled=[run]) for name, run in runs.items()]
-    contenders[2].work = Work(weight_bytes=1e6, flops=1e9)
     prompts = [Prompt(f"p{n}", n, torch.tensor([[1, 50 + n]])) for n in range(2)]
     settings, target = Settings(batch_size=2), Target(chat_target)
     generate, plain, mine = make_rows(contenders, prompts, settings, target, single_texts=texts)
@@ -53,5 +49,3 @@ def test_rows_of_a_batch_by_hand(chat_target: PreTrainedModel) -> None:
     assert (mine.num_identical, mine.num_compared) == (1, 2)
     assert [(name, one.place) for name, one in mine.differences] == [("p1", 1)]
     assert make_rows(contenders, prompts, settings, target)[2].num_identical is None, "no prompt was decoded by itself"
-    set_rooflines([mine], contenders[2:], Hardware(bandwidth_gb_s=1.0, matmul_gflop_s=10.0))
-    assert mine.roofline_share == 0.3, "1.5e9 operations take 150 ms of 500"

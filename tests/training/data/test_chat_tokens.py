@@ -53,7 +53,6 @@ def test_thoughts_go_under_the_name_that_the_template_reads(tokenizer: Any) -> N
     messages = [TWO_TURNS[0], {**TWO_TURNS[1], "reasoning_content": "Hm"}]
     thought, answer = "<|channel|>analysis<|message|>Hm<|end|>", "<|start|>assistant<|channel|>final<|message|>Yo"
     assert learned_text(messages, tokenizer) == [f"{thought}{answer}<|im_end|>"]
-    assert learned_text(messages, tokenizer, train_on_thinking=False) == [f"{answer}<|im_end|>"]
     assert "thinking" not in messages[1]
 
 

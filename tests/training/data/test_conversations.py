@@ -42,9 +42,8 @@ def test_every_form_of_file_reads_the_same(tmp_path: Path) -> None:
 
 JSON_FILES: dict[str, tuple[str, int]] = {
     "one object, pretty-printed": (json.dumps({"messages": TWO_TURNS}, indent=2), 1),
-    "records under data": (json.dumps({"version": 1, "data": [{"messages": TWO_TURNS}] * 3}, indent=2), 3),
-    "a conversation of turns under data": (json.dumps({"data": TWO_TURNS}, indent=1), 1),
-    "lines": ("\n".join([json.dumps({"data": TWO_TURNS})] * 2), 2),
+    "one object on a line": (json.dumps({"messages": TWO_TURNS}), 1),
+    "lines": ("\n".join([json.dumps({"messages": TWO_TURNS})] * 2), 2),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -19,7 +18,8 @@ SHAREGPT = [{"from": "human", "value": ADD}, {"from": "gpt", "value": "2"}]
 RECORDS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     ({"id": "1", "conversations": SHAREGPT}, PLAIN),
     ({"conversations": SHAREGPT, "system": "Be brief."}, [SYSTEM, *PLAIN]),
-    ({"id": "0", "data": [ADD, "2", ADD, "2"]}, PLAIN * 2),
+    ({"messages": PLAIN, "system": "Be brief."}, [SYSTEM, *PLAIN]),
+    ({"prompt": ADD, "prompt_id": "7f", "messages": PLAIN}, PLAIN),
     (
         {
             "conversation_id": "5",
@@ -33,17 +33,14 @@ RECORDS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
     ({"question": ADD, "answer": "2"}, PLAIN),
     ({"instruction": ADD, "input": "", "output": "2"}, PLAIN),
     ({"instruction": ADD, "input": "1, 1", "output": "2", "text": "..."}, WITH_INPUT),
-    (
-        {"instruction": ADD, "output": "2", "history": [[ADD, "2"], [ADD, "2"]], "system": "Be brief."},
-        [SYSTEM, *PLAIN * 3],
-    ),
-    ({"prompt": ADD, "response": "2", "history": PLAIN}, PLAIN * 2),
-    ({"prompt": ADD, "completion": "2", "label": 1, "functions": ["add"]}, PLAIN),
-    ({"instruction": ADD, "output": "2", "history": [ADD, "2", ADD, "2"]}, PLAIN * 3),
+    ({"instruction": ADD, "output": "2", "system": "Be brief."}, [SYSTEM, *PLAIN]),
+    ({"prompt": ADD, "completion": "2", "label": True}, PLAIN),
+    ({"instruction": ADD, "context": "1, 1", "response": "2", "category": "qa"}, WITH_INPUT),
+    ({"prompt": ADD, "completion": "2"}, PLAIN),
     ({"prompt": PLAIN[:1], "completion": PLAIN[1:]}, PLAIN),
     ({"prompt": ADD, "chosen": "2", "rejected": "3"}, PLAIN),
     ({"prompt": ADD, "chosen": PLAIN[1:], "rejected": PLAIN[1:]}, PLAIN),
-    ({"system_prompt": "Be brief.", "question": ADD, "response": "2"}, [SYSTEM, *PLAIN]),
+    ({"conversation": PLAIN, "model": "x", "language": "English"}, PLAIN),
 ]
 
 
@@ -64,15 +61,9 @@ def test_columns_can_be_named() -> None:
     }
     columns = {"prompt": "problem", "response": "solution"}
     assert parse_record(record, RecordFormat(columns=columns))["messages"] == PLAIN
-    assert parse_record({**record, "label": 1, "history": 3}, RecordFormat(columns=columns))["messages"] == PLAIN
-    earlier = RecordFormat(columns={**columns, "history": "earlier"})
-    assert parse_record({**record, "earlier": [[ADD, "2"]]}, earlier)["messages"] == PLAIN * 2
     columns |= {"context": "given", "system": "persona"}
     assert parse_record(record, RecordFormat(columns=columns))["messages"] == [SYSTEM, *WITH_INPUT]
-    assert parse_record({"dialog": [ADD, "2"]}, RecordFormat(columns={"messages": "dialog"}))["messages"] == PLAIN
     assert parse_record({"dialog": SHAREGPT}, RecordFormat(columns={"messages": "dialog"}))["messages"] == PLAIN
-    record = {"messages": PLAIN, "label": 0, "functions": [{"name": "look"}]}
-    assert parse_record(record, RecordFormat(columns={"messages": "messages"})) == {"messages": PLAIN}
 
 
 @pytest.mark.parametrize(
@@ -87,15 +78,8 @@ def test_columns_can_be_named() -> None:
         ({"messages": [{"role": ["user"], "content": ""}]}, {}, "unknown role"),
         ({"messages": [{"role": "user", "content": ""}], "tools": 3}, {}, "`tools` is int"),
         ({"messages": [{"role": "gpt", "content": "", "tool_calls": [{"id": "1"}]}]}, {}, "names no function"),
-        (
-            {"conversations": [{"from": "function_call", "value": "look()"}]},
-            {},
-            "expected JSON with the function's name",
-        ),
         ({"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}, {}, "weight .* 0.5"),
-        ({"prompt": ADD, "completion": "2", "label": False}, {}, "`label` is false"),
-        ({"messages": PLAIN, "kto_tag": False}, {}, "`kto_tag` is false"),
-        ({"instruction": ADD, "output": "2", "history": [["1"]]}, {}, r"`history` is \[\['1'\]\]"),
+        ({"messages": [{"role": "assistant", "content": "a", "train": "no"}]}, {}, "expected 1 or true"),
     ],
 )
 def test_what_cannot_be_read_is_named(record: dict[str, Any], settings: dict[str, Any], message: str) -> None:
@@ -107,6 +91,7 @@ def test_what_cannot_be_read_is_named(record: dict[str, Any], settings: dict[str
     ("settings", "message"),
     [
         ({"columns": {"prompt": "a"}}, "messages=.*prompt=.*response="),
+        ({"columns": {"prompt": "a", "response": "b", "messages": "c"}}, "messages="),
         ({"columns": {"promt": "a", "response": "b"}}, "columns promt=a: .*messages, prompt"),
     ],
 )
@@ -126,7 +111,6 @@ def test_turns_keep_what_templates_read() -> None:
             {"role": "assistant", "reasoning": "Hm.", "tool_calls": [call]},
             {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "look"},
             {"role": "ipython", "content": "2"},
-            {"from": "function_call", "value": json.dumps(function)},
             {"role": "assistant", "content": "2", "tool_calls": [function]},
         ],
         "tools": '[{"type": "function", "function": {"name": "look", "parameters": {}}}]',
@@ -143,7 +127,6 @@ def test_turns_keep_what_templates_read() -> None:
             },
             {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "look"},
             {"role": "tool", "content": "2"},
-            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
             {"role": "assistant", "content": "2", "tool_calls": [function]},
         ],
         "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
@@ -157,27 +140,3 @@ def test_a_turn_that_is_not_to_be_learned_is_marked() -> None:
     assert parse_record({"messages": turns})["messages"] == [{**PLAIN[1], "learn": False}]
     turns = [{**PLAIN[0], "weight": 1}, {**PLAIN[1], "loss": True, "training": 1, "loss_scale": 1.0}]
     assert parse_record({"messages": turns})["messages"] == PLAIN
-
-
-def test_a_function_call_is_a_tool_call() -> None:
-    """ShareGPT's turns, of one call or several, and OpenAI's former key, also beside text."""
-    function = {"name": "look", "arguments": '{"at": "x"}'}
-    call = {"type": "function", "function": function}
-    for value, number in (
-        (json.dumps(function), 1),
-        (json.dumps([function, function]), 2),
-        (function, 1),
-        (json.dumps([call]), 1),
-    ):
-        (message,) = parse_record({"conversations": [{"from": "function_call", "value": value}]})["messages"]
-        assert parse_record({"messages": [{"role": "tool_call", "content": value}]})["messages"] == [message]
-        assert message == {"role": "assistant", "content": "", "tool_calls": [call] * number}
-    for content in (None, "I look."):
-        turn = {"role": "assistant", "content": content, "function_call": function}
-        (message,) = parse_record({"messages": [turn]})["messages"]
-        assert message == {"role": "assistant", "content": content or "", "tool_calls": [call]}
-    for nothing in ("", {}, False):
-        turns = [{**turn, "function_call": nothing} for turn in PLAIN]
-        assert parse_record({"messages": turns}) == {"messages": PLAIN}
-    result = {"role": "tool_response", "content": "2"}
-    assert parse_record({"messages": [result]})["messages"] == [{"role": "tool", "content": "2"}]

@@ -154,15 +154,6 @@ def test_replies_without_text_are_context(name: str, tokenizer: Any) -> None:
         assert not any(text.strip() == "<|im_end|>" for text in texts)
 
 
-def test_thoughts_alone_are_context_where_thoughts_are_not_learned(tokenizer: Any) -> None:
-    for template, thought in ((THINKING, THOUGHT), (CHATML, {"role": "assistant", "content": "<think>Hm</think>"})):
-        tokenizer.chat_template = template.jinja
-        row = tokenize({"messages": [USER, thought]}, tokenizer, train_on_thinking=False)
-        assert row["problem"] == f"nothing to learn: {EMPTY}"
-    tokenizer.chat_template = THINKING.jinja
-    assert learned_text([USER, THOUGHT], tokenizer) == ["<think>\nHm\n</think>\n\n<|im_end|>"]
-
-
 @pytest.mark.parametrize("template", [CHATML.jinja, MARKED_TEMPLATE])
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
 def test_turns_that_the_data_exclude_are_context(template: str, mark: dict[str, Any], tokenizer: Any) -> None:

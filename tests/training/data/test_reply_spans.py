@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import groupby
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.conftest import CHAT_TARGET
-from tests.training.chat_templates import END, TEMPLATES, ChatTemplate, RefusedError
+from tests.training.chat_templates import TEMPLATES, ChatTemplate, RefusedError
 from tests.training.conversation_cases import learned_text, tokenize
 
 TOKENIZER = AutoTokenizer.from_pretrained(CHAT_TARGET)
@@ -66,22 +65,13 @@ def replies(draw: st.DrawFn) -> dict[str, Any]:
     return {"role": "assistant", "content": draw(REPLIES)}
 
 
-def expected_mask(
-    template: ChatTemplate, messages: list[dict[str, Any]], *, train_on_thinking: bool
-) -> tuple[str, list[int]]:
+def expected_mask(template: ChatTemplate, messages: list[dict[str, Any]]) -> tuple[str, list[int]]:
     """The text, and for each token whether the assistant wrote the character it begins with."""
     text, is_learned = "", []
     for kind, pieces in groupby(template.pieces(messages), key=lambda piece: piece[1]):
         written = "".join(piece for piece, _ in pieces)
-        thought = ""
-        if kind == "reply" and not train_on_thinking:
-            opened = "" if re.search(r"<think>\s*$", text) else r"\s*<think>"
-            match = re.match(rf"{opened}.*?(</think>|$)", written, re.DOTALL)
-            thought = match[0] if match else ""
-            if not written.removeprefix(thought).removesuffix(END).strip():
-                thought = written  # nothing but thoughts
         text += written
-        is_learned += [False] * len(thought) + [kind == "reply"] * (len(written) - len(thought))
+        is_learned += [kind == "reply"] * len(written)
     offsets = TOKENIZER(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     return text, [int(is_learned[start]) for start, _ in offsets]
 
@@ -90,14 +80,14 @@ def expected_mask(
 def test_the_mask_is_what_the_assistant_writes(name: str) -> None:
     template = TEMPLATES[name]
     TOKENIZER.chat_template = template.jinja
-    num_learned = num_thoughts = 0
+    num_learned = 0
 
     @settings(max_examples=50, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate])
     @given(conversations())
     def compare(messages: list[dict[str, Any]]) -> None:
-        nonlocal num_learned, num_thoughts
+        nonlocal num_learned
         try:
-            text, mask = expected_mask(template, messages, train_on_thinking=True)
+            text, mask = expected_mask(template, messages)
         except RefusedError:
             with pytest.raises(ValueError, match="the chat template rejects it"):
                 tokenize(messages, TOKENIZER)
@@ -105,14 +95,10 @@ def test_the_mask_is_what_the_assistant_writes(name: str) -> None:
         input_ids, loss_mask = tokenize(messages, TOKENIZER)
         assert TOKENIZER.decode(input_ids) == text
         assert loss_mask == mask
-        without = tokenize(messages, TOKENIZER, train_on_thinking=False)
-        assert without == (input_ids, expected_mask(template, messages, train_on_thinking=False)[1])
         num_learned += any(mask)
-        num_thoughts += without[1] != mask
 
     compare()
     assert num_learned > 8  # `merging` refuses those that do not alternate
-    assert (num_thoughts > 0) == (name != "forgetting")
 
 
 def test_tools_are_rendered_and_calls_are_learned() -> None:
@@ -127,8 +113,6 @@ def test_tools_are_rendered_and_calls_are_learned() -> None:
     call = '\n<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call><|im_end|>'
     said = ["<think>\nHm\n</think>\n\nI look." + call, "<think>\nSo\n</think>\n\nThere.<|im_end|>"]
     assert learned_text(messages, TOKENIZER, tools=tools) == said
-    answers = ["\n\nI look." + call, "\n\nThere.<|im_end|>"]
-    assert learned_text(messages, TOKENIZER, tools=tools, train_on_thinking=False) == answers
     text = TOKENIZER.decode(tokenize(messages, TOKENIZER, tools=tools)[0])
     assert text.startswith('<|im_start|>tools\n[{"type": "function", "function": {"name": "look"}}]<|im_end|>\n')
 
@@ -146,8 +130,6 @@ def test_markers_say_where_replies_are_to_the_character() -> None:
         for message in ({"role": "user", "content": "a"}, {"role": "assistant", "content": reply})
     ]
     assert learned_text(messages, TOKENIZER) == ["<think>a</think>Yo<|im_end|>", "Hi <|im_end|>"]
-    answers = ["Yo<|im_end|>", "Hi <|im_end|>"]
-    assert learned_text(messages, TOKENIZER, train_on_thinking=False) == answers
 
 
 def test_a_template_that_drops_what_the_assistant_says_is_named() -> None:

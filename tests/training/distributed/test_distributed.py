@@ -151,18 +151,6 @@ def test_two_processes_train_as_one(
             assert resumed.record["metrics"][name] == value, name
 
 
-@pytest.mark.ci
-def test_a_tensor_parallel_target_trains_as_a_whole_one(train: Runner, alone: Result) -> None:
-    pytest.importorskip("transformers.distributed.tensor_parallel", reason="this transformers keeps no LM head whole")
-    launch("multi_gpu", train, shard_target="tp")
-    split = read(train)
-    assert split.losses == pytest.approx(alone.losses, rel=1e-5)
-    for name in ("eval_loss", "eval_top1_depth1", "eval_top5_depth2", "eval_acceptance_length"):
-        assert split.record["metrics"][name] == pytest.approx(alone.record["metrics"][name], rel=1e-4)
-    held = "target_parameters_per_process"
-    assert split.record["distributed"][held] < alone.record["distributed"][held]
-
-
 @pytest.mark.parametrize("config", SPLIT)
 def test_bfloat16_is_autocast_around_float32_weights(config: str, train: Runner, alone_in_bfloat16: Result) -> None:
     """And a run that is killed after its last step goes on to the same result, that of its best step under ZeRO-3

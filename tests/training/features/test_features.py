@@ -1,10 +1,9 @@
-"""Features online, from disk, and both: the same states, the same losses, the same heads."""
+"""Features online and from disk: the same states."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,20 +11,15 @@ from torch import Tensor
 
 from draftsmith.inference import Target
 from draftsmith.training.features.sources import (
-    HybridFeatures,
-    OnlineFeatures,
     StoredFeatures,
     Texts,
     TextsCollator,
     look_ahead,
 )
-from draftsmith.training.features.store import FeatureStore, StoreSettings, name_tensors, write_settings
-from draftsmith.training.features.target_identity import identify_target
+from draftsmith.training.features.store import FeatureStore
 from tests.training.feature_cases import (
     COLLATE,
     ROWS,
-    count_computed,
-    limited_file_size,
     store_rows,
 )
 
@@ -76,44 +70,3 @@ def test_a_thread_reads_the_next_batch_while_one_trains(target: Target, everythi
         if stored._reading is not None:
             stored._reading.result()
         assert len(read) == min(number + 2, 4) + (number > 0)
-
-
-class TestHybrid:
-    def make(self, target: Target, folder: Path, shard_bytes: int, layers: tuple[int, ...] = (2,)) -> HybridFeatures:
-        if not (folder / "index.json").exists():
-            tensors = name_tensors(layers, target.num_layers)
-            identity = identify_target(target, "tiny")
-            write_settings(folder, StoreSettings(identity, tensors))
-        return HybridFeatures(OnlineFeatures(target, layers), FeatureStore(folder), shard_bytes=shard_bytes)
-
-    def test_what_a_kill_lost_is_computed_again(
-        self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        computed = count_computed(monkeypatch)
-        killed = self.make(target, tmp_path, shard_bytes=10**4)
-        for row in ROWS[:4]:
-            killed(TextsCollator(COLLATE)([row]))
-        kept = len(FeatureStore(tmp_path))
-        assert 0 < kept < 4
-        (tmp_path / ".cache-0-00009.1.tmp").write_bytes(b"torn")  # without its name: it was not finished
-        computed.clear()
-        again = self.make(target, tmp_path, shard_bytes=10**4)
-        for row in ROWS:
-            again(TextsCollator(COLLATE)([row]))
-        again.flush()
-        assert len(computed) == len(ROWS) - kept
-        assert len(FeatureStore(tmp_path)) == len(ROWS)
-
-    def test_a_full_disk_ends_the_writing_not_the_training(
-        self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        features = self.make(target, tmp_path, shard_bytes=1)
-        collate = TextsCollator(COLLATE)
-        features(collate(ROWS[:1]))
-        with limited_file_size(1000):
-            for row in ROWS[1:3]:
-                features(collate([row]))
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "free some space" in caplog.text
-        assert len(FeatureStore(tmp_path)) == 1
-        assert not list(tmp_path.glob("*.tmp"))

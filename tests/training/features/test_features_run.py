@@ -39,7 +39,6 @@ ALONE: dict[str, Any] = {
     "max_samples": 8,
     "head_overrides": ["ttt_steps=1", "draft_vocab_size=40"],
 }
-
 Extract = Callable[..., int]
 
 
@@ -59,10 +58,10 @@ def extract(target_path: Path, conversations: Path, tmp_path: Path) -> Extract:
     return run
 
 
-def test_online_offline_and_hybrid_train_the_same_heads(
+def test_online_and_stored_features_train_the_same_heads(
     train: Runner, extract: Extract, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two epochs, bit for bit; offline, the target runs for nothing but checks; hybrid, only in the first epoch."""
+    """Two epochs, bit for bit; with stored features the target runs for nothing but checks."""
     extract()
     passes = count_computed(monkeypatch)
     train(**ALONE)
@@ -73,28 +72,6 @@ def test_online_offline_and_hybrid_train_the_same_heads(
     train(**ALONE, features=tmp_path / "features")
     assert_same(online, train.weights())
     assert passes == []
-    train(**ALONE, features=tmp_path / "hybrid", feature_mode="hybrid")
-    assert_same(online, train.weights())
-    assert len(passes) == num_rows + 1
-    passes.clear()
-    # What one run has filled serves another, in either mode.
-    train(**ALONE, features=tmp_path / "hybrid")
-    assert_same(online, train.weights())
-    assert passes == []
-
-
-def test_a_hybrid_run_that_is_resumed_reads_what_it_had_computed(train: Runner, tmp_path: Path) -> None:
-    """Bit for bit, though in the second epoch other texts share a batch, with which they would be rounded otherwise."""
-    options = {"feature_mode": "hybrid", "save_strategy": "steps", "save_steps": 2, "num_eval_prompts": 0}
-    train(**options, features=tmp_path / "whole", max_steps=10)
-    weights = train.weights()
-    train.output_dir = train.defaults["output_dir"] = tmp_path / "interrupted"
-    options["features"] = tmp_path / "whole"
-    for file in (tmp_path / "whole").glob("cache-*"):
-        file.unlink()
-    train.break_off(3, **options, max_steps=10)
-    train(**options, max_steps=10, resume_from_checkpoint=True)
-    assert_same(weights, train.weights())
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -168,10 +145,6 @@ class TestRefusals:
                 "holds hidden.2, last, and these eagle3 heads read .* extract again with --head_type eagle3",
             ),
             (medusa, r"lacks \d+ of the \d+ training texts of this run: train with the data, the max_length"),
-            (
-                {**medusa, "feature_mode": "hybrid"},
-                "holds hidden.2, last, .* fill another folder, or train",
-            ),
             ({"features": tmp_path / "nowhere"}, "holds no features .* draftsmith features --output_dir"),
         ):
             with pytest.raises(ValueError, match=message):
@@ -237,11 +210,5 @@ def test_features_of_another_data_set_are_found_by_their_text(train: Runner, ext
     train(**stored)
     train(**stored, packing=True)
     train(**stored, streaming=True, vocabulary_rows=5)
-    # Of a mixture everything is stored, whatever an epoch draws.
-    sets = [more, train.defaults["dataset"]]
-    mixture = {"dataset": sets, "dataset_weights": [1, 2], "stopping_strategy": "all_exhausted"}
-    extract(tmp_path / "mixed", **mixture, max_samples=20)
-    assert len(FeatureStore(tmp_path / "mixed")) == 40
-    train(**stored, **mixture)
-    with pytest.raises(ValueError, match=r"got streaming: .* or let training store the rows"):
+    with pytest.raises(ValueError, match="got streaming: an extraction reads the set to its end"):
         extract(streaming=True)

@@ -119,9 +119,7 @@ def test_a_server_that_gets_another_model(train: Runner, server: StatesServer) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server, "extract", other)
-        message = (
-            r"stopped at step \d: .* another model: its states have 8 numbers, .*vllm serve.* no complete checkpoint"
-        )
+        message = r"stopped at step \d: .* another model .*, 8\], and .*vllm serve.* no complete checkpoint"
         with pytest.raises(TrainingStoppedError, match=message):
             train(**served(server))
     wait_for_threads()
@@ -131,7 +129,7 @@ def test_a_server_that_gets_another_model(train: Runner, server: StatesServer) -
     ("options", "message"),
     [
         ({"features": "x"}, "got features x and features_endpoint http"),
-        ({"eval_prompts": "x.jsonl"}, "got features_endpoint with eval_prompts, which lets the target decode"),
+        ({"features_endpoint": None}, "got endpoint_model, concurrency without features_endpoint"),
     ],
 )
 def test_options_that_need_the_target(

@@ -90,7 +90,7 @@ def run_on_squares(folder: Path, tmp_path: Path, **options: Any) -> dict[str, fl
 @pytest.mark.parametrize("family", slow_but({"llava", "qwen2_5_vl"}, FAMILIES), indirect=True)
 def test_heads_train_and_draft_behind_an_image(family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
     folder, processor = seeing
-    metrics = run_on_squares(folder, tmp_path, report=family == "llava", do_eval=True, eval_strategy="epoch")
+    metrics = run_on_squares(folder, tmp_path, do_eval=True, eval_strategy="epoch")
     assert metrics["eval_acceptance_length"] >= 1
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": WORDS[7]}]}]
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -101,8 +101,6 @@ def test_heads_train_and_draft_behind_an_image(family: str, seeing: tuple[Path, 
     options = {"max_new_tokens": 20, "do_sample": False}
     output = generate(target, heads, **inputs, **options)
     assert torch.equal(output.sequences, generate(target, None, **inputs, **options).sequences)
-    if family == "llava":
-        assert "<image>" in (tmp_path / "heads" / "report.html").read_text().replace("&lt;", "<").replace("&gt;", ">")
 
 
 @pytest.mark.ci
@@ -130,11 +128,9 @@ class TestSets:
     def test_text_and_images_mix(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
         text, other = (write_conversations(tmp_path / f"{seed}.jsonl", words=WORDS[:60], seed=seed) for seed in (1, 2))
         squares = write_squares(tmp_path)
-        args = DataArguments(
-            dataset=[str(squares), str(text)], dataset_weights=[0.5, 0.5], eval_dataset=[str(other)], max_length=128
-        )
+        args = DataArguments(dataset=[str(squares), str(text)], eval_dataset=[str(other)], max_length=128)
         rows, held_out = load_datasets(args, AutoTokenizer.from_pretrained(seeing[0]), seed=0)
-        batch = ImageCollator(ConversationCollator(pad_token_id=0), seeing[1])([rows[n] for n in range(8)])
+        batch = ImageCollator(ConversationCollator(pad_token_id=0), seeing[1])([rows[n] for n in range(-4, 4)])
         assert 0 < len(batch["media"]["pixel_values"]) < 8
         assert held_out is not None
         assert not any(held_out.with_format(None)[:].get("media", []))
@@ -156,9 +152,7 @@ class TestSets:
 
     def test_options_that_do_not_go_with_images(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"have images: leave packing out .*; leave features out"):
-            run_on_squares(seeing[0], tmp_path, packing=True, features=tmp_path / "features", feature_mode="hybrid")
-        with pytest.raises(ValueError, match=r"have images: leave on_policy_fraction out"):
-            run_on_squares(seeing[0], tmp_path, on_policy_fraction=0.5)
+            run_on_squares(seeing[0], tmp_path, packing=True, features=tmp_path / "features")
         with pytest.raises(ValueError, match="got streaming, and a conversation has images"):
             run_on_squares(seeing[0], tmp_path, streaming=True, validation_fraction=0, num_eval_prompts=0)
         words = ["--target", seeing[0], "--dataset", write_squares(tmp_path), "--output_dir", tmp_path / "features"]

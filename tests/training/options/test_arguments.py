@@ -134,7 +134,7 @@ def test_none_unsets_an_option(tmp_path: Path) -> None:
     config = write(tmp_path, {"base": "base.yaml", "max_samples": None, "metric_for_best_model": None})
     words = [*REQUIRED, "--config", config]
     assert parse_arguments(words)[2].muon_learning_rate == 0.04
-    flags = ["--muon_learning_rate", word, f"--save_total_limit={word}", "--loss_type", word, "--eval_prompts", word]
+    flags = ["--muon_learning_rate", word, f"--save_total_limit={word}", "--loss_type", word, "--media_folder", word]
     arguments = parse_arguments([*words, *flags, "--optim_target_modules", word])
     _, data, training, *_ = arguments
     assert (data.max_samples, training.max_steps) == (None, 2)
@@ -158,7 +158,7 @@ def test_every_option_is_documented_once() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dataset_weights": [1.0]}, "1 dataset_weights.*2 of dataset"),
+        ({"dataset_split": ["a", "b", "c"]}, "3 of dataset_split.*2 of dataset"),
         ({"columns": ["prompt=a"]}, "columns.*messages=.*prompt=.*response="),
     ],
 )

@@ -119,7 +119,7 @@ def test_a_target_that_does_not_fit_on_one_device(
     machine(Machine("an H100", 80 * 10**9, 8, has_bf16=True))
     found = choose(target, conversations)
     assert (found["shard_target"], found["per_device_train_batch_size"]) == ("fsdp2", "1")
-    assert "shard_target" not in choose(target, conversations, shard_target="tp")
+    assert "shard_target" not in choose(target, conversations, shard_target="fsdp2")
 
 
 def test_modules_in_the_targets_checkpoint_come_first(

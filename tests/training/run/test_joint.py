@@ -35,14 +35,12 @@ pytest.importorskip("peft", reason="peft is an optional extra")
 
 # peft asks transformers by a name that transformers has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-
 _NAMES = {key.name for key in dataclasses.fields(TrainingArguments)}
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _NAMES else "gradient_checkpointing"
 JOINT: dict[str, Any] = {
     "head_type": "medusa",
     "head_overrides": ["num_heads=2"],
     "lora_r": 4,
-    "heads_warmup_steps": 0,
     "heads_loss_weight": 0.2,
     "num_eval_prompts": 0,
     "validation_fraction": 0,
@@ -120,7 +118,7 @@ class TestLosses:
                 monkeypatch.setattr(joint_module, "rows_per_chunk", lambda columns: 3)
             if is_recomputed:
                 joint.activation_checkpointing_enable()
-            output = joint(self.batch, partial(self.draft, joint), trains_target=True)
+            output = joint(self.batch, partial(self.draft, joint))
             assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5)
             assert (output.target_sum / output.target_count).item() == pytest.approx(own.item(), rel=1e-5)
             found = self.gradients(joint, output.loss)
@@ -134,13 +132,13 @@ class TestLosses:
         """Also where a document begins with the assistant's token, which nothing in the row predicts."""
         joint = self.make(target_loss=target_loss)
         rows = [{"input_ids": random_prompt(n, seed=n)[0].tolist(), "loss_mask": [1] * n} for n in (9, 14, 6)]
-        parts = [joint(ConversationCollator(0)([row]), lambda states: NO_LOSS, trains_target=True) for row in rows]
+        parts = [joint(ConversationCollator(0)([row]), lambda states: NO_LOSS) for row in rows]
         wanted = self.gradients(joint, sum(part.loss * part.target_count for part in parts) / 26)
         packed = {name: [[value for row in rows for value in row[name]]] for name in rows[0]}
         batch = ConversationCollator(0)(
             [{name: values[0] for name, values in packed.items()} | {"document_lengths": [9, 14, 6]}]
         )
-        output = joint(batch, lambda states: NO_LOSS, trains_target=True)
+        output = joint(batch, lambda states: NO_LOSS)
         assert output.target_count == 26 == sum(part.target_count for part in parts)
         assert output.target_sum.item() == pytest.approx(sum(part.target_sum.item() for part in parts), rel=1e-4)
         for name, gradient in self.gradients(joint, output.loss).items():
@@ -153,11 +151,11 @@ class TestLosses:
         on = [name for name, module in joint.target.model.named_modules() if module.training]
         assert on
         assert all("lora_dropout" in name for name in on)
-        one, other = (joint(self.batch, partial(self.draft, joint), trains_target=True).loss for _ in range(2))
+        one, other = (joint(self.batch, partial(self.draft, joint)).loss for _ in range(2))
         assert one != other
         joint.eval()
         assert not any(module.training for module in joint.target.model.modules())
-        one, other = (joint(self.batch, partial(self.draft, joint), trains_target=True).loss for _ in range(2))
+        one, other = (joint(self.batch, partial(self.draft, joint)).loss for _ in range(2))
         assert one == other
 
 
@@ -171,7 +169,6 @@ class TestRuns:
         options = {
             "max_steps": 30,
             "learning_rate": 0.008,
-            "heads_warmup_steps": 0.2,
             "validation_fraction": 0.25,
             "eval_strategy": "steps",
             "eval_steps": 30,
@@ -203,21 +200,6 @@ class TestRuns:
             greedy, adapted.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=12, do_sample=False)
         )
 
-    def test_warm_up_trains_the_heads_as_if_alone_and_nothing_else(self, train: Runner) -> None:
-        options = {**JOINT, "heads_loss_weight": 1.0, "heads_lr_multiplier": 1.0, "max_steps": 6, "weight_decay": 0.1}
-        trainer = self.prepare(train, **{**options, "heads_warmup_steps": 6})
-        before = adapters(trainer)
-        trainer.train()
-        assert all(torch.equal(one, other) for one, other in zip(before, adapters(trainer), strict=True))
-        assert not any(trainer.optimizer.state[weight] for weight in trainer.joint.adapters)
-        logs = [entry for entry in trainer.state.log_history if "heads_loss" in entry]
-        assert len(logs) == 6
-        assert not any("target_loss" in entry for entry in logs)
-        joint = {name: weight.clone() for name, weight in trainer.heads.state_dict().items()}
-        names = ("lora_r", "heads_warmup_steps", "heads_loss_weight", "heads_lr_multiplier")
-        train(**{**options, **dict.fromkeys(names)})
-        assert_same(joint, train.weights())
-
     def test_accumulated_batches_equal_one_big_batch(self, train: Runner) -> None:
         """Both losses, also of packed rows, whose documents begin with tokens that nothing predicts."""
         found = []
@@ -237,12 +219,11 @@ class TestRuns:
     @pytest.mark.ci
     @pytest.mark.slow
     def test_resuming_changes_nothing(self, train: Runner) -> None:
-        """Dropout draws random numbers; the third step is the first of both."""
+        """Dropout draws random numbers."""
         options = {
             **JOINT,
             "max_steps": 6,
             "lora_dropout": 0.1,
-            "heads_warmup_steps": 2,
             "save_strategy": "steps",
             "save_steps": 2,
         }
@@ -260,13 +241,9 @@ class TestRuns:
 
         with pytest.raises(ValueError, match=r"\br 4 \(now 8\)"):
             train(**{**options, "lora_r": 8}, output_dir=resumed, resume_from_checkpoint=True)
-        plain = dict.fromkeys(("lora_r", "lora_dropout", "heads_warmup_steps", "heads_loss_weight"))
+        plain = dict.fromkeys(("lora_r", "lora_dropout", "heads_loss_weight"))
         with pytest.raises(ValueError, match=r"checkpoint-6 .*lora_r 4 \(now None\)"):
             train(**{**options, **plain}, output_dir=resumed, resume_from_checkpoint=True)
-        adapter = resumed / "checkpoint-6" / "adapter" / "adapter_model.safetensors"
-        adapter.write_bytes(adapter.read_bytes()[:300])
-        with pytest.raises(ValueError, match=r"checkpoint-6: adapter/adapter_model\.safetensors"):
-            train(**options, output_dir=resumed, resume_from_checkpoint=resumed / "checkpoint-6")
 
 
 class TestRefusals:
@@ -274,6 +251,7 @@ class TestRefusals:
         ("options", "message"),
         [
             ({"lora_alpha": 8.0}, "lora_alpha .*lora_r"),
+            ({"lora_alpha": 8.0, "target_loss": "lm"}, "lora_alpha, target_loss .*lora_r"),
             ({"lora_r": 0}, "lora_r 0"),
         ],
     )

@@ -78,15 +78,4 @@ def test_the_numbers() -> None:
         SLOW.fit(60)
     assert [parse_seconds(text) for text in ("90m", "2h", "1.5d", "45s")] == [5400, 7200, 129600, 45]
     assert describe_time(217367) == "60.4 hours (2.5 days)"
-    words = SLOW.describe()
-    for part in (
-        "370 tokens/s",
-        "80.4 M tokens",
-        "6,545 steps",
-        "60.4 hours",
-        "above 2.3",
-        "--time_budget 2h",
-        "2.4 M",
-    ):
-        assert part in words
-    assert "--time_budget" not in Pace(370, 12288, 100).describe()
+    assert "370 tokens/s: 6,545 steps of 12,288 tokens take about 60.4 hours" in SLOW.describe()

@@ -57,7 +57,6 @@ def test_lines_follow_the_clock(
     assert steps == [1, 4, 5]
     assert all("right at depth 1" in line and " tokens/s, " in line for line in lines if line.startswith("step"))
     assert "left" in lines[0]
-    assert re.search(r"this run reads \d+ tokens, .* 3 million", caplog.text)
     assert lines[-1].startswith(f"held out: acceptance length {metrics['eval_acceptance_length']:.2f}, loss ")
 
 

@@ -23,7 +23,6 @@ from tests.training.runner import (
     WORDS,
     Runner,
     assert_same,
-    interrupt_at_step,
     save_chat_target,
     write_conversations,
 )
@@ -88,17 +87,6 @@ class TestARun:
         assert prepared.settings["learning_rate"] == rate
         assert prepared.trainer.depth_weights == weights
 
-    def test_acceptance_is_measured_without_held_out_conversations(
-        self, train: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        """A prompt that the chat template does not write is left out."""
-        prompts = tmp_path / "prompts.jsonl"
-        rejected = '{"turns": ["word1"], "tools": [{"name": "look"}], "id": "p7"}\n'
-        prompts.write_text(rejected + '{"turns": ["word1 word2"]}\n{"turns": ["word5"]}\n')
-        metrics = train(max_steps=1, validation_fraction=0.0, eval_prompts=prompts)
-        assert metrics.keys() == {"eval_acceptance_length"}
-        assert "left out 1 prompts" in caplog.text
-
     def test_continues_from_trained_heads(self, train: Runner, tmp_path: Path) -> None:
         """Weights and draft vocabulary are theirs, though the new conversations would give another one."""
         train(max_steps=2)
@@ -152,21 +140,6 @@ class TestBadInput:
         assert widths == [256]
         assert "max_length is 1000" in caplog.text
         assert yaml.safe_load((train.output_dir / "training_config.yaml").read_text())["max_length"] == 256
-
-    @pytest.mark.parametrize(
-        ("content", "message"),
-        [
-            ('{"turns": ["a"]}\n{"turn": ["a"]}', r"prompts\.jsonl, line 2: .*'turn'"),
-            ('{"turns": ["' + "word1 " * 300 + '"]}', r"303 tokens.*\b256\b"),
-        ],
-    )
-    def test_prompts_are_checked_before_training(
-        self, train: Runner, content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        interrupt_at_step(0, monkeypatch)
-        (tmp_path / "prompts.jsonl").write_text(content)
-        with pytest.raises(ValueError, match=message):
-            train(eval_prompts=tmp_path / "prompts.jsonl")
 
     def test_compiling_is_refused(self, train: Runner) -> None:
         with pytest.raises(ValueError, match="torch_compile"):

@@ -68,8 +68,8 @@ def test_a_server_writes_what_decoding_here_writes(
         return plan_self_synthesis(16, seed=0, num_turns=1) if mode == "self" else read_prompts(conversations)[:16]
 
     template = TurnTemplate(server.template.tokenizer)
-    writer = TurnDecoder(server.decoder, SETTINGS, batch_size=8, special_ids=template.special_ids)
-    expected = write(DecodedReplies(writer, template, server.stop_ids), plan())
+    writer = TurnDecoder(server.decoder, SETTINGS, special_ids=template.special_ids)
+    expected = write(DecodedReplies(writer, template, server.stop_ids, batch_size=8), plan())
     kinds = {row.get("ended_by", "good") for row in expected}
     assert "good" in kinds
     assert len(kinds) >= 3, "this test must see bad replies as well"

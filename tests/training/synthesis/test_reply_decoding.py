@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from draftsmith.inference import Decoder, DynamicTree, NgramDrafter
 from draftsmith.training.synthesis.reply_decoding import (
     TurnDecoder,
     TurnSettings,
+    WrittenTurn,
     drop_marks,
     find_problem,
     is_looping,
@@ -31,10 +33,18 @@ def shared_decoder(family: str = "llama", *, has_drafter: bool = False) -> Decod
     return Decoder(tiny_target(family), drafter, tree=DynamicTree(depth=3, top_k=2, num_nodes=6) if drafter else None)
 
 
+def write_alone(writer: TurnDecoder, seeds: Sequence[int]) -> list[WrittenTurn]:
+    return [
+        turn
+        for prompt, seed in zip(PROMPTS, seeds, strict=True)
+        for turn in writer.write([prompt], stop_ids=STOP_IDS, seeds=[seed])
+    ]
+
+
 def test_turns_are_those_of_plain_generate() -> None:
     """Rows of a batch with a drafter against transformers' `generate` for each of them by itself."""
     decoder = shared_decoder("gemma3", has_drafter=True)
-    writer = TurnDecoder(decoder, TurnSettings(max_new_tokens=70, temperature=0), batch_size=4)
+    writer = TurnDecoder(decoder, TurnSettings(max_new_tokens=70, temperature=0))
     turns = writer.write(PROMPTS, stop_ids=STOP_IDS, seeds=SEEDS)
     lengths = set()
     for prompt, turn in zip(PROMPTS, turns, strict=True):
@@ -52,18 +62,18 @@ def test_turns_are_those_of_plain_generate() -> None:
 def test_sampled_turns_depend_on_their_seed_alone() -> None:
     """One by one and plain = together, backwards and drafted."""
     sampling = TurnSettings(max_new_tokens=20, temperature=0.7, top_p=0.9, top_k=5)
-    alone = TurnDecoder(shared_decoder(), sampling, batch_size=1)
-    together = TurnDecoder(shared_decoder(has_drafter=True), sampling, batch_size=5)
-    expected = alone.write(PROMPTS, stop_ids=STOP_IDS, seeds=SEEDS)
+    alone = TurnDecoder(shared_decoder(), sampling)
+    together = TurnDecoder(shared_decoder(has_drafter=True), sampling)
+    expected = write_alone(alone, SEEDS)
     assert together.write(PROMPTS[::-1], stop_ids=STOP_IDS, seeds=SEEDS[::-1]) == expected[::-1]
-    assert alone.write(PROMPTS, stop_ids=STOP_IDS, seeds=[seed + 1 for seed in SEEDS]) != expected
+    assert write_alone(alone, [seed + 1 for seed in SEEDS]) != expected
 
 
 def test_stop_strings_of_the_target_end_turns(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a turn gets the token that ends turns. One by one = together."""
     model: Any = tiny_target("llama")
     settings, options = TurnSettings(max_new_tokens=12, temperature=0), {"stop_ids": STOP_IDS, "seeds": SEEDS}
-    plain = TurnDecoder(shared_decoder(), settings, batch_size=1).write(PROMPTS, **options)
+    plain = write_alone(TurnDecoder(shared_decoder(), settings), SEEDS)
     rows = [row for row, turn in enumerate(plain) if turn.problem == "truncated"]
     assert len(rows) > 1, "texts must be long for this test to mean anything"
     monkeypatch.setattr(model, "generation_config", copy.deepcopy(model.generation_config))
@@ -77,9 +87,8 @@ def test_stop_strings_of_the_target_end_turns(chat_tokenizer: Any, monkeypatch: 
         is_cut = end < len(turn.token_ids)
         expected.append([*turn.token_ids[:end], *([min(STOP_IDS)] if is_cut else [])])
     assert [expected[row] != plain[row].token_ids for row in rows[:2]] == [True, True]
-    for size in (1, 3, 8):
-        writer = TurnDecoder(Decoder(model), settings, tokenizer=chat_tokenizer, batch_size=size)
-        turns = writer.write(PROMPTS, **options)
+    writer = TurnDecoder(Decoder(model), settings, tokenizer=chat_tokenizer)
+    for turns in (writer.write(PROMPTS, **options), write_alone(writer, SEEDS)):
         assert [turn.token_ids for turn in turns] == expected
         assert [turns[row].problem for row in rows[:2]] == ["", ""]
 

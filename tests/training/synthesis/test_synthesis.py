@@ -34,8 +34,8 @@ def model(target_path: Path) -> PreTrainedModel:
 @pytest.fixture
 def source(model: PreTrainedModel, target_path: Path) -> DecodedReplies:
     template = TurnTemplate(AutoTokenizer.from_pretrained(target_path))
-    writer = TurnDecoder(Decoder(model), TurnSettings(MAX_NEW_TOKENS, temperature=0.0), batch_size=3)
-    return DecodedReplies(writer, template, {"user": STOP_IDS, "assistant": STOP_IDS})
+    writer = TurnDecoder(Decoder(model), TurnSettings(MAX_NEW_TOKENS, temperature=0.0))
+    return DecodedReplies(writer, template, {"user": STOP_IDS, "assistant": STOP_IDS}, batch_size=3)
 
 
 def play(source: DecodedReplies, plan: Sequence[Conversation]) -> list[Conversation]:
@@ -116,7 +116,10 @@ def test_marks_of_the_targets_own_are_read_back_as_they_were_written(
     prompt = [{"role": "user", "content": "Hi"}]
     ids = [*template.encode(written), 2]
     source = DecodedReplies(
-        cast(TurnDecoder, ScriptedWriter(ids, template.special_ids)), template, {"user": {2}, "assistant": {2}}
+        cast(TurnDecoder, ScriptedWriter(ids, template.special_ids)),
+        template,
+        {"user": {2}, "assistant": {2}},
+        batch_size=1,
     )
     (conversation,) = play(source, [Conversation("a", "s", deque([*prompt, "assistant"]))])
     assert conversation.problem == (f"assistant turn {problem}" if problem else "")

@@ -9,8 +9,6 @@ from typing import Any
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, FileSystemLoader
 
-from draftsmith.training.reporting.report import TEMPLATES
-
 
 def render_card(
     *,
@@ -21,7 +19,6 @@ def render_card(
     metrics: Mapping[str, Any],
     num_prompts: int,
     record: Mapping[str, Any],
-    has_report: bool,
     has_adapter: bool = False,
 ) -> str:
     """Returns the card as Markdown.
@@ -39,7 +36,7 @@ def render_card(
         datasets=list(dict.fromkeys(name.partition(":")[0] for name in datasets if _is_hub_id(name))) or None,
         tags=["speculative-decoding", "draft-heads", kind],
     )
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), keep_trailing_newline=True)
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), keep_trailing_newline=True)
     return environment.get_template("model_card.md.jinja").render(
         front_matter=data.to_yaml(),
         kind=kind,
@@ -53,7 +50,6 @@ def render_card(
         steps=record["steps"],
         tokens=f"{record['tokens']:,}",
         seconds=f"{record['seconds']:,.0f}",
-        has_report=has_report,
         has_adapter=has_adapter,
     )
 

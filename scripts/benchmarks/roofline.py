@@ -56,14 +56,6 @@ class Work:
         return 1000 * seconds
 
 
-def measure_hardware(target: Target, *, matmul_size: int | None = None) -> Hardware:
-    """Bandwidth and throughput of the target's device, for weights of the target's size and dtype."""
-    return Hardware(
-        measure_bandwidth(count_weight_bytes(target.model), target.device),
-        measure_matmul(target.dtype, target.device, size=matmul_size),
-    )
-
-
 def measure_bandwidth(num_bytes: int, device: torch.device) -> float:
     """GB/s of reading a buffer of `num_bytes` (at most `MAX_BUFFER_BYTES`), the best of several passes."""
     buffer = torch.ones(

@@ -1,1 +1,0 @@
-"""A run's report and model card, from plain data."""
