@@ -143,7 +143,7 @@ def test_two_compiled_decoders_keep_their_models_apart(target: Target) -> None:
 
 
 @pytest.mark.usefixtures("traced_alone")
-def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_compiled_decoder_serves_greedy_and_sampled_calls(caplog: pytest.LogCaptureFixture) -> None:
     target = Target(tiny_target("llama", num_hidden_layers=1))
     heads = tiny_heads("medusa", target, num_heads=2)
     compiled, eager = (Decoder(target, heads, tree=DynamicTree(2, 2, 4), compile=flag) for flag in (True, False))
@@ -151,7 +151,6 @@ def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches(caplog
     calls: list[tuple[Any, dict[str, Any]]] = [
         (prompt, SETTINGS["greedy"]),
         (prompt, SETTINGS["sampled"]),
-        (torch.cat([prompt, random_prompt(6, seed=9)]), SETTINGS["greedy"]),
         (random_prompt(9), SETTINGS["greedy"]),
         (random_prompt(7), SETTINGS["sampled"] | {"seed": 4}),
     ]
@@ -160,7 +159,7 @@ def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches(caplog
         one, other = (decoder.generate(ids, max_new_tokens=24, **settings) for decoder in (compiled, eager))
         assert one.sequences.tolist() == other.sequences.tolist()
         numbers.append(count_graphs())
-    assert numbers[2:] == [numbers[2]] * 3, "neither another prompt nor another seed may make another graph"
+    assert numbers[1:] == [numbers[1]] * 3, "neither another prompt nor another seed may make another graph"
     assert "as one graph" not in caplog.text
 
 

@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
 
-from draftsmith.heads import create_heads
-from draftsmith.inference import Target
 from draftsmith.training.features import sources
 from draftsmith.training.features.extraction import Extraction, extract_features
 from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
@@ -167,35 +164,6 @@ class TestRefusals:
             extract()
         with pytest.raises(ValueError, match=r"do not give the target's distribution: .* extract them again"):
             train(features=tmp_path / "features")
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
-def test_heads_with_an_adapter_learn_from_the_adapted_targets_states(
-    train: Runner, extract: Extract, target_path: Path, tmp_path: Path
-) -> None:
-    """Online and offline alike; states of the target as it is, or with another adapter, are refused."""
-    peft = pytest.importorskip("peft", reason="peft is an optional extra")
-    for name in ("one", "other"):
-        config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(target_path), config).eval()
-        heads = create_heads("medusa", Target(model.requires_grad_(False)), num_heads=2)
-        heads.belong_to_adapter(model)
-        heads.save_pretrained(tmp_path / name)
-    continued: dict[str, Any] = {**ALONE, "head_type": None, "head_overrides": None, "init_heads": tmp_path / "one"}
-    features = tmp_path / "features"
-    extract(head_type=None, init_heads=tmp_path / "one")
-    train(**continued)
-    online = train.weights()
-    train(**continued, features=features)
-    assert_same(online, train.weights())
-
-    extract(plain := tmp_path / "plain", head_type="medusa")
-    for folder, changes, message in (
-        (features, {"init_heads": tmp_path / "other"}, r"adapter_hash \w{16} \(now \w{16}\)\. .*--init_heads"),
-        (plain, {}, r"adapter_hash None \(now \w{16}\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            train(**{**continued, **changes}, features=folder)
 
 
 def test_features_of_another_data_set_are_found_by_their_text(train: Runner, extract: Extract, tmp_path: Path) -> None:

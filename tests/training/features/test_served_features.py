@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from draftsmith.training.run import preparation
 from draftsmith.training.run.stopping import TrainingStoppedError
 from tests.tiny_targets import tiny_target
-from tests.training.runner import Runner, assert_same
+from tests.training.runner import Runner
 from tests.training.states_server import LAYERS, StatesServer
 
 OPTIONS: dict[str, Any] = {
@@ -74,31 +73,6 @@ def test_heads_that_run_layers_of_the_target_learn_as_online(train: Runner, serv
     server.reset(server.folder, [1, 4])
     metrics = train(**{**served(server), **options})
     assert metrics["eval_loss"] == pytest.approx(online["eval_loss"], rel=CLOSE)
-
-
-def test_a_server_that_dies_and_comes_back(train: Runner, server: StatesServer, tmp_path: Path) -> None:
-    """The run ends with the checkpoint's name; resumed, it equals the uninterrupted run bit for bit."""
-    options = served(server, save_strategy="steps", save_steps=2)
-    train(**options)
-    weights = train.weights()
-    train.output_dir = train.defaults["output_dir"] = tmp_path / "interrupted"
-    complete, asked = server.extract, []
-
-    def dying(ids: list[int], num_best: int) -> dict[str, Any]:
-        asked.append(ids)
-        if len(asked) > 25:
-            server.faults.extend([(503, {}, "killed")] * 1000)
-        return complete(ids, num_best)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "extract", dying)
-        message = r"stopped at step \d: http.*503 .*killed.* The last complete checkpoint is .*checkpoint-\d; --resume"
-        with pytest.raises(TrainingStoppedError, match=message):
-            train(**options)
-    wait_for_threads()
-    server.faults.clear()
-    train(**options, resume_from_checkpoint=True)
-    assert_same(weights, train.weights())
 
 
 def test_a_server_that_gets_another_model(train: Runner, server: StatesServer) -> None:

@@ -21,12 +21,11 @@ from draftsmith.training.features.extraction import extract_features
 from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
 from draftsmith.training.images.processor import ImageCollator, open_image
 from draftsmith.training.options.command_line import parse_arguments
-from tests.params import slow_but
 from tests.tiny_multimodal import IMAGE, multimodal_target
 from tests.training.images.seeing_targets import WORDS, save_seeing_target, write_squares
 from tests.training.runner import Runner, save_chat_target, write_conversations
 
-FAMILIES = ("llava", "qwen2_5_vl", "gemma3", "idefics3")
+FAMILIES = ("llava", "qwen2_5_vl", "gemma3")
 LAYERS = (1, 2, 4)
 
 
@@ -87,7 +86,7 @@ def run_on_squares(folder: Path, tmp_path: Path, **options: Any) -> dict[str, fl
     return run(**{"max_steps": 3, "max_length": 128, "num_eval_prompts": 3, "head_overrides": None, **options})
 
 
-@pytest.mark.parametrize("family", slow_but({"llava", "qwen2_5_vl"}, FAMILIES), indirect=True)
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 def test_heads_train_and_draft_behind_an_image(family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
     folder, processor = seeing
     metrics = run_on_squares(folder, tmp_path, do_eval=True, eval_strategy="epoch")
@@ -113,7 +112,7 @@ def test_a_target_that_is_trained_too(family: str, seeing: tuple[Path, Any], tmp
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
-@pytest.mark.parametrize("kind", slow_but({"block"}, ["medusa", "hydra", "eagle", "mtp", "block", "parallel"]))
+@pytest.mark.parametrize("kind", ["block"])
 def test_every_kind_trains(kind: str, family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
     metrics = run_on_squares(seeing[0], tmp_path, head_type=kind, max_steps=2)
     assert metrics["eval_acceptance_length"] >= 1
