@@ -88,13 +88,6 @@ SHAPES = {
         f"<|im_start|>System: Be brief.{END}\nUser: Hi{END}\nAssistant: Yo{END}\nUser: And now?{END}\n"
         f"Assistant: Bye{END}\n",
     ),
-    "LLaVA-NeXT: a system text raises": Shape(
-        _chatml("{% if m.role == 'system' %}{{ m.content[0].text + '' }}{% else %}" + _PARTS + "{% endif %}"),
-        _PLAIN_TEXT,
-    ),
-    "Video-LLaVA: replies are texts": Shape(
-        _chatml("{% if m.role == 'assistant' %}{{ m.content }}{% else %}" + _PARTS + "{% endif %}"), _PLAIN_TEXT
-    ),
     "Gemma 3: both": Shape(
         _chatml("{% if m.content is string %}{{ m.content }}{% else %}" + _PARTS + "{% endif %}"), _PLAIN_TEXT
     ),
@@ -132,22 +125,6 @@ SHAPES = {
             "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
         ),
         _calling_text(f'<tool_call>{{"name": "look", "arguments": {_OBJECT}}}</tool_call>', before=""),
-        CALLING,
-    ),
-    "GLM: items of objects": Shape(
-        _chatml(
-            "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
-            "{% for key, value in c.function.arguments.items() %}<{{ key }}>{{ value }}{% endfor %}{% endfor %}"
-        ),
-        _calling_text("look<at>é<is_far>True", before=""),
-        CALLING,
-    ),
-    "prints what it gets": Shape(
-        _chatml(
-            "{{ m.content }}{% for c in m.tool_calls or [] %}"
-            "{{ c.function.name }}({{ c.function.arguments }}){% endfor %}"
-        ),
-        _calling_text(f"look({_OBJECT})", before=""),
         CALLING,
     ),
     "DeepSeek V3: adds texts": Shape(
@@ -194,18 +171,6 @@ SHAPES = {
         ),
         CALLING,
         TOOLS,
-    ),
-    "Cohere: a preamble of its own, which speaks of developers": Shape(
-        "{% if messages[0].role | lower == 'system' %}{% set preamble = messages[0].content %}{% endif %}"
-        "<|im_start|>system\nWhat the developer says comes first.{% if preamble %} And here: {{ preamble }}"
-        "{% endif %}<|im_end|>\n{% for m in messages %}{% if m.role | lower == 'system' and not loop.first %}"
-        "<|im_start|>system\n{{ m.content }}<|im_end|>\n{% elif m.role | lower == 'user' %}"
-        "<|im_start|>user\n{{ m.content }}<|im_end|>\n{% elif m.role | lower in ('assistant', 'chatbot') %}"
-        "<|im_start|>chatbot\n<response>{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>chatbot\n{% endif %}",
-        f"<|im_start|>system\nWhat the developer says comes first. And here: Be brief.{END}\n"
-        f"<|im_start|>user\nHi{END}\n<|im_start|>chatbot\n<response>Yo{END}\n"
-        f"<|im_start|>user\nAnd now?{END}\n<|im_start|>chatbot\n<response>Bye{END}\n",
     ),
     "GLM, for training: a turn ends with the next one's header": Shape(
         "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"

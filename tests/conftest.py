@@ -31,7 +31,6 @@ from draftsmith.inference import decoder as decoding
 HF_HOME = Path(os.environ["HF_HOME"])
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHAT_TARGET = REPOSITORY / "examples" / "chat-13m"
-SHARED = REPOSITORY.parent / "shared"
 
 # The default tree follows the clock. Here it is the fixed one that takes its place where it may not.
 DEFAULT_TREE = decoding._default_tree
@@ -100,12 +99,3 @@ def own_kind(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.delitem(sys.modules, "own_kind", raising=False)
     yield importlib.import_module("own_kind")
     HEAD_TYPES.pop("bigram", None)
-
-
-@pytest.fixture(scope="session")
-def stories_target_path() -> Path:
-    """stories260k, a third party's tiny Llama that is not part of this repository."""
-    path = SHARED / "targets" / "stories260k"
-    if not path.is_dir():
-        pytest.skip(f"{path} is absent: stories260k is not part of this repository")
-    return path

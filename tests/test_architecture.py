@@ -278,30 +278,6 @@ def test_every_loop_runs_the_same_step() -> None:
     assert found == {"inference/step.py": {"verify"}, "inference/distributed/server.py": {"_verify"}}
 
 
-def test_texts_end_in_one_place() -> None:
-    """`Row.emit`, by `Row.end`; a reply or a stream that is given up calls it, too."""
-
-    def ends(node: ast.AST) -> bool:
-        targets = [part for each in node.targets for part in ast.walk(each)] if isinstance(node, ast.Assign) else []
-        return any(isinstance(each, ast.Attribute) and each.attr == "is_finished" for each in targets)
-
-    found = {name(path): functions for path in PROGRAMS if (functions := functions_that(path, ends))}
-    engine = found.pop("inference/engine.py")  # whether all of its texts have ended
-    assert engine == {"__init__", "settle_rows"}
-    assert found == {"inference/request/row.py": {"end"}}
-
-
-def test_nothing_is_put_into_a_step() -> None:
-    """It is given its `Runner`, a record that does not change."""
-
-    def puts(node: ast.AST) -> bool:
-        targets = [part for each in node.targets for part in ast.walk(each)] if isinstance(node, ast.Assign) else []
-        owners = [ast.unparse(each.value) for each in targets if isinstance(each, ast.Attribute)]
-        return any(owner.rpartition(".")[2] in ("step", "_step") for owner in owners)
-
-    assert not {name(path): functions for path in PROGRAMS if (functions := functions_that(path, puts))}
-
-
 MACHINERY = re.compile(r"compil|captur|cuda|\bgraph|executor", re.I)
 
 

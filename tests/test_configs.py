@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from draftsmith.heads import HEAD_TYPES
 from draftsmith.heads.config import is_hub_id
 from draftsmith.inference import StaticTree
-from draftsmith.scripts.build_tree import best_static_tree
 from draftsmith.training.options.command_line import parse_arguments
 from tests.conftest import REPOSITORY
 
@@ -37,22 +35,6 @@ def load_tree(path: Path) -> list[list[int]]:
     return paths
 
 
-def likeliest_paths(num_nodes: int, max_depth: int) -> list[list[int]]:
-    """The rule in configs/trees/static*.yaml: best first by the product of 0.6 * 0.9**(depth - 1) * 0.4**rank."""
-    return best_static_tree(
-        [[0.6 * 0.9**depth * 0.4**rank for rank in range(9)] for depth in range(max_depth)], num_nodes
-    )
-
-
-def test_every_file_is_covered_by_a_test_here() -> None:
-    files = {path for path in CONFIGS.rglob("*") if path.is_file()}
-    assert files == {*TRAIN, *ACCELERATE, *DEEPSPEED, *TREES}
-    assert TRAIN
-    assert ACCELERATE
-    assert DEEPSPEED
-    assert TREES
-
-
 @pytest.mark.parametrize("path", [path for path in TRAIN if path not in BASES], ids=name)
 def test_training_config(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
@@ -69,11 +51,6 @@ def test_training_config(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         is_made_by_the_user = Path(used).parts[0] == "outputs"
         is_of_the_hub = path.parent.name == "targets" and is_hub_id(used)
         assert is_made_by_the_user or is_of_the_hub or Path(used).exists(), f"{path.name} names {used}, which is absent"
-
-
-@pytest.mark.parametrize("kind", HEAD_TYPES)
-def test_there_is_a_training_config_for_every_kind(kind: str) -> None:
-    assert CONFIGS / "train" / f"{kind}-chat-13m.yaml" in TRAIN
 
 
 @pytest.mark.parametrize("path", ACCELERATE, ids=name)
@@ -95,22 +72,9 @@ def test_accelerate_config(path: Path) -> None:
     assert settings["num_processes"] == 1 or settings["distributed_type"] != "MULTI_CPU", "starts only one process"
 
 
-@pytest.mark.parametrize("path", DEEPSPEED, ids=name)
-def test_deepspeed_config(path: Path) -> None:
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    assert path.stem == f"zero{settings['zero_optimization']['stage']}"
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        assert settings[key] == "auto", "the training config decides"
-
-
 @pytest.mark.parametrize("path", TREES, ids=name)
 def test_tree(path: Path) -> None:
     paths = load_tree(path)
     assert [list(ranks) for ranks in StaticTree.from_file(path).paths[1:]] == paths, (
         "write nodes by depth, then by rank"
     )
-
-
-@pytest.mark.parametrize(("stem", "num_nodes", "max_depth"), [("static12", 12, 4), ("static32", 32, 5)])
-def test_static_trees_are_made_as_they_say(stem: str, num_nodes: int, max_depth: int) -> None:
-    assert load_tree(CONFIGS / "trees" / f"{stem}.yaml") == likeliest_paths(num_nodes, max_depth)

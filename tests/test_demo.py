@@ -71,11 +71,7 @@ def test_the_training_command_is_one_that_the_trainer_takes() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--repeats=0", "--repeats 0"),
-        ("--max_new_tokens=0", "--max_new_tokens 0"),
-        ("--threads=0", "--threads 0"),
         ("--time_budget=soon", "time_budget 'soon'"),
-        ("--train_options=foo", "--train_options 'foo'"),
         ("--tree=dynamc", "tree is 'dynamc'"),
     ],
 )

@@ -38,33 +38,11 @@ def test_it_has_the_public_names_of_its_packages() -> None:
         draftsmith.Generate  # noqa: B018
 
 
-def test_its_packages_need_no_import_of_their_own(tmp_path: Path) -> None:
-    done = run(
-        "-c", "import draftsmith; print(draftsmith.heads.HEAD_TYPES['mtp'])", cwd=tmp_path, path=REPOSITORY / "src"
-    )
-    assert "MTPHeads" in done.stdout, done.stderr
-
-
-def test_help_does_not_import_torch(tmp_path: Path) -> None:
-    code = "import sys, draftsmith.scripts.cli as cli; cli.main(['--help']); print('torch' in sys.modules)"
-    done = run("-c", code, cwd=tmp_path, path=REPOSITORY / "src")
-    assert done.stdout.endswith("False\n"), done.stderr
-
-
 def test_a_second_copy_of_the_classes_is_refused() -> None:
     """Python puts the current folder on its path, and so the top-level folders of a checkout."""
     for name in ("heads", "inference", "training"):
         done = run("-c", f"import {name}", cwd=REPOSITORY)
         assert f"import draftsmith.{name}, not {name}" in done.stderr
-
-
-def test_folders_of_a_user_do_not_matter(tmp_path: Path) -> None:
-    for name in FOLDERS:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise AssertionError\n")
-    (tmp_path / "mine.py").write_text("from draftsmith import chain\nprint(chain(3).num_nodes)\n")
-    done = run("mine.py", cwd=tmp_path, path=REPOSITORY / "src")
-    assert done.stdout == "4\n", done.stderr
 
 
 def test_a_checkout_without_links(tmp_path: Path) -> None:
@@ -78,15 +56,6 @@ def test_a_checkout_without_links(tmp_path: Path) -> None:
     code = "import draftsmith.scripts.cli, draftsmith; print(draftsmith.chain(2).num_nodes, draftsmith.__file__)"
     done = run("-c", code, cwd=tmp_path, path=tmp_path / "src")
     assert done.stdout == f"3 {package / '__init__.py'}\n", done.stderr
-
-
-@pytest.mark.parametrize("program", ["scripts/cli.py", "scripts/benchmark.py", "training/train_heads.py"])
-def test_programs_run_by_their_path(program: str, tmp_path: Path) -> None:
-    """The checkout's own package wins over an installed one; -P leaves the program's folder off the path."""
-    for flags in ([], ["-P"]):
-        done = run(*flags, str(REPOSITORY / program), "--help", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert "usage:" in done.stdout
 
 
 @pytest.mark.slow

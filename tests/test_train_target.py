@@ -7,7 +7,6 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -60,46 +59,3 @@ def test_tied_layers_stay_tied(program: ModuleType, tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert find_group_size(model.model.layers) == 2
         assert not torch.equal(model.model.layers[0].mlp.up_proj.weight.float(), before[0].mlp.up_proj.weight.float())
-
-
-def test_repeated_tokens_end_an_earlier_4_gram(program: ModuleType) -> None:
-    """In each text by itself; 4-grams with special tokens do not count."""
-    texts = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 4], [5, 0, 7, 8, 9, 5, 0, 7, 8, 9, 4]])
-    others = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 9000], [5, 6, 7, 4104, 9, 5, 6, 8, 8, 9, 4]])
-    for some, expected in ((texts, [[8, 9], []]), (others, [[8, 9], []])):
-        assert [row.nonzero().flatten().tolist() for row in program.find_repeated(some, [0])] == expected
-
-
-def test_unlikelihood_lowers_repeated_tokens(program: ModuleType) -> None:
-    logits = torch.zeros(1, 4, 8, requires_grad=True)
-    program.score_repetitions(
-        logits, torch.tensor([[1, 2, 3, 4]]), torch.tensor([[False, False, False, True]])
-    ).backward()
-    assert logits.grad is not None
-    assert logits.grad[0, 2, 4] > 0
-    assert not logits.grad[0, [0, 1, 3]].any()
-
-
-def test_a_run_learns_from_its_own_texts(program: ModuleType, tmp_path: Path) -> None:
-    target = save_chat_target(tmp_path / "target")
-    options = {"model": target, "dataset": write_conversations(tmp_path / "conversations.jsonl"), "row_length": 72}
-    options |= {"output_dir": tmp_path / "out", "max_steps": 2, "unlikelihood": 1.0, "own_texts": 3}
-    options |= {"own_texts_steps": 1, "use_cpu": True, "report_to": "none", "per_device_train_batch_size": 2}
-    scored: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        score = program.score_repetitions
-        patch.setattr(
-            program,
-            "score_repetitions",
-            lambda *args: scored.append((args[1].shape, args[2][:, :64].any())) or score(*args),
-        )
-        patch.setattr(program, "repeated_4grams", lambda *_: 0.0)
-        program.main([word for name, value in options.items() for word in (f"--{name}", str(value))])
-    assert scored == [((2, 64 + 128), False)] * 2
-
-
-def test_refusals(program: ModuleType) -> None:
-    with pytest.raises(ValueError, match="give rows of 2 tokens or more"):
-        program.TargetArguments(dataset="x", own_texts=0)
-    with pytest.raises(ValueError, match="leave one out"):
-        program.TargetArguments(dataset="x", compile_layers=True, tied_group_size=4)

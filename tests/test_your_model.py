@@ -4,7 +4,6 @@ with a server and a hub on this machine."""
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,10 +121,3 @@ def test_the_choices_on_the_page_are_those_of_the_program(
         choose_options({"target": [str(tmp_path)], "dataset": ["ORG/SET"]}, {}).tell()
     told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("  --")]
     assert "\n".join(told) + "\n" == blocks(PAGE, "text")[0]
-
-
-def test_the_page_names_every_recipe() -> None:
-    text = PAGE.read_text(encoding="utf-8").lower()
-    for path in (REPOSITORY / "configs" / "train" / "targets").glob("[!s]*.yaml"):
-        size = re.sub("^qwen3-|-mtp$", "", path.stem)
-        assert size in text, f"{PAGE.name} does not name {path.name}"

@@ -31,15 +31,6 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def wordpiece_tokenizer() -> PreTrainedTokenizerFast:
-    """As BERT's: pieces that go on with a word begin with ##, all others with a space."""
-    pieces = ["[UNK]", *WORDS, *(f"##{word}" for word in WORDS)]
-    tokenizer = Tokenizer(models.WordPiece({piece: token_id for token_id, piece in enumerate(pieces)}))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
-
-
 def read_whole_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop strings for tokenizers of whole words: transformers finds the text of a token beside a word of its own."""
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -44,12 +43,6 @@ class TestLoading:
         with pytest.raises(ValueError, match="holds eagle3 heads, not MedusaHeads: load it with DraftHeads"):
             MedusaHeads.from_pretrained(saved)
 
-    def test_keywords_of_transformers(self, saved: Path) -> None:
-        loaded, info = DraftHeads.from_pretrained(saved, dtype=torch.bfloat16, output_loading_info=True)
-        assert loaded.dtype == torch.bfloat16
-        assert not info["missing_keys"]
-        assert DraftHeads.from_pretrained(saved.parent, subfolder="heads").config.draft_vocab_size == 40
-
     @pytest.mark.parametrize(
         ("name", "tensor", "message"),
         [
@@ -64,15 +57,14 @@ class TestLoading:
             with pytest.raises(ValueError, match=message):
                 DraftHeads.from_pretrained(saved, **options)
 
-    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-    def test_tensor_that_is_not_finite(self, saved: Path, value: float) -> None:
+    def test_tensor_that_is_not_finite(self, saved: Path) -> None:
         weight = load_file(saved / "model.safetensors")["lm_head.weight"]
-        weight[3, 5] = value
+        weight[3, 5] = float("nan")
         edit_weights(saved, **{"lm_head.weight": weight})
         with pytest.raises(ValueError, match=r"tensor lm_head\.weight holds NaN or infinite values"):
             DraftHeads.from_pretrained(saved)
 
-    @pytest.mark.parametrize("size", [0, 5, 100, -1])
+    @pytest.mark.parametrize("size", [0, -1])
     def test_truncated_file(self, saved: Path, size: int) -> None:
         content = (saved / "model.safetensors").read_bytes()
         (saved / "model.safetensors").write_bytes(content[:size])
@@ -90,11 +82,6 @@ class TestLoading:
         }.items():
             with pytest.raises(ValueError, match=message):
                 DraftHeads.from_pretrained(path)
-
-    def test_no_weights_file(self, saved: Path) -> None:
-        (saved / "model.safetensors").unlink()
-        with pytest.raises(OSError, match=r"model\.safetensors"):
-            DraftHeads.from_pretrained(saved)
 
     @pytest.mark.parametrize(
         ("changes", "message"),
@@ -123,42 +110,6 @@ class TestSaving:
     def test_other_processes_write_nothing(self, target: Target, tmp_path: Path) -> None:
         create_heads("medusa", target).save_pretrained(tmp_path / "heads", is_main_process=False)
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-    def test_a_relative_and_a_nested_path(
-        self, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        heads = create_heads("medusa", target)
-        heads.save_pretrained("a/b/c")
-        monkeypatch.chdir("a/b/c")
-        heads.save_pretrained(".")
-        assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "c", "config.json", "model.safetensors"]
-
-    def test_into_a_file(self, target: Target, tmp_path: Path) -> None:
-        (tmp_path / "heads").write_text("a note")
-        with pytest.raises(ValueError, match="heads is a file, and heads are saved into a folder"):
-            create_heads("medusa", target).save_pretrained(tmp_path / "heads")
-        assert (tmp_path / "heads").read_text() == "a note"
-
-    def test_other_files_stay(self, target: Target, saved: Path) -> None:
-        (saved / "README.md").write_text("mine")
-        create_heads("medusa", target).save_pretrained(saved)
-        assert sorted(path.name for path in saved.iterdir()) == ["README.md", "config.json", "model.safetensors"]
-
-    def test_files_are_written_on_the_directorys_own_file_system(
-        self, target: Target, saved: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A mounted volume: what stands beside it cannot be renamed into it."""
-        written: list[Path] = []
-
-        def note(tensors: dict[str, Tensor], path: str, **kwargs: Any) -> None:
-            written.append(Path(path))
-            save_file(tensors, path, **kwargs)
-
-        monkeypatch.setattr("transformers.modeling_utils.safe_save_file", note)
-        create_heads("medusa", target).save_pretrained(saved)
-        assert written
-        assert all(saved in path.parents for path in written)
 
     def test_a_full_disk(self, target: Target, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         before = DraftHeads.from_pretrained(saved).state_dict()
@@ -234,43 +185,3 @@ class TestSaving:
             counts.append(len(list(tmp_path.glob("model*.safetensors"))))
             assert (tmp_path / "model.safetensors.index.json").exists() == (size != "1GB")
         assert counts[0] == counts[3] > counts[2] > counts[1] == counts[4] == 1
-
-
-class TestHub:
-    """The hub's client is replaced by one that records its requests, so nothing leaves the machine."""
-
-    @pytest.fixture
-    def uploads(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-        uploads: list[dict[str, Any]] = []
-
-        def create_repo(repo_id: str, **kwargs: Any) -> Any:
-            return type("RepoUrl", (str,), {"repo_id": repo_id})()
-
-        def create_commit(repo_id: str, operations: list[Any], **kwargs: Any) -> str:
-            files = {file.path_in_repo: Path(file.path_or_fileobj).read_bytes() for file in operations}
-            uploads.append({"repo_id": repo_id, "files": files, **kwargs})
-            return "done"
-
-        def create_branch(**kwargs: Any) -> None: ...
-
-        for function in (create_repo, create_commit, create_branch):
-            # transformers calls them as methods of HfApi, and in older releases as functions of its own.
-            monkeypatch.setattr(HfApi, function.__name__, staticmethod(function))
-            monkeypatch.setattr(f"transformers.utils.hub.{function.__name__}", function, raising=False)
-        return uploads
-
-    def test_both_ways_upload_whole_heads(self, target: Target, uploads: list[dict[str, Any]], tmp_path: Path) -> None:
-        heads = tiny_heads("eagle3", target, draft_vocab_size=40)
-        heads.push_to_hub("me/my-heads", commit_message="first")
-        heads.save_pretrained(tmp_path / "heads", push_to_hub=True, repo_id="me/other", revision="next")
-        assert [upload["repo_id"] for upload in uploads] == ["me/my-heads", "me/other"]
-        assert (uploads[0]["commit_message"], uploads[1]["revision"]) == ("first", "next")
-        for number, upload in enumerate(uploads):
-            written = {"README.md", "config.json", "model.safetensors", "token_counts.safetensors"}
-            assert set(upload["files"]) == written
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            for name, content in upload["files"].items():
-                (folder / name).write_bytes(content)
-            loaded = DraftHeads.from_pretrained(folder).state_dict()
-            assert all(torch.equal(tensor, loaded[name]) for name, tensor in heads.state_dict().items())

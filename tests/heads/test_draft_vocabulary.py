@@ -140,7 +140,3 @@ class TestCounts:
         ):
             with pytest.raises(ValueError, match=message):
                 create_heads(kind, target_of("llama")).limit_vocabulary(size, torch.arange(num_counts))
-
-    def test_all_tokens_are_no_limit(self) -> None:
-        heads = create_heads("mtp", target_of("llama")).limit_vocabulary(128)
-        assert heads.for_target(target_of("llama")).draft_token_ids is None

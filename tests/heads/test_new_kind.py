@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from draftsmith.heads import HEAD_TYPES, DraftHeads, DraftHeadsConfig, create_heads, register
 from draftsmith.heads.registration import find_kind, known_kinds
-from draftsmith.inference import Drafter, Target, generate
+from draftsmith.inference import Target, generate
 from tests.conftest import REPOSITORY
 from tests.heads.test_overfit import learn
 from tests.tiny_targets import random_prompt, tiny_target
@@ -67,9 +66,7 @@ def test_an_installed_package_brings_a_kind(tmp_path: Path, monkeypatch: pytest.
 
 # The value of an entry point, the text of its module, and what the error must say.
 BROKEN = {
-    "a missing module": ("nowhere_at_all:Kind", "", "ModuleNotFoundError.*nowhere_at_all"),
     "a module that needs another": ("broken_kind:Kind", "import nowhere_at_all", "ModuleNotFoundError.*nowhere_at_all"),
-    "a missing class": ("broken_kind:Kind", "", "AttributeError.*Kind"),
     "no class": ("broken_kind:Kind", "Kind = 3", "register got 3.*DraftHeads"),
 }
 
@@ -95,18 +92,8 @@ def test_what_cannot_be_registered_is_named(own_kind: Any) -> None:
     class Nameless(DraftHeads):
         config_class = DraftHeadsConfig
 
-    class NoHeads:
-        config_class = own_kind.BigramConfig
-
-    class OnlyDrafter(Drafter):
-        config_class = own_kind.BigramConfig
-
-    class OnlyModel(PreTrainedModel):
-        config_class = own_kind.BigramConfig
-
-    for wrong in (NoHeads, OnlyDrafter, OnlyModel, DraftHeadsConfig, own_kind.BigramHeads.__init__, 3):
-        with pytest.raises(ValueError, match=f"register got {re.escape(repr(wrong))}.*DraftHeads"):
-            register(wrong)
+    with pytest.raises(ValueError, match=r"register got 3.*DraftHeads"):
+        register(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"'bigram' of Other.* BigramHeads"):
         register(Other)
     with pytest.raises(ValueError, match=r"Nameless\.config_class"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -110,23 +108,9 @@ def test_rows_that_have_ended_cost_nothing(kind: str, monkeypatch: pytest.Monkey
     assert len(set(widths)) > 2
 
 
-@pytest.mark.parametrize("has_negative_prompts", [False, True])
-def test_guidance_is_each_rows_own(has_negative_prompts: bool) -> None:
-    prompts = random_prompt(6, batch_size=3, seed=4)
-    negative = random_prompt(4, batch_size=3, seed=5)
-
-    def options(rows: slice) -> dict[str, Any]:
-        more = {"negative_prompt_ids": negative[rows]} if has_negative_prompts else {}
-        return {"max_new_tokens": 10, "do_sample": False, "guidance_scale": 1.7, **more}
-
-    alone = [
-        model_of().generate(prompts[row : row + 1], **options(slice(row, row + 1)))[0] for row in range(len(prompts))
-    ]
-    found = generate(target_of(), drafter_of("n-grams"), prompts, **options(slice(None))).sequences
-    assert_same_text(model_of(), torch.stack(alone), found)
-
-
-@pytest.mark.parametrize(("kind", "family"), [*((kind, "llama") for kind in DRAFTERS), ("n-grams", "gemma3")])
+@pytest.mark.parametrize(
+    ("kind", "family"), [("none", "llama"), ("eagle3", "llama"), ("kangaroo", "llama"), ("n-grams", "gemma3")]
+)
 def test_what_prompts_share_is_read_once(kind: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_reading, "PREFILL_CHUNK", 16)
     start = random_prompt(41, seed=5)[0]
@@ -194,10 +178,9 @@ def test_a_reused_cache_may_grow_and_be_cut() -> None:
         text = output if output.shape[1] > text.shape[1] else text
 
 
-@pytest.mark.parametrize("kind", ["none", "eagle3"])
-def test_instructions_are_held_for_other_batches(kind: str) -> None:
+def test_instructions_are_held_for_other_batches() -> None:
     """One row's beginning serves three rows, which serve two: some of them begin otherwise."""
-    decoder = Decoder(target_of(), drafter_of(kind), tree=tree_of(kind))
+    decoder = Decoder(target_of(), drafter_of("eagle3"), tree=TREE)
     start = random_prompt(40, seed=9)[0]
     decoder.generate(start[None], max_new_tokens=1, do_sample=False)
     for lengths in ((3, 9, 1), (2, 5), (4,)):
@@ -212,7 +195,7 @@ def test_instructions_are_held_for_other_batches(kind: str) -> None:
             assert_same_text(model_of(), text[None], found[None])
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", ["none", "small", "eagle3", "kangaroo"])
 def test_rows_end_at_the_position_limit(kind: str) -> None:
     """256 positions: drafts run over the limit, texts do not; the other row goes on to its own end."""
     prompts = [random_prompt(length, seed=length)[0] for length in (249, 255, 232)]
@@ -226,20 +209,6 @@ def test_rows_end_at_the_position_limit(kind: str) -> None:
         assert not found[len(expected) :].any()
 
 
-def test_a_long_held_row_does_not_slow_down_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row's text all but fills the positions, the other one is new: the rest is read in whole chunks."""
-    monkeypatch.setattr(prompt_reading, "PREFILL_CHUNK", 64)
-    decoder = Decoder(target_of(), drafter_of("eagle3"), tree=TREE)
-    first = random_prompt(248, seed=1)
-    first = decoder.generate(first, max_new_tokens=4, do_sample=False).sequences[0]
-    prompts = [first, random_prompt(150, seed=2)[0]]
-    expected = [model_of().generate(prompt[None], max_new_tokens=4, do_sample=False)[0] for prompt in prompts]
-    output = decoder.generate(**pad_prompts(prompts), reuse_cache=True, max_new_tokens=4, do_sample=False)
-    assert torch.equal(output.sequences[0], expected[0])
-    assert torch.equal(output.sequences[1, 102:], expected[1])
-    assert output.stats.num_target_forwards <= 3 + 4
-
-
 def test_an_interrupted_stream_is_gone_on_with() -> None:
     decoder = Decoder(target_of(), drafter_of("eagle3"), tree=TREE)
     prompt = random_prompt(30)
@@ -251,54 +220,3 @@ def test_an_interrupted_stream_is_gone_on_with() -> None:
     rest = decoder.generate(begun, reuse_cache=True, **options)
     assert torch.equal(rest.sequences, model_of().generate(prompt, **GREEDY))
     assert rest.stats.num_target_forwards < 1 + rest.stats.num_new_tokens + 1
-
-
-def start_and_drop(decoder: Decoder, prompt: Tensor) -> None:
-    stream = decoder.stream(prompt, **GREEDY)
-    del stream
-
-
-NOT_READ: dict[str, Callable[[Decoder, Tensor], Any]] = {
-    "bad seed": lambda decoder, prompt: decoder.generate(prompt, seed="one", **SAMPLED),
-    "seeds of other rows": lambda decoder, prompt: decoder.generate(prompt, seed=[1, 2], **SAMPLED),
-    "bad seed of a stream": lambda decoder, prompt: decoder.stream(prompt, seed=[1, 2], **SAMPLED),
-    "too long": lambda decoder, _: decoder.generate(random_prompt(400), **GREEDY),
-    "an option": lambda decoder, prompt: decoder.generate(prompt, num_beams=2, **GREEDY),
-    "an id": lambda decoder, prompt: decoder.generate(prompt + 1000, reuse_cache=True, **GREEDY),
-    "on_step": lambda decoder, prompt: decoder.generate(prompt.repeat(2, 1), on_step=print, **GREEDY),
-    "a stream of rows": lambda decoder, prompt: decoder.stream(prompt.repeat(2, 1), reuse_cache=True, **GREEDY),
-    "closed": lambda decoder, prompt: decoder.stream(prompt, **GREEDY).close(),
-    "closed, to reuse": lambda decoder, prompt: decoder.stream(prompt, reuse_cache=True, **GREEDY).close(),
-    "another size, closed": lambda decoder, prompt: decoder.stream(prompt, max_new_tokens=300).close(),
-    "dropped": start_and_drop,
-}
-
-
-@pytest.mark.parametrize("call", [pytest.param(call, id=name) for name, call in NOT_READ.items()])
-def test_calls_that_read_no_prompt_lose_no_text(call: Callable[[Decoder, Tensor], Any], read: list[int]) -> None:
-    """They are refused, or their stream is not read."""
-    decoder, prompt = Decoder(target_of(), drafter_of("eagle3"), tree=TREE), random_prompt(60)
-    text = decoder.generate(prompt, **GREEDY).sequences
-    with suppress(ValueError, TypeError):
-        call(decoder, prompt)
-    assert decoder.holds_text
-    longer = torch.cat([text, random_prompt(3, seed=1)], dim=1)
-    read.clear()
-    output = decoder.generate(longer, reuse_cache=True, **GREEDY)
-    assert torch.equal(output.sequences, model_of().generate(longer, **GREEDY))
-    assert sum(read) <= 3 + 1 + 4 + 1
-
-
-def test_a_drafter_that_cannot_copy_rows() -> None:
-    """Its batches keep their rows; going on is refused."""
-
-    class Fixed(NgramDrafter):
-        can_copy_rows = False
-
-    prompts = [random_prompt(length, seed=length)[0] for length in (40, 44)]
-    expected = [text_of(prompt) for prompt in prompts]
-    output = generate(target_of(), Fixed(), **pad_prompts(prompts), **GREEDY).sequences
-    assert torch.equal(output[0, 4:], expected[0])
-    assert torch.equal(output[1], expected[1])
-    with pytest.raises(ValueError, match=r"reuse_cache needs a drafter .* Fixed cannot copy rows"):
-        Decoder(target_of(), Fixed()).generate(prompts[0][None], reuse_cache=True, **GREEDY)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
-from draftsmith.inference import Decoder, GenerationStats, chain, generate
+from draftsmith.inference import Decoder, chain, generate
 from draftsmith.inference import decoder as decoding
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.targets.forward_names import CACHE_NAMES
@@ -111,32 +109,6 @@ def test_stopping_criteria_see_every_prefix_and_trim_within_a_step() -> None:
     assert criterion.seen == list(range(7, 18))
 
 
-@pytest.mark.parametrize("has_config", [False, True], ids=["no config", "config"])
-@pytest.mark.parametrize("stop_strings", [None, ["t"]], ids=["the model's", "the call's"])
-def test_stop_strings_of_the_model(
-    chat_target: Any, chat_tokenizer: Any, stop_strings: list[str] | None, has_config: bool
-) -> None:
-    """They are read where the call gives none."""
-    model = copy.copy(chat_target)  # the fixture is shared
-    model.generation_config = copy.deepcopy(model.generation_config)
-    model.generation_config.stop_strings = ["a"]
-    inputs = chat_tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
-    options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
-    if stop_strings is not None:
-        options["stop_strings"] = stop_strings
-    if has_config:
-        options = {"generation_config": GenerationConfig(**options)}
-    expected = model.generate(**inputs, tokenizer=chat_tokenizer, **options)
-    assert expected.shape[1] < inputs["input_ids"].shape[1] + 40
-    found = generate(model, NgramDrafter(), **inputs, tokenizer=chat_tokenizer, **options).sequences
-    assert torch.equal(found, expected)
-    assert model.generation_config.stop_strings == ["a"]
-    if has_config:
-        assert options["generation_config"].stop_strings == stop_strings
-    with pytest.raises(ValueError, match="needs the tokenizer"):
-        generate(model, None, **inputs, **options)
-
-
 def test_seed_none_draws_from_torchs_generator() -> None:
     options = {"max_new_tokens": 12, "do_sample": True, "temperature": 1.5}
     texts = []
@@ -160,23 +132,6 @@ def test_counts() -> None:
     assert stats.seconds["total"] >= sum(stats.seconds[name] for name in ("prefill", "draft", "verify"))
 
 
-def test_acceptance_by_depth_is_conditional() -> None:
-    stats = GenerationStats()
-    for accepted in (0, 1, 1, 2):
-        stats.count_step(accepted)
-    assert stats.acceptance_length == 2.0
-    assert stats.acceptance_by_depth == [3 / 4, 1 / 3]
-    both = stats + stats
-    assert (both.accepted_histogram, both.num_verify_steps) == ([2, 4, 2], 8)
-
-
-def test_plain_decoding_emits_one_token_a_step() -> None:
-    output = generate(MODEL, None, PROMPT, **GREEDY)
-    assert torch.equal(output.sequences, truth())
-    assert output.stats.acceptance_length == 1.0
-    assert output.stats.num_target_forwards == 24
-
-
 def test_stops_at_the_position_limit(caplog: pytest.LogCaptureFixture) -> None:
     prompt = random_prompt(250)
     output = generate(MODEL, NgramDrafter(), prompt, **GREEDY)
@@ -184,51 +139,19 @@ def test_stops_at_the_position_limit(caplog: pytest.LogCaptureFixture) -> None:
     assert "limit of 256 tokens" in caplog.text
 
 
-def test_outputs_are_read_by_name() -> None:
-    output = generate(MODEL, None, PROMPT, **GREEDY)
-    assert output["sequences"] is output.sequences
-    assert list(output) == ["sequences", "stats"]
-    assert "scores" not in output
-    with pytest.raises(KeyError, match="logits"):
-        output["logits"]
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"num_beams": 2}, "num_beams=2.*num_beams=1"),
-        ({"use_cache": False}, "use_cache"),
         ({"prompt_lookup_num_tokens": 3}, "NgramDrafter"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-        ({"cache_implementation": "paged"}, "cache_implementation='paged'"),
-        ({"token_healing": True}, "token_healing .*: leave it out, and give model.heal_tokens"),
-        ({"generation_config": GenerationConfig(token_healing=True)}, "token_healing"),
         ({"assistant_model": MODEL}, "assistant_model .*: pass a draftsmith.SmallModelDrafter"),
-        ({"speculation_type": "dflash"}, "speculation_type"),
-        ({"dola_layers": "high"}, "dola_layers"),
         *(({name: DynamicCache()}, f"{name} is not supported") for name in CACHE_NAMES),
     ],
 )
 def test_refused_options(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         generate(MODEL, scripted(), PROMPT, **GREEDY, **options)
-
-
-def test_misspelt_option_is_an_error() -> None:
-    with pytest.raises(ValueError, match="max_new_tokns"):
-        generate(MODEL, None, PROMPT, max_new_tokns=5)
-
-
-def test_tree_without_drafter_is_refused() -> None:
-    with pytest.raises(ValueError, match="no drafter"):
-        Decoder(MODEL, None, tree="chain")
-
-
-@pytest.mark.parametrize("path", ["heads/eagle3", Path("heads")])
-def test_a_path_is_no_drafter(path: Any) -> None:
-    with pytest.raises(TypeError, match=r"DraftHeads\.from_pretrained"):
-        generate(MODEL, path, PROMPT, **GREEDY)
 
 
 @pytest.mark.parametrize("option", [{"streamer": Recorder()}, {"on_step": print}], ids=["streamer", "on_step"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +18,7 @@ from tests.lossless.matrix.drafters import POLICIES
 from tests.lossless.matrix.references import reference_of
 from tests.lossless.matrix.results import (
     DIFFERENT,
-    SAME,
     TOKENS_AT_LEAST,
-    find_gaps,
-    from_json,
     run_cell,
 )
 from tests.tiny_targets import FAMILIES, LEFT_OUT
@@ -82,24 +78,6 @@ def greedy_cells_of(family: str) -> list[Cell]:
         for policy in POLICIES
         for batch in BATCHES
     ]
-
-
-@pytest.mark.slow
-def test_every_depth_rank_and_end_is_reached_and_written_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(program.PARTS, "greedy", lambda: greedy_cells_of(WIDE))
-    assert program.main(["--part", "greedy", "--json", str(tmp_path / "cells.json")]) == 0, capsys.readouterr().out
-    results = from_json((tmp_path / "cells.json").read_text())
-    assert len(results) == len(POLICIES) * len(BATCHES)
-    assert {result.status for result in results} == {SAME}
-    summary = render.summarise(results, find_gaps(results), {})
-    assert render.from_json(render.to_json(summary)) == summary
-    assert summary.gaps == summary.different == []
-    page = render.render(summary)
-    assert f"| tokens compared | {sum(result.tokens for result in results):,} |" in page
-    assert "| cells with a different token | 0 |" in page
-    assert f"| target, attention | 1 | {summary.tokens:,} ({WIDE}, sdpa) |" in page
 
 
 @pytest.mark.skipif(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gzip
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import PreTrainedModel
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import GenerationStats, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.text_difference import Difference
-from draftsmith.scripts.measuring.contenders import OurDecoding, TransformersDecoding, make_contenders
-from draftsmith.scripts.measuring.environment import describe_environment
-from draftsmith.scripts.measuring.matrix import measure_with_progress, name_heads
+from draftsmith.scripts.measuring.contenders import make_contenders
+from draftsmith.scripts.measuring.matrix import measure_with_progress
 from draftsmith.scripts.measuring.measure import (
     PLAIN,
     TRANSFORMERS,
@@ -32,9 +27,7 @@ from draftsmith.scripts.measuring.measure import (
     Settings,
     load_prompts,
 )
-from draftsmith.scripts.measuring.report import headline, make_report, make_rows, write_json
-from draftsmith.scripts.measuring.table import make_grids
-from draftsmith.scripts.measuring.texts import share_of_repeated_ngrams
+from draftsmith.scripts.measuring.report import headline, make_rows
 from draftsmith.scripts.shared.model_loading import encode_messages, load_assistant
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -101,75 +94,6 @@ def test_as_many_prompts_as_the_time_allows(capsys: pytest.CaptureFixture[str]) 
     assert measure_with_progress(contenders, prompts, replace(settings, batch_size=2), minutes=4.0) == prompts[:4]
 
 
-def test_a_repetition_penalty_changes_the_texts(target: Target, chat_tokenizer: Any) -> None:
-    story = encode_messages(chat_tokenizer, [{"role": "user", "content": "Write a short story about a dog."}])
-    batch = Batch.of(Prompt("", 0, story))
-    for decode in (OurDecoding(target, None), TransformersDecoding(target)):
-        text, other = (decode(batch, Settings(24, repetition_penalty=penalty)).texts[0] for penalty in (1.0, 3.0))
-        assert share_of_repeated_ngrams([text], n=1) > share_of_repeated_ngrams([other], n=1)
-
-
-def test_a_penalty_of_one_is_no_penalty_whatever_the_model_says(
-    target: Target, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a penalty the model's own holds; it is recorded and told, and counts where texts differ."""
-    story = encode_messages(chat_tokenizer, [{"role": "user", "content": "Write a short story about a dog."}])
-    batch, decodings = Batch.of(Prompt("", 0, story)), (OurDecoding(target, None), TransformersDecoding(target))
-    ways = [Settings(24), Settings(24, repetition_penalty=1.0)]
-    plain = [decode(batch, ways[0]).texts for decode in decodings]
-    config = copy.deepcopy(target.model.generation_config)
-    config.repetition_penalty = 3.0
-    monkeypatch.setattr(target.model, "generation_config", config)
-    for decode, texts in zip(decodings, plain, strict=True):
-        assert [decode(batch, settings).texts == texts for settings in ways] == [False, True]
-    reports = [describe_environment(target, settings, target="t", num_prompts=1) for settings in ways]
-    assert [one["generation_config"] for one in reports] == [{"repetition_penalty": 3.0}, {}]
-    assert [one["repetition_penalty"] for one in reports] == [None, 1.0]
-    text = plain[0][0]
-    other = [*text[:-1], text[-2]]  # a token that the penalty holds back
-    contenders = [
-        contender(TRANSFORMERS, [[Run([text], 1.0, 24)]]),
-        contender("mine", [[Run([other], 1.0, 24, stats_of([1], verify=0.1, total=0.2))]]),
-    ]
-    gaps = []
-    for settings, environment in zip(ways, reports, strict=True):
-        rows = make_rows(contenders, [Prompt("", 0, story)], settings, target)
-        gaps.append(rows[1].differences[0][1].gap)
-        notes = make_grids(rows, environment)[0].notes
-        assert any("repetition_penalty 3.0" in note for note in notes) == (settings is ways[0])
-    assert gaps[0] > gaps[1] > 0
-
-
-@pytest.mark.parametrize("pad", ["none of its own", "an EOS"])
-def test_stop_strings_of_the_model_end_texts_alike_in_batches_of_any_size(
-    pad: str, target: Target, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stories = [
-        encode_messages(chat_tokenizer, [{"role": "user", "content": text}])
-        for text in ("Write a short story about a dog.", "Why is the sky blue?")
-    ]
-    prompts = [Prompt("", index, story) for index, story in enumerate(stories)]
-    settings = Settings(24, tokenizer=chat_tokenizer)
-    decodings = OurDecoding(target, None), OurDecoding(target, NgramDrafter()), TransformersDecoding(target)
-    plain, other = (decodings[0](Batch.of(prompt), settings).texts[0] for prompt in prompts)
-    stop = chat_tokenizer.decode(plain[5:8])
-    assert stop not in chat_tokenizer.decode(other)
-    config = copy.deepcopy(target.model.generation_config)
-    config.stop_strings = [stop]
-    if pad == "an EOS":
-        config.pad_token_id = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-    monkeypatch.setattr(target.model, "generation_config", config)
-    expected = [decodings[2](Batch.of(prompt), settings).texts[0] for prompt in prompts]
-    assert expected[0] == plain[:8]
-    assert expected[1] == other
-    for decode in decodings:
-        assert decode(Batch.of(*prompts), settings).texts == expected
-        assert [decode(Batch.of(prompt), settings).texts[0] for prompt in prompts] == expected
-    (report,) = [describe_environment(target, settings, target="t", num_prompts=1)]
-    assert report["generation_config"] == {"stop_strings": [stop]}
-    json.dumps(report)
-
-
 def test_a_tree_too_deep_for_its_heads_is_reported_not_raised(target: Target) -> None:
     heads = create_heads("medusa", target, num_heads=2)
     contenders = make_contenders(target, {"two": heads}, ["chain:2", "chain:3"], Settings())
@@ -178,30 +102,6 @@ def test_a_tree_too_deep_for_its_heads_is_reported_not_raised(target: Target) ->
     assert "3 levels deep, the drafter proposes at most 2" in problems["two", "chain:3"]
     with pytest.raises(ValueError, match="'dynamc', which is neither a file"):
         make_contenders(target, {"two": heads}, ["dynamc"], Settings())
-
-
-def test_trees_that_a_report_could_not_tell_apart_are_refused(target: Target, tmp_path: Path) -> None:
-    files = [tmp_path / folder / "chain.yaml" for folder in ("a", "b")]
-    for file in files:
-        file.parent.mkdir()
-        file.write_text("paths: [[0]]\n")
-    for trees in (["dynamic", "dynamic"], [str(file) for file in files], ["chain", str(files[0])]):
-        with pytest.raises(ValueError, match="--tree has the same tree twice, or two files with the same name"):
-            make_contenders(target, {}, trees, Settings())
-    contenders = make_contenders(target, {"h": NgramDrafter()}, [str(files[0]), "chain:2"], Settings())
-    assert [one.tree for one in contenders if one.name == "h"] == ["chain", "chain:2"]
-
-
-def test_compiled_heads_stand_beside_compiled_plain_decoding(target: Target) -> None:
-    eager = make_contenders(target, {"h": NgramDrafter()}, ["chain"], Settings())
-    assert [one.name for one in eager if one.is_compiled] == []
-    both = make_contenders(target, {"h": NgramDrafter()}, ["chain"], Settings(), modes=(True,))
-    assert [one.name for one in both if one.is_compiled] == [
-        f"{TRANSFORMERS}, compiled",
-        f"{PLAIN}, compiled",
-        "h, compiled",
-    ]
-    assert {TRANSFORMERS, PLAIN} <= {one.name for one in both}
 
 
 def test_ratios_are_to_the_fastest_plain_decoding(target: Target) -> None:
@@ -328,12 +228,6 @@ def test_rows_by_hand(target: Target) -> None:
     assert broken.num_compared == 0
 
 
-def test_repeated_4grams() -> None:
-    assert share_of_repeated_ngrams([[1, 2, 1, 2, 1, 2, 3]]) == 0.25
-    assert share_of_repeated_ngrams([[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]]) == 0.0, "other texts do not count"
-    assert share_of_repeated_ngrams([[1, 2, 3]]) == 0.0
-
-
 def test_another_text_in_any_repeat_is_counted_with_both_logits(target: Target, chat_tokenizer: Any) -> None:
     one = Prompt("sea", 0, encode_messages(chat_tokenizer, [{"role": "user", "content": "Tell me about the sea."}]))
     length = one.input_ids.shape[1]
@@ -351,62 +245,3 @@ def test_another_text_in_any_repeat_is_counted_with_both_logits(target: Target, 
     assert (name, difference.place) == ("sea", 3)
     assert difference.gap == pytest.approx(float(logits[text[3]] - logits[wrong[3]]), rel=1e-4)
     assert difference.gap > 0, "the reference took the argmax"
-
-
-def test_names_of_heads_are_short_and_distinct() -> None:
-    assert name_heads(["a/heads/medusa", "b/heads/medusa", "b/heads/eagle3/"]) == {
-        "a/heads/medusa": "a/heads/medusa",
-        "b/heads/medusa": "b/heads/medusa",
-        "eagle3": "b/heads/eagle3/",
-    }
-    with pytest.raises(ValueError, match="twice"):
-        name_heads(["a", "a"])
-
-
-def test_a_report_that_cannot_be_written_leaves_the_old_one(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "report.json"
-    rows = make_rows([contender(TRANSFORMERS, [[Run([[1, 2]], 1.0, 2)]])], [prompt()], Settings(), target)
-    environment = describe_environment(target, Settings(), target="t", num_prompts=1)
-    contenders = [contender(TRANSFORMERS, [[Run([[1, 2]], 1.0, 2)]])]
-    report = make_report(environment, rows, contenders)
-    write_json(path, [report])
-    before = path.read_text()
-
-    def fail(self: Path, *_: Any, **__: Any) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", fail)
-    with pytest.raises(OSError, match="No space left"):
-        write_json(path, [report])
-    assert path.read_text() == before
-
-
-def test_near_ties_faults_and_what_did_not_run_are_told(target: Target) -> None:
-    """A near-tie is a note with the cure; a fault is a note of its own, in red."""
-    text = [5, 6, 7, 8]
-    contenders = [
-        contender(TRANSFORMERS, [[Run([text], 1.0, 4)]]),
-        contender("mine", [[Run([[5, 6, 7, 9]], 1.0, 4, stats_of([1], verify=0.1, total=0.2))]]),
-        Contender("other", "chain:9", problem="the tree is 9 levels deep"),
-    ]
-    rows = make_rows(contenders, [prompt()], Settings(), target)
-    fault = rows[1].faults[0][1]
-    tie = Difference(1, (6, 7), (-1.25, -1.5), gap=-0.25, resolution=0.125, dtype="bfloat16")
-    rows.insert(
-        2, replace(rows[1], name="near", differences=[("p0", tie), ("p1", fault)], num_compared=3, num_identical=1)
-    )
-    environment = describe_environment(target, Settings(), target="t", num_prompts=1)
-    grid = make_grids(rows, environment)[0]
-    told = [line[grid.columns.index("same text")] for line in grid.cells]
-    assert told == ["reference", "0/1, 1 fault", "1/3, 1 near-tie, 1 fault"]
-    assert grid.notes[0] == "other, chain:9 did not run: the tree is 9 levels deep"
-    assert all(number in grid.notes[1] for number in ("-1.2500", "-1.5000", "0.25", "0.12", "--dtype float32"))
-    assert [note.partition(":")[0] for note in grid.faults] == ["mine", "near"]
-    assert "token 4" in grid.faults[0]
-    printed = io.StringIO()
-    grid.print(Console(file=printed, force_terminal=True, width=400, color_system="standard"))
-    red = [line for line in printed.getvalue().splitlines() if "\x1b[31m" in line]
-    assert [line.partition("m")[2].partition(":")[0] for line in red] == ["mine", "near"]
-    assert grid.faults[0] in grid.to_markdown()

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import AutoModelForCausalLM, HfArgumentParser
 
 from draftsmith.heads import create_heads
 from draftsmith.scripts import benchmark
 from draftsmith.scripts.benchmark import BenchmarkArguments
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
-from tests.tiny_targets import tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -34,22 +33,15 @@ def decode_all(**options: Any) -> tuple[list[dict[str, Any]], str]:
     return reports, console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_run_over_batch_sizes(
-    temperature: float, small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_a_run_over_batch_sizes(small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path) -> None:
     """Every row of every batch has the text that its prompt gets by itself; contenders without batches say so."""
-    # Sampled text has no contender at batch size 1, so the reference is decoded.
-    sizes, trees = ([2], ["chain:1"]) if temperature else ([1, 2], ["chain:1", "dynamic:2,2,4"])
-    penalty = 1.3 if temperature else 1.0
-    names = ("json",) if temperature else ("json", "markdown")
-    files = {name: str(tmp_path / "out" / f"report.{name}") for name in names}
+    sizes, trees = [1, 2], ["chain:1", "dynamic:2,2,4"]
+    files = {name: str(tmp_path / "out" / f"report.{name}") for name in ("json", "markdown")}
     _, printed = decode_all(
         target=small_chat,
         prompts=[str(prompts)],
         heads=[str(heads_path)],
-        temperature=[temperature],
-        repetition_penalty=penalty,
+        temperature=[0.0],
         batch_size=sizes,
         max_new_tokens=4,
         tree=trees,
@@ -60,11 +52,7 @@ def test_a_run_over_batch_sizes(
     for size, report in zip(sizes, reports, strict=True):
         environment, num_rows = report["environment"], 3 + -3 % size
         assert (environment["batch"], environment["num_prompts_again"]) == (size, -3 % size)
-        assert (environment["dtype"], environment["num_prompts"], environment["temperature"]) == (
-            "float32", 3, temperature,
-        )  # fmt: skip
-        assert environment["repetition_penalty"] == penalty
-        assert environment["cpu"]
+        assert (environment["dtype"], environment["num_prompts"]) == ("float32", 3)
         rows = {row["name"] + row["tree"]: row for row in report["rows"]}
         assert {TRANSFORMERS, PLAIN, "n-gram drafterchain:1", *(f"untrained{tree}" for tree in trees)} <= rows.keys()
         problem = rows["transformers prompt look-up"]["problem"]
@@ -73,8 +61,7 @@ def test_a_run_over_batch_sizes(
             del rows["transformers prompt look-up"]
         for name, row in rows.items():
             is_ours = not name.startswith("transformers")
-            is_compared = temperature == 0 or is_ours
-            assert (row["num_identical"], row["num_compared"]) == ((num_rows,) * 2 if is_compared else (None, 0)), name
+            assert row["num_identical"] == row["num_compared"] == num_rows, name
             assert row["host_syncs_per_step"] == (1.0 if is_ours else None)
             assert not is_ours or 1 <= row["rows_per_step"] <= size
             assert row["num_new_tokens"] <= 4 * num_rows
@@ -83,90 +70,16 @@ def test_a_run_over_batch_sizes(
                 assert row["acceptance_length"] == 1.0
     for text in ("of the first prompts; they count", "untrained, chain:1", "Fastest drafter: ", "Wrote "):
         assert text in printed
-    if temperature:
-        return
     page = Path(files["markdown"]).read_text()
     for text in ("× generate", "× fastest plain", "overhead", "untrained, chain:1"):
         assert f"| {text} |" in page
 
 
-def test_batches_of_all_sizes_have_the_same_prompts(small_chat: str, prompts: Path) -> None:
-    reports, _ = decode_all(
-        target=small_chat, prompts=[str(prompts)], minutes=1e-6, batch_size=[1, 2], max_new_tokens=4, repeats=1
-    )
-    assert [report["environment"]["num_prompts"] for report in reports] == [1, 1]
-
-
-def test_other_drafters_are_measured_beside_heads(small_chat: str, heads_path: Path, prompts: Path) -> None:
-    """Their texts are the target's."""
-    (report,), _ = decode_all(
-        target=small_chat,
-        prompts=[str(prompts)],
-        heads=[str(heads_path)],
-        drafter_model=small_chat,
-        max_new_tokens=8,
-        tree=["chain:2"],
-        repeats=1,
-    )
-    rows = {row["name"]: row for row in report["rows"]}
-    for name in ("untrained", "small model"):
-        assert (rows[name]["num_identical"], rows[name]["num_compared"]) == (3, 3)
-    assert rows["small model"]["acceptance_length"] > 2, "the target drafts for itself"
-    assert report["environment"]["drafter_model"] == small_chat
-
-
-@pytest.mark.slow
-def test_a_matrix_is_one_report_for_each_combination(
-    small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path
-) -> None:
-    """Two files, two temperatures; the assistant does not fit."""
-    other = tmp_path / "other"
-    tokenizer = AutoTokenizer.from_pretrained(small_chat)
-    tiny_target("llama", vocab_size=len(tokenizer) + 8).save_pretrained(other)
-    tokenizer.save_pretrained(other)
-    more = tmp_path / "more.jsonl"
-    more.write_text(json.dumps({"id": "sea", "turns": ["The sea"]}) + "\n")
-    file, paths, temperatures = tmp_path / "report.json", [str(prompts), str(more)], [0.0, 0.7]
-    reports, _ = decode_all(
-        target=small_chat,
-        prompts=paths,
-        temperature=temperatures,
-        heads=[str(heads_path)],
-        assistant=str(other),
-        max_new_tokens=4,
-        num_prompts=1,
-        tree=["chain:1"],
-        repeats=1,
-        json=str(file),
-    )
-    assert json.loads(file.read_text()) == {"reports": json.loads(json.dumps(reports))}
-    keys = [tuple(report["environment"][key] for key in ("prompts", "temperature")) for report in reports]
-    assert keys == [(path, value) for path in paths for value in temperatures]
-    for report in reports:
-        problems = {row["name"]: row["problem"] for row in report["rows"] if row["problem"]}
-        assert list(problems) == ["transformers assisted"]
-        assert f"the assistant one of {len(tokenizer) + 8}" in problems["transformers assisted"]
-
-
-def test_heads_for_another_target_are_an_error(
-    small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path
-) -> None:
-    tiny_target("llama").save_pretrained(tmp_path / "other")
-    AutoTokenizer.from_pretrained(small_chat).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="these medusa heads were made for a target with hidden size"):
-        decode_all(target=str(tmp_path / "other"), prompts=[str(prompts)], heads=[str(heads_path)])
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--repeats", "0"], "--repeats 0"),
         (["--temperature", "0", "-1"], "--temperature -1.0"),
-        (["--temperature", "1", "1.0"], "--temperature 1.0 1.0"),
         (["--acceptance", "rejection"], "--acceptance rejection"),
-        (["--acceptance", "exakt", "--temperature", "1"], "acceptance.*'exakt'.*exact, rejection"),
-        (["--batch_size", "0", "2"], "--batch_size 0 2"),
-        (["--repetition_penalty", "0"], "--repetition_penalty 0.0"),
         (["--batch_size", "2", "2"], "--batch_size 2 2"),
         (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl"),
     ],

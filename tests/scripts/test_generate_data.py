@@ -9,7 +9,6 @@ import resource
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -162,9 +161,7 @@ class KilledError(Exception):
     """Stands for whatever breaks off a run."""
 
 
-@pytest.mark.parametrize("torn_bytes", [0, 7])
 def test_a_broken_run_goes_on_where_it_stopped(
-    torn_bytes: int,
     run: Run,
     script: Any,
     expected: dict[str, Any],
@@ -188,8 +185,7 @@ def test_a_broken_run_goes_on_where_it_stopped(
         with pytest.raises(KilledError):
             run(output, "--prompts", prompts)
     (journal,) = output.parent.glob("out.jsonl.shard-00000-of-00001")
-    if torn_bytes:
-        journal.write_bytes(journal.read_bytes()[:-torn_bytes])
+    journal.write_bytes(journal.read_bytes()[:-7])
     begun: list[str] = []
 
     def count(self: Synthesizer, conversations: Any) -> Iterator[Any]:
@@ -201,25 +197,22 @@ def test_a_broken_run_goes_on_where_it_stopped(
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
         run(output, "--prompts", prompts)
-    assert 0 < len(begun) <= NUM_PROMPTS // 2 + bool(torn_bytes)
+    assert 0 < len(begun) <= NUM_PROMPTS // 2 + 1
     assert results(output) == expected
 
 
-@pytest.mark.parametrize("temperature", [0, 2])
 def test_what_the_targets_generation_config_sets_is_recorded(
-    temperature: int, run: Run, target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, target: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It changes the text, so a run does not go on under another one."""
     folder, output = tmp_path / "target", tmp_path / "out.jsonl"
     shutil.copytree(target, folder)
     own = {"do_sample": True, "repetition_penalty": 1.5, "min_p": 0.01, "top_k": 3, "stop_strings": ["@word1"]}
     GenerationConfig(eos_token_id=sorted(STOP_IDS), **own).save_pretrained(folder)
-    options = ("--target", folder, "--prompts", prompts, "--temperature", temperature, "--num_conversations")
+    options = ("--target", folder, "--prompts", prompts, "--num_conversations")
     read_whole_words(monkeypatch)
     told = run(output, *options, 4)
     expected = {name: own[name] for name in ("min_p", "repetition_penalty", "stop_strings")}  # --top_k is given
-    if not temperature:
-        del expected["min_p"]
     assert results(output)["stats"]["settings"]["generation_config"] == expected
     assert "repetition_penalty 1.5" in told
     stats_path = Path(f"{output}.stats.json")
@@ -336,11 +329,7 @@ def test_a_full_disk_loses_nothing(run: Run, expected: dict[str, Any], prompts: 
     [
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--prompts", "BAD"], "line 1"),
-        (["--prompts", "GOOD", "--target", "NOWHERE"], "NOWHERE"),
-        (["--prompts", "GOOD", "--output", "GOOD/out.jsonl"], "prompts.jsonl"),
         (["--prompts", "GOOD", "--output", "DIARY"], "diary.jsonl"),
-        (["--prompts", "GOOD", "--output", "/dev/full/out.jsonl"], "/dev/full"),
-        (["--prompts", "GOOD", "--endpoint", "localhost"], "localhost"),
     ],
 )
 def test_wrong_files_end_it_in_one_line(
@@ -365,30 +354,6 @@ def test_wrong_files_end_it_in_one_line(
     assert message in str(exit_.value.code)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
-def test_an_adapted_targets_data_are_not_mixed_with_the_targets(
-    run: Run, target: Path, prompts: Path, heads: Path, tmp_path: Path
-) -> None:
-    """Heads that bring an adapter along change the data, though other heads do not."""
-    peft = pytest.importorskip("peft", reason="peft is an optional extra")
-    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(target), config).eval()
-    adapted = create_heads("medusa", Target(model.requires_grad_(False)), num_heads=3)
-    adapted.belong_to_adapter(model)
-    adapted.save_pretrained(tmp_path / "adapted")
-    output, options = tmp_path / "out.jsonl", ("--prompts", prompts, "--num_conversations")
-    run(output, *options, 5, "--heads", heads, "--tree", "chain:2")
-    assert results(output)["stats"]["settings"]["adapter_of_target"] is None
-    run(output, *options, 6)
-    message = r"other settings \(adapter_of_target was None and is '\w{16}'\)"
-    with pytest.raises(SystemExit, match=message):
-        run(output, *options, 7, "--heads", tmp_path / "adapted")
-    run(tmp_path / "adapted.jsonl", *options, 7, "--heads", tmp_path / "adapted")
-    assert not results(tmp_path / "adapted.jsonl")["out"].startswith(results(output)["out"])
-    with pytest.raises(SystemExit, match=r"adapter_of_target was '\w{16}' and is None"):
-        run(tmp_path / "adapted.jsonl", *options, 8)
-
-
 def test_other_settings_are_not_mixed_into_a_file(run: Run, prompts: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     options = ("--prompts", prompts, "--num_conversations", 3)
@@ -403,17 +368,9 @@ def test_other_settings_are_not_mixed_into_a_file(run: Run, prompts: Path, tmp_p
     ("changes", "message"),
     [
         ({"prompts": None}, "--prompts"),
-        ({"mode": "self"}, "--prompts is 'p'"),
         ({"mode": "self", "prompts": None}, "--num_conversations"),
         ({"mode": "self", "prompts": None, "num_conversations": 2, "temperature": 0.0}, "--temperature is 0"),
-        ({"temperature": -0.1}, "temperature is -0.1"),
-        ({"batch_size": 0}, "--batch_size is 0"),
-        ({"num_conversations": -1}, "--num_conversations is -1"),
         ({"shard_index": 2, "num_shards": 2}, "--shard_index is 2"),
-        ({"tree": "auto"}, "tree"),
-        ({"endpoint_model": "m"}, "endpoint_model"),
-        ({"columns": ["prompt"]}, "columns 'prompt'"),
-        ({"mode": "self", "prompts": None, "columns": ["messages=m"]}, "--columns"),
         ({"endpoint": "http://h/v1", "heads": "h"}, "--heads"),
     ],
 )
@@ -421,18 +378,3 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: s
     with pytest.raises(ValueError) as error:
         SynthesisArguments(**{"target": "t", "output": "o", "prompts": "p", **changes})
     assert message in str(error.value)
-
-
-def test_settings_of_nothing_and_of_the_unknown_differ() -> None:
-    args = SynthesisArguments(target="t", output="o", prompts="p")
-    assert args.settings_of_the_data(GenerationConfig(eos_token_id=3))["generation_config"] == {}
-    assert args.settings_of_the_data(None)["generation_config"] is None
-
-
-@pytest.mark.ci
-@pytest.mark.slow  # a process of its own
-def test_the_program_finds_its_packages_without_being_installed(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", str(PROGRAM), "--help"]
-    finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    assert "--max_turns" in finished.stdout

@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.inference import Target
 from draftsmith.scripts.shared import model_loading
-from draftsmith.training.run.preparation import warn_of_slow_dtypes
 from tests.conftest import CHAT_TARGET
-from tests.tiny_targets import tiny_target
 
 
 @pytest.mark.parametrize(("is_fast", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
@@ -35,18 +32,3 @@ def test_processes_of_one_run_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_loading.resolve_dtype(str(CHAT_TARGET), "auto", "cpu") == "float32"
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert model_loading.resolve_dtype(str(CHAT_TARGET), "auto", "cpu") == "auto"
-
-
-@pytest.mark.parametrize(
-    ("is_bf16", "dtype", "expected"),
-    [
-        (True, torch.bfloat16, "--bf16 false --target_dtype float32 makes training"),
-        (True, None, "bfloat16: --bf16 false makes training"),
-        (False, torch.float32, None),
-    ],
-)
-def test_training_names_the_options_that_are_slow(
-    is_bf16: bool, dtype: torch.dtype | None, expected: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    warn_of_slow_dtypes(is_bf16, None if dtype is None else Target(tiny_target("llama", dtype=dtype)))
-    assert expected in caplog.text if expected else not caplog.text

@@ -40,10 +40,6 @@ HARMONY_TEMPLATE = (
     "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-PLAIN_TEXT_TEMPLATE = (
-    "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:\n{% endif %}"
-)
 STRICT_TEMPLATE = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('a user must begin') }}{% endif %}"
 
 

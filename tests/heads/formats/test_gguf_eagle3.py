@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from draftsmith.heads.checkpoint import is_published
 from draftsmith.heads.formats.gguf_file import write_gguf
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from draftsmith.heads.formats.published import open_published
-from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
 from tests.heads.formats.round_trip import (
     assert_damage_is_named,
@@ -62,8 +60,8 @@ def test_round_trip(settings: dict[str, Any], target: Target, tmp_path: Path) ->
         assert found[name] == getattr(heads.config, name), name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype, target: Target, tmp_path: Path) -> None:
+def test_half_precision(target: Target, tmp_path: Path) -> None:
+    dtype = torch.bfloat16
     heads: Any = plain_eagle3(target, draft_vocab_size=40).to(dtype)
     published = open_published(str(write(export_heads(KNOWN, heads), tmp_path)))
     assert published["blk.0.attn_v.weight"].dtype == dtype
@@ -132,31 +130,6 @@ def test_rows_are_in_llama_cpps_order(target: Target) -> None:
     torch.testing.assert_close(*scores)
 
 
-def test_the_file_has_what_llama_cpp_reads(target: Target) -> None:
-    heads: Any = plain_eagle3(target, draft_vocab_size=40)
-    exported = export_heads(KNOWN, heads)
-    shapes = {name: list(x.shape) for name, x in exported.tensors.items()}
-    assert shapes == {
-        "fc.weight": [32, 96],
-        "blk.0.attn_norm.weight": [32],
-        "blk.0.attn_norm_2.weight": [32],
-        "blk.0.attn_q.weight": [32, 64],
-        "blk.0.attn_k.weight": [16, 64],
-        "blk.0.attn_v.weight": [16, 64],
-        "blk.0.attn_output.weight": [32, 32],
-        "blk.0.ffn_norm.weight": [32],
-        "blk.0.ffn_gate.weight": [64, 32],
-        "blk.0.ffn_up.weight": [64, 32],
-        "blk.0.ffn_down.weight": [32, 64],
-        "output_norm.weight": [32],
-        "output.weight": [40, 32],
-        "d2t": [40],
-    }
-    assert exported.tensors["d2t"].dtype == torch.int64
-    assert torch.equal(exported.tensors["d2t"], heads.draft_token_ids)
-    assert exported.config["eagle3.extract_layers"] == exported.config["eagle3.target_layers"] == [2, 3, 4]
-
-
 def test_the_tokenizer_is_the_targets(target: Target, tmp_path: Path) -> None:
     tokenizer = {
         "tokenizer.ggml.model": "gpt2",
@@ -169,19 +142,6 @@ def test_the_tokenizer_is_the_targets(target: Target, tmp_path: Path) -> None:
     known = KNOWN.with_target_file(str(tmp_path / "target.gguf"))
     published = assert_round_trip(known, plain_eagle3(target), tmp_path / "heads")
     assert {name: published.config[name] for name in tokenizer} == tokenizer
-
-
-def test_target_files_without_a_tokenizer(target: Target, tmp_path: Path) -> None:
-    heads = plain_eagle3(target)
-    write_gguf(tmp_path / "target.gguf", {"general.architecture": "llama"}, {"x": torch.zeros(1)})
-    with pytest.raises(ValueError, match=r"target\.gguf has no tokenizer"):
-        export_heads(KNOWN.with_target_file(str(tmp_path / "target.gguf")), heads)
-    (tmp_path / "target.gguf").write_bytes(b"no GGUF")
-    with pytest.raises(ValueError, match="is no GGUF file"):
-        export_heads(KNOWN.with_target_file(str(tmp_path / "target.gguf")), heads)
-    with pytest.raises(ValueError, match="leave --target_gguf out"):
-        find_format("vllm", heads.config.head_type).with_target_file("target.gguf")
-    assert export_heads(KNOWN, heads).config["tokenizer.ggml.model"] == "none"
 
 
 def test_llama3_scaling_is_a_tensor_of_divisors(tmp_path: Path) -> None:
@@ -209,12 +169,6 @@ def test_borrowed_tensors(target: Target) -> None:
     assert_same_heads(import_heads(KNOWN, lent, target), heads)
 
 
-def test_all_tokens_of_a_vocabulary_of_which_new_heads_would_score_some() -> None:
-    target = Target(tiny_target("llama", vocab_size=9000))
-    heads = plain_eagle3(target, draft_vocab_size=None)
-    assert_same_heads(import_heads(KNOWN, publish(KNOWN, heads), target), heads)
-
-
 def test_d2t_holds_target_ids(target: Target) -> None:
     published = publish(KNOWN, plain_eagle3(target, draft_vocab_size=40))
     for ids in (torch.zeros(40, dtype=torch.long), torch.arange(100, 140)):
@@ -228,30 +182,12 @@ def test_d2t_holds_target_ids(target: Target) -> None:
     ("config", "message"),
     [
         ({"eagle3.attention.head_count": None}, r"eagle3\.attention\.head_count"),
-        ({"eagle3.rope.freq_base": None}, r"eagle3\.rope\.freq_base"),
-        (
-            {"eagle3.extract_layers": None, "eagle3.target_layers": None},
-            r"eagle3\.target_layers .*eagle3\.extract_layers",
-        ),
-        ({"eagle3.target_layers": [2, 3, 9]}, r"target_layers \[9\]"),
         ({"eagle3.block_count": 2}, "eagle3.block_count is 2"),
-        ({"eagle3.target_hidden_size": 64}, "eagle3.target_hidden_size is 64"),
         ({"eagle3.norm_before_fc": True}, r"tensor enc\.output_norm\.weight is missing"),
         ({"eagle3.rope.scaling.type": "yarn"}, "scaling.type is 'yarn'"),
-        ({"eagle3.rope.scaling.type": 3}, "scaling.type is 3"),
-        ({"eagle3.attention.head_count": "four"}, "head_count is 'four'"),
-        ({"eagle3.attention.head_count": [4]}, r"head_count is \[4\]"),
-        ({"eagle3.feed_forward_length": -1}, "feed_forward_length is -1"),
-        ({"eagle3.attention.key_length": 7}, "key_length is 7"),
         ({"eagle3.attention.value_length": 16}, "value_length is 16"),
         ({"eagle3.attention.causal": False}, "attention.causal is False"),
-        ({"eagle3.rope.freq_base": "many"}, "freq_base is 'many'"),
-        ({"eagle3.rope.scaling.type": "linear", "eagle3.rope.scaling.factor": "2"}, "factor is '2'"),
-        ({"eagle3.target_layers": "all"}, "target_layers is 'all'"),
-        ({"eagle3.target_layers": ["2", 3, 4]}, r"target_layers is \['2', 3, 4\]"),
         ({"eagle3.target_layers": [1, 2, 3]}, r"target_layers \[1, 2, 3\] .*\[2, 3, 4\]"),
-        ({"eagle3.norm_before_residual": "yes"}, "norm_before_residual is 'yes'"),
-        ({"draftsmith.ttt_steps": "three"}, "draftsmith.ttt_steps is 'three'"),
         ({"eagle3.attention.scale": 0.1, "eagle3.logit_scale": 2.0}, "eagle3.attention.scale, eagle3.logit_scale"),
     ],
     ids=lambda value: str(value)[:40],
@@ -262,26 +198,10 @@ def test_other_metadata(config: dict[str, Any], message: str, target: Target) ->
         import_heads(KNOWN, change(published, config=config), target)
 
 
-def test_metadata_of_any_type_is_refused_or_read_and_nothing_else(target: Target) -> None:
-    published = publish(KNOWN, plain_eagle3(target))
-    for key in published.config:
-        for value in ("text", -1, 0.5, [], ["text"], True, 10**9):
-            with contextlib.suppress(ValueError):
-                import_heads(KNOWN, change(published, config={key: value}), target)
-
-
-def test_one_of_the_two_names_of_the_layers_is_enough(target: Target) -> None:
-    heads = plain_eagle3(target)
-    published = change(publish(KNOWN, heads), config={"eagle3.target_layers": None})
-    assert KNOWN.read(published, target).settings["feature_layers"] == [2, 3, 4]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"fc_norm": True}, "does not know fc_norm True; choose vllm"),
-        ({"norm_output": True}, "norm_output True"),
-        ({"feature_layers": [2, 3]}, r"taps three layers, these heads \[2, 3\]"),
         ({"feature_layers": [2, 3, 6]}, r"not the last norm's output \(6 of \[2, 3, 6\]\)"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'yarn'"),
     ],
@@ -303,21 +223,7 @@ class TestFiles:
         with pytest.raises(ValueError, match=rf"eagle3\.gguf holds EAGLE-3 heads in GGUF\. Pass target=model.*{file}"):
             DraftHeads.from_pretrained(file)
 
-    def test_a_file_of_something_else(self, target: Target, tmp_path: Path) -> None:
-        file = tmp_path / "target.gguf"
-        write_gguf(file, {"general.architecture": "llama"}, {"x": torch.zeros(1)})
-        with pytest.raises(ValueError, match=r"target\.gguf holds no draft heads: give the GGUF file of the heads"):
-            DraftHeads.from_pretrained(file)
-        with pytest.raises(ValueError, match=r"target\.gguf holds no heads in a format that is known here"):
-            DraftHeads.from_pretrained(file, target=target)
-
-    def test_several_in_a_folder(self, tmp_path: Path) -> None:
-        for name in ("a.gguf", "b.gguf"):
-            (tmp_path / name).touch()
-        with pytest.raises(ValueError, match=r"holds 2 GGUF files: give one of them, such as .*a\.gguf"):
-            open_published(str(tmp_path))
-
-    @pytest.mark.parametrize("size", [0, 3, 200, -50])
+    @pytest.mark.parametrize("size", [3, -50])
     def test_a_truncated_file(self, size: int, target: Target, tmp_path: Path) -> None:
         folder = write(export_heads(KNOWN, plain_eagle3(target)), tmp_path)
         file = folder / "eagle3.gguf"

@@ -329,26 +329,6 @@ def test_drafts_are_those_of_transformers(family: str, num_modules: int, tmp_pat
                 )
 
 
-def test_native_heads_can_be_trained_further(tmp_path: Path) -> None:
-    _, _, heads = load(CASES["glm"], tmp_path)
-    with torch.enable_grad():
-        steps = heads.train().unroll(torch.randn(1, 9, 32), random_prompt(9))
-        torch.stack([step.head(step.hidden).square().mean() for step in steps]).sum().backward()
-    for name, parameter in heads.named_parameters():
-        assert parameter.grad is not None, name
-
-
-def test_layers_of_mimo_are_those_of_qwen2(tmp_path: Path) -> None:
-    """transformers has no MiMo, whose own code says `model_type: mimo`."""
-    case = CASES["mimo"]
-    model, _, _ = load(case, tmp_path)
-    model.config.model_type = "mimo"
-    heads = MTPHeads.from_target_checkpoint(tmp_path, Target(model))
-    heads.save_pretrained(tmp_path / "heads")
-    assert heads.config.stock_layer["model_type"] == "qwen2"
-    assert DraftHeads.from_pretrained(tmp_path / "heads").config.stock_layer["model_type"] == "qwen2"
-
-
 def test_a_bfloat16_target_gets_bfloat16_heads(tmp_path: Path) -> None:
     case = Case(lambda: tiny_mixture("deepseek_v3").to(torch.bfloat16), name_as_deepseek)
     _, _, heads = load(case, tmp_path)
@@ -386,16 +366,6 @@ class TestRefusals:
     def test_tensors(self, changes: Callable[[dict[str, Tensor]], Any], message: str, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             self.make(tmp_path, changes)
-
-    def test_a_directory_without_weights(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"has no model.safetensors"):
-            MTPHeads.from_target_checkpoint(tmp_path, tiny_target("qwen3"))
-
-    def test_a_sliding_window(self, tmp_path: Path) -> None:
-        model = tiny_target("mistral", num_hidden_layers=2)
-        write_checkpoint(model, name_as_qwen(random_modules(model, 1), 2), tmp_path)
-        with pytest.raises(ValueError, match=r"cannot be used: .*sliding window"):
-            MTPHeads.from_target_checkpoint(tmp_path, model)
 
     def test_settings_that_the_checkpoint_decides(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"share_block cannot be set: the MTP modules of"):

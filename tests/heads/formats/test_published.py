@@ -12,13 +12,11 @@ from safetensors.torch import save_file
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats import published as published_module
-from draftsmith.heads.formats.block import VLLMBlock
-from draftsmith.heads.formats.published import find_file, open_published, read_index
+from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.formats.stitched_mtp import VLLMMTP
 from draftsmith.heads.kinds.mtp import MTPHeads
 from draftsmith.inference import Target
-from tests.heads.formats.round_trip import assert_same_heads, export_heads, write
 from tests.heads.formats.test_native_mtp import (
     name_as_deepseek,
     name_as_qwen,
@@ -26,7 +24,6 @@ from tests.heads.formats.test_native_mtp import (
     tiny_mixture,
     write_checkpoint,
 )
-from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import tiny_target
 
 TENSORS = {"fc.weight": torch.randn(6, 4), "scale": torch.tensor(2.0)}
@@ -48,17 +45,6 @@ class TestHubKeywords:
         monkeypatch.setattr(published_module, "cached_file", look)
         return found
 
-    def test_a_file_of_a_mask(self, target: Target, tmp_path: Path, asked: dict[str, Any]) -> None:
-        heads: Any = tiny_heads("block", target, block_size=4, mask_token_id=None)
-        exported = export_heads(VLLMBlock(), heads)
-        del exported.tensors["embed_tokens.weight"]
-        write(exported, tmp_path / "below")
-        torch.save({"embedding": heads.mask_embedding.detach()}, tmp_path / "below" / "mask_embedding.pt")
-        hub = {"subfolder": "below", "revision": "main", "token": "mine"}
-        assert_same_heads(DraftHeads.from_pretrained(tmp_path, target=target, **hub), heads)
-        for name in ("config.json", "model.safetensors", "mask_embedding.pt"):
-            assert asked[name] == hub, name
-
     @pytest.mark.parametrize("loads", [DraftHeads.from_pretrained, MTPHeads.from_target_checkpoint])
     def test_mtp_modules(self, loads: Any, tmp_path: Path, asked: dict[str, Any]) -> None:
         model = tiny_mixture("glm4_moe")
@@ -70,46 +56,37 @@ class TestHubKeywords:
         assert all(keywords == hub for keywords in asked.values())
         assert any(name.endswith("safetensors") for name in asked)
 
-    def test_gguf(self, tmp_path: Path) -> None:
-        (tmp_path / "below").mkdir()
-        (tmp_path / "below" / "heads.gguf").write_bytes(b"GGUF")
-        with pytest.raises(ValueError, match=r"heads\.gguf is no GGUF file"):
-            open_published(str(tmp_path), subfolder="below")
-        assert find_file(str(tmp_path), "heads.gguf", subfolder="below") is not None
 
-
-@pytest.mark.parametrize("on_meta", [True, False])
 @pytest.mark.parametrize("is_new", [True, False], ids=["archive", "before torch 1.6"])
 class TestPickles:
-    def test_both_formats_of_torch_are_read(self, is_new: bool, on_meta: bool, tmp_path: Path) -> None:
+    def test_both_formats_of_torch_are_read(self, is_new: bool, tmp_path: Path) -> None:
         torch.save(TENSORS, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_new)
-        found = open_published(str(tmp_path), on_meta=on_meta)
+        found = open_published(str(tmp_path))
         assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in TENSORS.items()}
-        assert on_meta or all(torch.equal(found[name], x) for name, x in TENSORS.items())
+        assert all(torch.equal(found[name], x) for name, x in TENSORS.items())
 
-    def test_a_truncated_file_is_named(self, is_new: bool, on_meta: bool, tmp_path: Path) -> None:
+    def test_a_truncated_file_is_named(self, is_new: bool, tmp_path: Path) -> None:
         file = tmp_path / "pytorch_model.bin"
         torch.save(TENSORS, file, _use_new_zipfile_serialization=is_new)
         whole = file.read_bytes()
         for size in (*range(0, len(whole), 23), len(whole) - 1):
             file.write_bytes(whole[:size])
             with pytest.raises(ValueError, match=r"pytorch_model\.bin (is damaged|holds more than tensors)"):
-                open_published(str(tmp_path), on_meta=on_meta)
+                open_published(str(tmp_path))
 
-    def test_no_code_is_run(self, is_new: bool, on_meta: bool, tmp_path: Path) -> None:
+    def test_no_code_is_run(self, is_new: bool, tmp_path: Path) -> None:
         class Shout:
             def __reduce__(self) -> Any:
                 return (Path.touch, (tmp_path / "ran",))
 
         torch.save({"fc": Shout()}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_new)
         with pytest.raises(ValueError, match="holds more than tensors"):
-            open_published(str(tmp_path), on_meta=on_meta)
+            open_published(str(tmp_path))
         assert not (tmp_path / "ran").exists()
 
 
 NESTED = {
     "Glm4vMoeForConditionalGeneration": (name_as_deepseek, "model.layers.", "model.language_model.layers."),
-    "KimiVLForConditionalGeneration": (name_as_deepseek, "model.layers.", "language_model.model.layers."),
     "Qwen3_5MoeForConditionalGeneration": (name_as_qwen, "mtp.", "mtp."),
 }
 
@@ -141,9 +118,7 @@ class TestIndex:
         with pytest.raises(ValueError, match=r"index\.json has no weight_map of tensors and their files"):
             MTPHeads.from_target_checkpoint(tmp_path, tiny_mixture("glm4_moe"))
 
-    @pytest.mark.parametrize(
-        "shard", ["../other.safetensors", "a/../../x.bin", "ABSOLUTE", "C:\\x.bin", "..\\x.bin", ""]
-    )
+    @pytest.mark.parametrize("shard", ["../other.safetensors", "a/../../x.bin", "ABSOLUTE", "..\\x.bin"])
     def test_files_outside_the_checkpoint_are_refused(self, shard: str, tmp_path: Path) -> None:
         save_file(TENSORS, tmp_path / "other.safetensors")
         folder = tmp_path / "heads"
@@ -154,14 +129,6 @@ class TestIndex:
         with pytest.raises(ValueError, match="may only name files of the checkpoint itself") as refusal:
             open_published(str(folder))
         assert repr(shard) in str(refusal.value)
-
-    def test_a_file_below_the_checkpoint_is_read(self, tmp_path: Path) -> None:
-        (tmp_path / "parts").mkdir()
-        save_file(TENSORS, tmp_path / "parts" / "1.safetensors")
-        file = tmp_path / "model.safetensors.index.json"
-        file.write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, "parts/1.safetensors")}))
-        assert read_index("x", str(file)) == dict.fromkeys(TENSORS, "parts/1.safetensors")
-        assert open_published(str(tmp_path)).keys() == TENSORS.keys()
 
     def test_a_lost_file_of_mtp_modules_is_named(self, tmp_path: Path) -> None:
         model = tiny_mixture("glm4_moe")

@@ -123,14 +123,6 @@ def test_a_checkpoint_of_one_file(num_modules: int, tmp_path: Path) -> None:
     assert torch.equal(load_target(folder).model(random_prompt(7)).logits, target.model(random_prompt(7)).logits)
 
 
-def test_bfloat16(checkpoint: Path, tmp_path: Path) -> None:
-    target = load_target(checkpoint, torch.bfloat16)
-    heads = train(MTPHeads.from_target_checkpoint(checkpoint, target))
-    found = DraftHeads.from_pretrained(export(heads, tmp_path / "out"), target=target)
-    assert found.dtype == torch.bfloat16
-    assert_same_tensors(dict(heads.state_dict()), dict(found.state_dict()))
-
-
 class TestStateOfLaterDepths:
     """vLLM gives depth 1 of GLM-4-MoE the state before the module's final norm; all others the state after it."""
 
@@ -144,24 +136,11 @@ class TestStateOfLaterDepths:
         (note,) = self.write("glm4_moe", "vllm", tmp_path).notes
         assert "For vLLM, train with norm_output false" in note
 
-    @pytest.mark.parametrize("overrides", [{"norm_output": False}, {"num_steps": 1}], ids=str)
-    def test_nothing_is_noted_where_it_is_the_same(self, overrides: dict[str, Any], tmp_path: Path) -> None:
-        assert self.write("glm4_moe", "vllm", tmp_path, **overrides).notes == ()
-
     @pytest.mark.parametrize(("family", "name"), [("glm4_moe", "sglang"), ("deepseek_v3", "vllm")])
     def test_elsewhere_only_one_state_is_served(self, family: str, name: str, tmp_path: Path) -> None:
         assert self.write(family, name, tmp_path).notes == ()
         with pytest.raises(ValueError, match=r"norm_output True \(these heads: False\)"):
             self.write(family, name, tmp_path, norm_output=False)
-
-    def test_it_comes_back(self, tmp_path: Path) -> None:
-        model = tiny_mixture("glm4_moe")
-        path = write_checkpoint(model, name_as_deepseek(random_modules(model, 1), 2), tmp_path / "target")
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(path)
-        heads = MTPHeads.from_target_checkpoint(path, load_target(path), norm_output=False)
-        found = DraftHeads.from_pretrained(export(heads, tmp_path / "out"), target=heads.target)
-        assert config_of(found)["norm_output"] is False
 
 
 class TestRefusals:
@@ -169,22 +148,6 @@ class TestRefusals:
         heads: Any = tiny_heads("mtp", Target(tiny_target("llama")))
         with pytest.raises(ValueError, match=r"only in checkpoints of families that have it \(deepseek_v3.*eagle3"):
             VLLMMTP().write(heads.config, heads.state_dict(), heads.target)
-
-    def test_a_layer_of_its_own(self) -> None:
-        heads: Any = tiny_heads("mtp", Target(tiny_mixture("glm4_moe")))
-        with pytest.raises(ValueError, match=r"a layer as Llama's.*train on from the target's modules"):
-            VLLMMTP().write(heads.config, heads.state_dict(), heads.target)
-
-    def test_conventions_that_engines_do_not_follow(self, checkpoint: Path) -> None:
-        heads = MTPHeads.from_target_checkpoint(checkpoint, load_target(checkpoint), zero_first_embedding=False)
-        with pytest.raises(ValueError, match=r"zero_first_embedding True \(these heads: False\)"):
-            VLLMMTP().write(heads.config, heads.state_dict(), heads.target)
-
-    def test_a_target_without_a_folder(self, checkpoint: Path) -> None:
-        heads = MTPHeads.from_target_checkpoint(checkpoint, load_target(checkpoint))
-        target = Target(tiny_mixture(heads.target.text_config.model_type))
-        with pytest.raises(ValueError, match=r"is no folder here.*load the target from its folder"):
-            VLLMMTP().write(heads.config, heads.state_dict(), target)
 
     def test_several_modules_for_sglang(self, tmp_path: Path) -> None:
         model = tiny_mixture("glm4_moe")

@@ -91,25 +91,3 @@ def test_untrained_heads_repeat_the_lm_head(overrides: dict[str, Any]) -> None:
     expected = model(input_ids).logits
     for step in heads.unroll(encoded.features, input_ids):
         torch.testing.assert_close(step.head(step.hidden), expected, rtol=1e-4, atol=1e-4)
-
-
-class TestSettings:
-    def test_the_loss_is_the_papers(self, target: Target) -> None:
-        assert create_heads("hydra", target).default_loss == "cross_entropy"
-        assert create_heads("hydra", target, **PLUS).default_loss == "distillation"
-
-    def test_the_prefix_layer_has_the_targets_shape(self, target: Target) -> None:
-        heads: Any = create_heads("hydra", target, **PLUS)
-        assert heads.prefix.mlp.up_proj.weight.shape == (target.text_config.intermediate_size, 32)
-        assert heads.prefix.self_attn.num_groups == target.text_config.num_key_value_heads
-        smaller: Any = create_heads("hydra", target, **PLUS, intermediate_size=48)
-        assert smaller.prefix.mlp.up_proj.weight.shape == (48, 32)
-
-    def test_dropout_is_for_training(self, target: Target) -> None:
-        heads = hydra(target, dropout=0.5)
-        features, input_ids = torch.randn(1, 6, 32), random_prompt(6)
-        plain = hydra(target).unroll(features, input_ids)
-        for step, expected in zip(heads.eval().unroll(features, input_ids), plain, strict=True):
-            assert torch.equal(step.hidden, expected.hidden)
-        for step, expected in zip(heads.train().unroll(features, input_ids), plain, strict=True):
-            assert not torch.allclose(step.hidden, expected.hidden)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from draftsmith.heads import create_heads
 from draftsmith.heads.kinds.mtp import MTPHeads
-from draftsmith.inference import Target, generate
+from draftsmith.inference import Target
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import target_with_gains, tiny_heads
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import random_prompt
 
 mtp = partial(tiny_heads, "mtp")
 
@@ -117,18 +117,3 @@ class TestTheTargetsParts:
         state = torch.randn(1, 3, 32)
         torch.testing.assert_close(block.join(state, torch.zeros(1, 3, 32)), block.hnorm(state))
         assert block.join(torch.zeros(1, 3, 32), state).abs().max() > 0
-
-    def test_the_lm_heads_soft_capping_is_kept(self) -> None:
-        model = tiny_target("gemma3", final_logit_softcapping=3.0)
-        heads = mtp(Target(model))
-        step = heads.unroll(torch.randn(1, 5, 32), random_prompt(5))[0]
-        logits = step.head(step.hidden)
-        assert 2.0 < logits.abs().max() < 3.0
-
-
-class TestDepths:
-    def test_blocks_of_their_own_end_the_tree(self, target: Target) -> None:
-        heads = mtp(target, num_steps=2, share_block=False)
-        assert heads.max_depth == 2
-        with pytest.raises(ValueError, match="2"):
-            generate(target, heads, random_prompt(6), tree=[[0], [0, 0], [0, 0, 0]], max_new_tokens=4)

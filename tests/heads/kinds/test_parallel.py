@@ -138,10 +138,3 @@ class TestDropping:
                 assert len(set(slots)) == len(slots) > 0
                 assert set(slots) <= before
                 before = set(slots)
-
-    def test_a_ratio_of_one_drops_nothing(self, target: Target) -> None:
-        heads = parallel(target, num_depths=3, keep_ratio=1.0)
-        ids = random_prompt(9)
-        for step in heads.unroll_where(torch.randn(1, 9, 96), ids, torch.ones_like(ids), torch.arange(9)[None])[1:]:
-            assert step.slots is not None
-            assert sorted(step.slots[0].tolist()) == list(range(7))

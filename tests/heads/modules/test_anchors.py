@@ -54,11 +54,6 @@ def test_evaluation_draws_the_same_whatever_padding_follows() -> None:
     assert slots[0].max() - slots[0].min() > 15, "they spread over the text"
 
 
-def test_fewer_are_the_first_of_more() -> None:
-    mask = torch.ones(1, 30, dtype=torch.long)
-    assert torch.equal(draw_slots(mask, 4), draw_slots(mask, 9)[:, :4])
-
-
 def test_nothing_to_draw() -> None:
     for length in (1, 2, 3, 9):
         mask = torch.zeros(2, length, dtype=torch.long)

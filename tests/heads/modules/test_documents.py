@@ -34,15 +34,6 @@ class TestCutting:
         lengths = [100, 110, 120, 500, 520]
         assert [cut_lengths(lengths), cut_lengths(lengths, 1)] == [[3, 5], [5]]
 
-    def test_lengths_that_round_to_the_same_are_never_parted(self) -> None:
-        assert cut_lengths([1001, 1002, 1003]) == [3]
-
-    @pytest.mark.parametrize("most", [1, 2, 3])
-    def test_at_most_so_many_groups(self, most: int) -> None:
-        cuts = cut_lengths([10, 300, 700, 1500, 4000], most)
-        assert len(cuts) <= most
-        assert cuts[-1] == 5
-
 
 class TestSplitting:
     def test_the_worked_example(self) -> None:
@@ -70,7 +61,7 @@ class TestSplitting:
         assert all(group.places.min() >= 0 and group.places.max() < ids.numel() for group in groups)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "gpt_oss"])
 def test_a_target_reads_each_document_as_if_it_were_alone(family: str) -> None:
     """Longer and shorter than a window of 8 tokens, and in two groups."""
     target = Target(tiny_target(family))

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, OPTConfig
+from transformers import GPT2Config, GPTNeoXConfig, OPTConfig
 
 from draftsmith.heads import create_heads
 from draftsmith.heads.config import decoder_settings
 from draftsmith.heads.kinds.eagle3 import Eagle3Config
-from draftsmith.heads.modules.layers import DraftCache, RMSNorm, RotaryEmbedding, rotate
+from draftsmith.heads.modules.layers import RMSNorm, RotaryEmbedding, rotate
 from tests.tiny_targets import tiny_target
 
 
@@ -78,23 +78,6 @@ class TestRotaryEmbedding:
 
 
 class TestDecoderSettings:
-    def test_of_llama(self) -> None:
-        config = LlamaConfig(
-            hidden_size=64, num_attention_heads=8, num_key_value_heads=2, head_dim=16, intermediate_size=99,
-            rms_norm_eps=1e-5, hidden_act="gelu", max_position_embeddings=77,
-        )  # fmt: skip
-        settings = decoder_settings(config)
-        assert settings.pop("rope_parameters")["rope_theta"] == 10000.0
-        assert settings == {
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "intermediate_size": 99,
-            "hidden_act": "gelu",
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 77,
-        }
-
     @pytest.mark.parametrize(
         "config",
         [
@@ -141,18 +124,6 @@ class TestRMSNorm:
         expected = torch.nn.functional.rms_norm(x.float(), (16,), norm.weight, 1e-5)
         assert norm(x).dtype == dtype
         torch.testing.assert_close(norm(x), expected.to(dtype))
-
-
-class TestDraftCache:
-    def test_more_frontier_nodes_than_scratch_rows(self) -> None:
-        cache = DraftCache((1, 1, 2), num_slots=4, num_scratch=3, device=torch.device("cpu"), dtype=torch.float32)
-        rows = torch.ones(1, 1, 2, 2)
-        cache.append(rows, rows, torch.tensor([2]), max_slots=2)
-        cache.append_scratch(rows, rows, torch.eye(2, dtype=torch.bool)[None])
-        with pytest.raises(
-            ValueError, match=r"more than num_scratch=3 frontier nodes: start\(\) the drafter with more"
-        ):
-            cache.append_scratch(rows, rows, torch.ones(1, 2, 4, dtype=torch.bool))
 
 
 class TestNarrowNorm:

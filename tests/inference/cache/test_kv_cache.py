@@ -197,22 +197,6 @@ def test_added_rows_come_after_the_others(num_allocated: int) -> None:
     assert cache.lengths.tolist() == [6, 8, 4]
 
 
-def test_rows_that_are_in_place_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied: list[int] = []
-    select = torch.Tensor.index_select
-
-    def count(plane: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
-        copied.append(len(index))
-        return select(plane, dim, index)
-
-    cache = KVCache(LAYERS, 3, capacity=8)
-    monkeypatch.setattr(torch.Tensor, "index_select", count)
-    for rows, num_moved in (([0, 1, 2], 0), ([0, 0, 2], 1)):
-        copied.clear()
-        cache.copy_rows(cache, torch.tensor(rows), torch.tensor([4, 2, 3]), max_length=4)
-        assert sum(copied) == num_moved * 2 * len(LAYERS)
-
-
 def test_buffers_are_zeroed_stacked_and_kept() -> None:
     cache = KVCache(LAYERS, 2, capacity=8)
     assert [tuple(buffer.shape) for buffer in cache._buffers] == [(5, 2, 2, 8, 3), (1, 2, 1, 8, 5)]
@@ -249,9 +233,3 @@ def test_a_cache_made_under_inference_mode_can_be_used_outside() -> None:
     write_nodes(cache, 2, torch.Generator().manual_seed(0))
     cache.commit(torch.tensor([[0, 1]]), torch.tensor([2]))
     cache.reset()
-
-
-def test_a_full_cache_is_refused() -> None:
-    cache = KVCache(LAYERS, 1, capacity=4)
-    with pytest.raises(ValueError, match="holds 4 slots per row, but 5 new tokens after up to 0 committed"):
-        cache.open_slots(5, EMPTY)

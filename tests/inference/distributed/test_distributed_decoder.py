@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-import draftsmith.inference.distributed.server as server
 from draftsmith.inference import Decoder, DistributedDecoder, Drafter, NgramDrafter, SmallModelDrafter, Target
 from draftsmith.inference.distributed.server import TargetServer
 from tests.heads.tiny_heads import tiny_heads
@@ -91,11 +90,6 @@ def test_drafters_of_every_sort(drafter: Any) -> None:
     assert decode("llama", drafter, 3, CALLS["sampled"])[0]
 
 
-def test_long_gaps_are_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_MISSED", 1)
-    assert all(decode("mistral", scripted, number, CALLS["greedy"])[0] for number in range(3, 6))
-
-
 def fake(target: Target, num_servers: int = 2) -> FakeLink:
     return FakeLink(partial(TargetServer, target), num_servers)
 
@@ -145,18 +139,6 @@ def test_ends_of_texts() -> None:
         assert output.stats.num_new_tokens == expected.shape[1] - inputs[0].shape[1]
     decoder.close()
     assert decoder.link.is_closed
-
-
-def test_a_second_text_ends_the_first() -> None:
-    target, prompt = target_of("llama"), random_prompt(8, 2)
-    text = plain("llama", prompt)
-    decoder = DistributedDecoder(target, scripted(target, text), link=fake(target))
-    stream = decoder.stream(prompt, max_new_tokens=NUM_NEW, do_sample=False)
-    next(stream), next(stream)
-    output = decoder.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False)
-    assert torch.equal(output.sequences, text[:, : output.sequences.shape[1]])
-    with pytest.raises(RuntimeError, match="another text began"):
-        list(stream)
 
 
 def test_streams() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.inference import Drafter, NgramDrafter, SmallModelDrafter, StagedDrafter, Target, chain
+from draftsmith.inference import Drafter, NgramDrafter, SmallModelDrafter, Target, chain
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.distributed.chain import DraftChain
 from draftsmith.inference.distributed.drafting import ChainDrafting
@@ -50,19 +50,15 @@ def reference_draft(target: Target, drafter: Drafter, text: list[int], path: lis
     return int(column if ids is None else ids[column] if ids.dim() == 1 else ids[0, 0, column])
 
 
-HEADS = ("eagle3", "kangaroo", "medusa", "mtp", "block", "parallel", "hydra", "eagle")
+HEADS = ("eagle3", "kangaroo", "medusa", "block")
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "n-grams": lambda target: NgramDrafter(),
     "small model": lambda target: SmallModelDrafter(tiny_target("llama", 5)),
-    "staged": lambda target: StagedDrafter(SmallModelDrafter(tiny_target("llama", 5))),
     **{kind: partial(tiny_heads, kind) for kind in HEADS},
 }
-SLOW = ("staged", *HEADS[3:])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in DRAFTERS]
-)
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_drafts_are_those_of_a_fresh_drafter(name: str) -> None:
     """With agreement beyond the drafter's reach, disagreement anywhere, tokens that nobody drafted, and waiting drafts
     that are expanded again."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference import Target, generate
+from draftsmith.inference import Target
 from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.ngram import NgramDrafter
@@ -27,7 +27,7 @@ from tests.heads.formats.test_native_mtp import CASES, load
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.memory_tracker import find_tensors
 from tests.params import slow_but
-from tests.tiny_targets import target_of, tiny_target
+from tests.tiny_targets import target_of
 
 
 def make_native(case: str, path: Path) -> tuple[Target, Drafter]:
@@ -322,26 +322,3 @@ def pick_nodes(draft: DraftLogits, nodes: Tensor) -> DraftLogits:
     if own is not None and own.dim() == 3:
         own = own[rows, nodes.clamp(max=own.shape[1] - 1)][:, None]
     return DraftLogits(draft.logits[rows, nodes.clamp(max=draft.logits.shape[1] - 1)][:, None], own)
-
-
-SERVING = {**{name: DRAFTERS[name] for name in VARIANT_IDS if name.endswith("-0")}, **OTHERS}
-
-
-@pytest.mark.parametrize("make", slow_but({"medusa-0", "eagle3-0", "mtp-0", "block-0"}, SERVING))
-def test_one_drafter_serves_several_targets_and_stays_as_it_was(make: Maker, tmp_path: Path) -> None:
-    """Greedy text is plain decoding's, whichever of the targets it drafts for."""
-    target, drafter = make(tmp_path)
-    other = Target(tiny_target(target.text_config.model_type.removesuffix("_text"), seed=1, initializer_range=0.5))
-    before, bound = held(drafter), list(getattr(drafter, "_bound", []))
-    prompt, tree = draw_texts(1, 12, seed=6), "chain" if drafter.drafts_chains_only else "dynamic"
-    for each in (target, other, target):
-        expected = generate(each, None, prompt, max_new_tokens=16, do_sample=False).sequences
-        output = generate(each, drafter, prompt, tree=tree, max_new_tokens=16, do_sample=False)
-        assert torch.equal(output.sequences, expected)
-    assert held(drafter) == before
-    assert list(getattr(drafter, "_bound", [])) == bound
-
-
-def held(drafter: Drafter) -> dict[str, int]:
-    """What a drafter is made of, but for counters."""
-    return {name: id(value) for name, value in vars(drafter).items() if not isinstance(value, int)}

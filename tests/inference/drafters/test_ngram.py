@@ -7,12 +7,10 @@ import math
 import pytest
 import torch
 
-from draftsmith.inference import generate
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.ngram import BACKOFF, NgramDrafter
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.trees.dynamic import DynamicTree
-from tests.tiny_targets import random_prompt, tiny_target
 
 
 def look_up(
@@ -79,7 +77,7 @@ def test_a_dynamic_tree_is_the_trie_of_what_followed() -> None:
     assert paths == {(1,), (4,), (1, 2), (1, 3), (4, 9)}
 
 
-@pytest.mark.parametrize(("max_ngram", "num_candidates"), [(1, 1), (2, 4), (3, 2), (5, 7)])
+@pytest.mark.parametrize(("max_ngram", "num_candidates"), [(1, 1), (3, 4)])
 def test_random_texts_and_trees_equal_the_slow_search(max_ngram: int, num_candidates: int) -> None:
     """Ragged rows, several steps, trees of several levels, arrears, a row that waits; few letters, so much repeats."""
     generator = torch.Generator().manual_seed(0)
@@ -109,12 +107,6 @@ def test_random_texts_and_trees_equal_the_slow_search(max_ngram: int, num_candid
     assert total > 100
 
 
-def test_a_text_without_repetition_has_no_candidates() -> None:
-    drafter = NgramDrafter(num_candidates=2)
-    draft = drafter.extend(drafter.start(1, 8, 0), None, torch.tensor([[3, 4, 5]]), torch.tensor([3]), max_slots=3)
-    assert draft.logits.tolist() == [[[-math.inf, -math.inf]]]
-
-
 def test_padding_at_the_end_of_the_buffer_does_no_harm() -> None:
     drafter = NgramDrafter(max_ngram=1, num_candidates=1)
     state = drafter.start(1, 4, 0)
@@ -135,17 +127,3 @@ def test_its_state_follows_the_tokens_to_their_device() -> None:
         draft = drafter.expand(state, tokens[:, :3], tokens[:, :3], 1)
         assert draft.logits.is_meta
     assert all(values.is_meta for values in (state.history, state.lengths, state.paths))
-
-
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
-def test_nodes_without_candidates_pass_all_processors(tree: str) -> None:
-    model = tiny_target("llama", initializer_range=0.3)
-    options = {"max_new_tokens": 12, "do_sample": True, "seed": 1, "eta_cutoff": 1e-3}
-    expected = generate(model, None, random_prompt(8), **options).sequences
-    assert torch.equal(generate(model, NgramDrafter(), random_prompt(8), tree=tree, **options).sequences, expected)
-
-
-@pytest.mark.parametrize("options", [{"max_ngram": 0}, {"num_candidates": 0}])
-def test_refusals(options: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="max_ngram and num_candidates start at 1"):
-        NgramDrafter(**options)

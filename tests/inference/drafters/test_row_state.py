@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 
 
@@ -45,12 +43,6 @@ def test_every_field_with_rows_follows() -> None:
     fresh.copy_rows(state, torch.tensor([2, 0]), torch.tensor([2, 1]), 2)
     assert fresh.seen.tolist() == [[7, 7, 0, 0], [1, 1, 0, 0]], "no slot beyond the longest row's"
     assert fresh.parts[0].values.tolist() == [0, 0], "the draft is not copied"
-
-
-def test_a_state_of_another_class_is_named() -> None:
-    drafter = NgramDrafter()
-    with pytest.raises(NotImplementedError, match=r"NgramDrafter .*dict.*RowState"):
-        drafter.keep_rows({}, [0])
 
 
 def test_the_worked_example_of_a_tree() -> None:

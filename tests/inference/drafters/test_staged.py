@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference import Decoder, DynamicTree, chain, generate
+from draftsmith.inference import chain, generate
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
-from draftsmith.inference.targets.target import Target
 from tests.inference.drafters.test_small_model import check, rough_copy
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
@@ -76,19 +75,13 @@ def test_scores_are_a_recompute_whatever_the_loop_picks(
     assert (num_saved > 3) == is_agreeing
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({"do_sample": False}, marks=pytest.mark.slow), {"do_sample": True, "temperature": 0.5, "seed": 4}],
-)
-@pytest.mark.parametrize("num_guesses", [pytest.param(1, marks=pytest.mark.slow), 4])
-def test_it_drafts_what_the_small_model_drafts(
-    num_guesses: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_drafts_what_the_small_model_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens are accepted at every step, so the drafts were the same; the small model ran less often."""
     model = tiny_target("qwen3", initializer_range=0.3)
     prompt = repeating_prompt()
     small = rough_copy(model, noise=0.02)
-    alone, drafter = SmallModelDrafter(small), StagedDrafter(SmallModelDrafter(small), num_guesses=num_guesses)
+    alone, drafter = SmallModelDrafter(small), StagedDrafter(SmallModelDrafter(small), num_guesses=4)
+    options: dict[str, Any] = {"do_sample": True, "temperature": 0.5, "seed": 4}
     passes, outputs, num_passes = count_passes(alone, monkeypatch), [], []  # both have the same model
     for one in (alone, drafter):
         passes.clear()
@@ -99,47 +92,3 @@ def test_it_drafts_what_the_small_model_drafts(
         assert torch.equal(output.sequences, expected)
     assert outputs[0].stats.accepted_histogram == outputs[1].stats.accepted_histogram
     assert num_passes[0] > num_passes[1]
-
-
-def test_levels_of_no_row_are_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Costs are measured without accepted tokens: levels must not look free."""
-    drafter = StagedDrafter(SmallModelDrafter(tiny_target("llama")))
-    passes, state = count_passes(drafter.small, monkeypatch), drafter.start(1, 64, 3)
-    zeros = torch.zeros(1, 4, dtype=torch.long)
-    for _ in range(2):
-        drafter.extend(state, None, zeros, torch.tensor([0]), max_slots=8)
-        for depth in (1, 2, 3):
-            drafter.expand(state, zeros[:, :1], zeros[:, :1], depth)
-    assert passes["all"] == 8
-
-
-def test_a_view_for_a_target_is_of_the_same_class() -> None:
-    """A target with a vocabulary of another size gets a view of the small model, and so of every drafter around it."""
-
-    class Staged(StagedDrafter):
-        pass
-
-    target = Target(tiny_target("llama", vocab_size=160))
-    small = SmallModelDrafter(tiny_target("llama"))
-    small.has_compared = True  # the vocabularies differ by padding
-    drafter = Staged(small, num_guesses=2)
-    view = drafter.for_target(target)
-    assert type(view) is type(drafter)
-    assert view is not drafter
-    assert view.for_target(target) is view
-    assert drafter.small is small
-
-
-def test_refusals() -> None:
-    model = tiny_target("llama")
-    drafter = StagedDrafter(SmallModelDrafter(model))
-    for tree in ("auto", DynamicTree(2, 2, 4), [[0], [1], [0, 0], [1, 0]]):
-        with pytest.raises(ValueError, match="Drafter drafts chains only: pass tree='chain'"):
-            Decoder(model, drafter, tree=tree)
-    # None is a chain; of each level of the others, one node has children.
-    for tree in (None, "chain", "gamma", DynamicTree(3, 1, 4), [[0], [1], [0, 0]]):
-        Decoder(model, drafter, tree=tree)
-    with pytest.raises(ValueError, match="num_guesses is 0"):
-        StagedDrafter(SmallModelDrafter(model), num_guesses=0)
-    with pytest.raises(ValueError, match="vocabulary of 128 tokens, the small model one of 64"):
-        Decoder(model, StagedDrafter(SmallModelDrafter(tiny_target("llama", vocab_size=64))))

@@ -54,11 +54,3 @@ def test_they_compile(kernel: str, capability: int, tmp_path: Path, monkeypatch:
     assert len(compiled.asm["cubin"]) > 1000
     assert any(word in compiled.asm["ptx"] for word in ("mma.sync", "wgmma", "tcgen05.mma"))
     assert compiled.metadata.shared <= SHARED_MEMORY[capability]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["_attend_tiles", "_finish"])
-def test_they_compile_in_float32(kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled = compile_kernel(getattr(triton_kernel, kernel), 80, tl.float32, 128)
-    assert compiled.metadata.shared <= SHARED_MEMORY[80]

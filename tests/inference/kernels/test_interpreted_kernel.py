@@ -15,11 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.inference import Decoder, DynamicTree, Target, chain, generate
-from draftsmith.inference.cache.kv_cache import Span
+from draftsmith.inference import DynamicTree, Target, generate
 from draftsmith.inference.kernels.packed_masks import WORDS
 from tests.conftest import REPOSITORY
-from tests.heads.tiny_heads import tiny_heads
 from tests.inference.kernels.kernel_checks import (
     CASES,
     LENGTHS,
@@ -27,7 +25,6 @@ from tests.inference.kernels.kernel_checks import (
     check_independence,
     check_numbers,
 )
-from tests.inference.runners.test_cuda_graphs import capture
 from tests.lossless.near_tie import assert_same_text
 from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
@@ -112,41 +109,3 @@ def test_a_whole_decode(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {shape[-1] - WORDS for shape in calls} == {0, 1}
     assert len(calls) == 2 * output.stats.num_target_forwards
     assert_same_text(model, expected, output.sequences)
-
-
-@interpreted
-@pytest.mark.slow
-def test_a_verify_pass_is_one_graph() -> None:
-    target = Target(tiny_target("llama", num_hidden_layers=1))
-    cache = target.new_cache(1, 128)
-    target.prefill(cache, random_prompt(6), torch.tensor([6]))
-    cache.open_slots(4, Span(6, 6))
-    from draftsmith.inference.trees.token_tree import TokenTree
-
-    parents = torch.tensor([[-1, 0, 0, 1]])
-    tree = TokenTree(random_prompt(4), parents, torch.tensor([[0, 1, 1, 2]]), torch.zeros(1, 4))
-    expected = target.verify(cache, tree)
-    compiled = torch.compile(target.verify, backend="aot_eager", fullgraph=True)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(cache, tree).logits, expected.logits)
-
-
-@interpreted
-@pytest.mark.slow
-def test_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tape stands for CUDA graphs. The kernels run inside of them."""
-    from draftsmith.inference.kernels import triton_kernel
-
-    target, calls = Target(tiny_target("llama", num_hidden_layers=1)), []
-    prompt, settings = random_prompt(12), {"max_new_tokens": 10, "do_sample": True, "seed": 3}
-    expected = Decoder(target, tiny_heads("medusa", target), tree=chain(2)).generate(prompt, **settings)
-    decoder = Decoder(target, tiny_heads("medusa", target), tree=chain(2))
-    captured = capture(decoder)
-    stock = triton_kernel.attend_packed
-    monkeypatch.setattr(triton_kernel, "attend_packed", lambda *args: calls.append(args) or stock(*args))
-    found = decoder.generate(prompt, **settings)
-    assert found.sequences.tolist() == expected.sequences.tolist()
-    assert found.stats.accepted_histogram == expected.stats.accepted_histogram
-    assert not captured.eager
-    assert captured.num_replays > 2
-    assert calls

@@ -47,16 +47,6 @@ def test_plain_steps_are_measured_beside_drafting() -> None:
     assert ratios[1] / ratios[0] == pytest.approx(1.5)
 
 
-def test_steps_of_another_number_of_rows_tell_nothing() -> None:
-    costs = costs_at(num_rows=4)
-    run(costs, 0, 2.0, 2.0)
-    guess = costs.expect()[1]
-    costs.enter(do_sample=False, num_rows=5, length=100)
-    assert not costs.is_ready
-    run(costs, 1, 9.0, 9.0, 9.0)
-    assert costs.expect()[1] == guess
-
-
 def test_new_conditions_begin_with_what_is_known_nearby() -> None:
     simple = [costs_at(rows).expect()[3] for rows in (1, 8)]
     stored = {(False, 1, 3): [1.0, 1.1, 1.2, 3.0 * simple[0], 1.4, 1.5]}

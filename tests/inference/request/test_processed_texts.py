@@ -11,13 +11,11 @@ from torch import Tensor
 from transformers.generation import logits_process as stock
 
 from draftsmith.inference import Decoder, DynamicTree, GenerationStats, StaticTree, Target, chain
-from draftsmith.inference.runners.compiled import count_graphs
-from tests.scripted_drafter import HostDrafter, ScriptedDrafter
+from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
 # torch's compiler warns about parts of torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-
 PROMPTS = [random_prompt(length, seed=length)[0] for length in (3, 17, 9)]
 NEW_TOKENS, EOS = 40, 8
 BAD_WORDS = [[token] for token in range(20, 60)] + [[1, 2], [3, 4, 5]]
@@ -109,39 +107,6 @@ def check(
 def test_the_text_is_that_of_transformers_processors(tree: Any, options: dict[str, Any]) -> None:
     stats = check(3, options, lambda target, texts: Decoder(target, ScriptedDrafter(texts, VOCAB_SIZE), tree=tree))
     assert sum(stats.accepted_histogram[2:]) > 0, "paths of several drafts were accepted"
-
-
-@pytest.mark.usefixtures("traced_alone")
-@pytest.mark.parametrize(
-    ("num_rows", "options"),
-    [
-        pytest.param(1, {"do_sample": False}, id="greedy", marks=pytest.mark.slow),
-        pytest.param(3, SAMPLED, id="sampled"),
-    ],
-)
-def test_the_text_of_compiled_steps(num_rows: int, options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "draftsmith.inference.runners.compiled")
-    stats = check(
-        num_rows,
-        options,
-        lambda target, texts: Decoder(target, HostDrafter(texts, VOCAB_SIZE), tree=DynamicTree(3, 3, 10), compile=True),
-    )
-    assert sum(stats.accepted_histogram[2:]) > 0, "paths of several drafts were accepted"
-    assert not [message for message in caplog.messages if "accept" in message], "acceptance is one graph"
-
-
-@pytest.mark.ci
-@pytest.mark.slow  # makes its graphs anew for several lengths
-@pytest.mark.usefixtures("traced_alone")
-def test_another_prompt_makes_no_other_graph() -> None:
-    decoder = Decoder(tiny_target("llama", num_hidden_layers=1), compile=True)
-    options: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
-    options |= {"min_new_tokens": 3, "forced_eos_token_id": 5}
-    counts = []
-    for length in (4, 30, 17, 23):  # a size that has changed once is left open
-        decoder.generate(random_prompt(length, seed=length), max_new_tokens=6, eos_token_id=EOS, **options)
-        counts.append(count_graphs())
-    assert counts[-1] == counts[1]
 
 
 def test_greedy_text_is_that_of_transformers_generate() -> None:

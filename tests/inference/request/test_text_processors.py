@@ -21,9 +21,8 @@ from tests.inference.plain_passes import compute_depths
 from tests.inference.ragged_texts import texts_of
 from tests.params import slow_but
 
-VOCAB, NUM_ROWS, NUM_NODES, NUM_TREES, LONGEST = 7, 50, 6, 1000, 9
+VOCAB, NUM_ROWS, NUM_NODES, NUM_TREES, LONGEST = 7, 50, 6, 400, 9
 HIGHEST = VOCAB + 1  # the target knows a token more than its scores have columns
-
 PADDING = torch.randint(0, LONGEST, (NUM_ROWS,), generator=torch.Generator().manual_seed(5))
 BIASES = {(3,): 1.5, (1, 2): -0.7, (2, 2): 0.1, (0, 2): 0.3, (4, 1, 2): float("-inf"), (5, 5, 5, 6): 2.0, (6,): -1.0}
 
@@ -104,26 +103,6 @@ def test_all_nodes_of_random_trees_get_transformers_scores(name: str) -> None:
                 assert torch.equal(got[row * NUM_NODES + node], expected), (rows[row], node)
                 num_changed += not torch.equal(expected, scores[row, node])
     assert num_changed > NUM_TREES / 10
-
-
-def test_the_docstrings_examples() -> None:
-    """see=0, the=1, cat=2, dog=3, sat=4, ran=5; and the n-gram of three: a=0, b=1, c=2."""
-    parents = torch.tensor([[-1, 0, 0, 1, 1]])
-    tree = TokenTree(torch.tensor([[1, 2, 3, 4, 5]]), parents, compute_depths(parents), torch.zeros(1, 5))
-    texts = texts_of([[0, 1]]).at_nodes(tree.token_ids, tree.depths, tree.ancestors)
-    found = [row[:length] for row, length in zip(texts.token_ids.tolist(), texts.lengths.tolist(), strict=True)]
-    assert found == [[0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 2, 4], [0, 1, 2, 5]]
-    texts = texts_of([[0, 1, 2, 0, 1]])
-    (no_trigram,) = read_processors([stock.NoRepeatNGramLogitsProcessor(3)], texts, VOCAB)
-    assert no_trigram(texts, torch.zeros(1, VOCAB)).isinf()[0].nonzero().tolist() == [[2]]
-
-
-def test_texts_with_more_tokens() -> None:
-    texts = texts_of([[1, 2, 3], [4]])
-    one = texts.extended(torch.tensor([5, -1]))
-    two = one.extended(torch.tensor([6, 6]))
-    assert (two.lengths.tolist(), texts.lengths.tolist()) == ([5, 3], [3, 1])
-    assert two.last(2).tolist() == [[5, 6], [0, 6]]
 
 
 def test_tokens_that_the_target_does_not_have_are_refused() -> None:

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama import modeling_llama
 
 from draftsmith.heads import DraftHeads
-from draftsmith.inference import Decoder, DynamicTree, Target
+from draftsmith.inference import Target
 from draftsmith.inference.acceptance.rules import RULES
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
@@ -28,10 +28,9 @@ from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import Step
-from draftsmith.inference.trees.candidates import CandidateTrees
 from draftsmith.inference.trees.options import resolve_policy
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
-from tests.inference.runners.stand_in import DEVICE, RefuseHostTensors, move, stand_in_target, strict
+from tests.inference.runners.stand_in import DEVICE, move, stand_in_target, strict
 from tests.params import slow_but
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
@@ -39,7 +38,6 @@ from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 pytestmark = pytest.mark.skipif(
     hasattr(modeling_llama, "maybe_autocast"), reason="RoPE of this release asks the stand-in device for autocast"
 )
-
 STATIC = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 1, 0]]
 GREEDY: dict[str, Any] = {"do_sample": False}
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.01}
@@ -152,87 +150,3 @@ def test_acceptance_rules_on_the_stand_in_device(name: str) -> None:
 
 def test_a_target_with_windows_on_the_stand_in_device() -> None:
     StandIn(heads_of("kangaroo"), "gemma3", num_layers=6).run("exact", "dynamic:3,2,6", SAMPLED, 4)
-
-
-def test_trees_of_chosen_sizes_on_the_stand_in_device() -> None:
-    tree = CandidateTrees([DynamicTree(1, 2, 3), DynamicTree(3, 2, 6)])
-    StandIn(heads_of("eagle3")).run("exact", tree, SAMPLED, 4)
-
-
-# Planted faults that only our lints see.
-
-
-class Faulty(NgramDrafter):
-    def __init__(self, fault: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.fault = fault
-
-    def expand(self, state: Any, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        self.fault(token_ids)
-        return super().expand(state, token_ids, parents, depth)
-
-
-FAULTS: dict[str, Callable[[Tensor], Any]] = {
-    "index on the CPU": lambda ids: ids[torch.arange(1)],
-    "list as index": lambda ids: ids[[0]],
-    "tensor of numbers": lambda ids: torch.tensor([1], device=ids.device),
-    "copy from the CPU": lambda ids: torch.zeros(1).to(ids.device),
-    "write from the CPU": lambda ids: ids.clone().copy_(torch.zeros(ids.shape)),
-    "copy to the CPU": lambda ids: ids.to("cpu", copy=True),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name: str) -> None:
-    with pytest.raises(AssertionError):
-        StandIn(lambda _: Faulty(FAULTS[name])).run("exact", "chain:2", GREEDY, 1)
-
-
-# All steps of a text over real values.
-
-
-@pytest.fixture
-def linted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From each text's second step on, nothing but the read of the tokens builds a tensor of Python numbers."""
-
-    def lint(owner: type[Any], name: str) -> None:
-        run = getattr(owner, name)
-
-        def call(one: Any, *args: Any, **kwargs: Any) -> Any:
-            stats = one.stats if isinstance(one, Engine) else args[-1].stats
-            with RefuseHostTensors() if stats.num_verify_passes else nullcontext():
-                return run(one, *args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-
-    lint(Step, "__call__")
-    lint(Engine, "settle_rows")
-
-
-@pytest.mark.usefixtures("linted")
-@pytest.mark.parametrize(
-    ("make", "settings"),
-    slow_but(
-        {"eagle3-0-greedy", "eagle3-0-sampled", "mtp-2-sampled", "mtp-2-penalty"},
-        {
-            f"{name}-{way}": (DRAFTERS[name], settings)
-            for name in ("eagle3-0", "mtp-2")
-            for way, settings in (
-                ("greedy", GREEDY),
-                ("sampled", SAMPLED),
-                ("penalty", {**GREEDY, "repetition_penalty": 1.2}),
-            )
-        },
-    ),
-)
-def test_no_step_builds_a_tensor_on_the_host(make: Callable[[Target], Drafter], settings: dict[str, Any]) -> None:
-    """Rows of several lengths end at several steps, with a drafter that can drop rows and with one that cannot."""
-    target = Target(tiny_target("llama"))
-    prompts = pad_prompts([random_prompt(4 + row, seed=row) for row in range(4)])
-    expected = Decoder(target).generate(**prompts, max_new_tokens=12, eos_token_id=[7, 9], seed=1, **settings)
-    drafter = make(target)
-    for drafter.can_copy_rows in (True, False):
-        found = Decoder(target, drafter, tree="chain:2").generate(
-            **prompts, max_new_tokens=12, eos_token_id=[7, 9], seed=1, **settings
-        )
-        assert found.sequences.tolist() == expected.sequences.tolist()

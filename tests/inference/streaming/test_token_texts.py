@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.inference.streaming.token_texts import TokenTexts
-from tests.tiny_tokenizers import sentencepiece_tokenizer, wordpiece_tokenizer
+from tests.tiny_tokenizers import sentencepiece_tokenizer
 
 ODD_TEXT = "Grüße, 日本語 🙂👩‍👩‍👧 naïve\n\n  two spaces, ½ and \u0000, \ufffd, Ġ, ▁, <0x41>"
 EMOJI = ["<0xF0>", "<0x9F>", "<0x99>", "<0x82>"]
@@ -33,33 +33,11 @@ def test_bytes_of_byte_level_tokens_join_to_the_text(chat_tokenizer: Any) -> Non
     assert all(text.encode() == own for text, own in found if "\ufffd" not in text)
 
 
-def test_special_tokens_are_their_own_text(chat_tokenizer: Any, llama: Any) -> None:
-    for tokenizer in (chat_tokenizer, llama):
-        assert read(tokenizer, tokenizer.eos_token) == [(tokenizer.eos_token, tokenizer.eos_token.encode())]
-
-
 def test_sentencepiece_tokens_keep_their_space(llama: Any) -> None:
     assert read(llama, "▁Hello", "world", "▁sea", "▁") == [
         (" Hello", b" Hello"), ("world", b"world"), (" sea", b" sea"), (" ", b" "),
     ]  # fmt: skip
     assert read(llama, "▁Hello", "Hello", is_first=True) == [("Hello", b"Hello")] * 2
-
-
-def test_bytes_by_name_are_bytes(llama: Any) -> None:
-    found = read(llama, *EMOJI)
-    assert b"".join(own for _, own in found) == "🙂".encode()
-    assert {text for text, _ in found} == {"\ufffd"}
-    assert read(llama, "<0x41>") == [("A", b"A")]
-
-
-def test_pieces_of_words_have_no_space() -> None:
-    tokenizer = wordpiece_tokenizer()
-    assert [text for text, _ in read(tokenizer, "Hello", "##world", "sea")] == [" Hello", "world", " sea"]
-    assert read(tokenizer, "Hello", "##world", is_first=True)[0] == ("Hello", b"Hello")
-
-
-def test_ids_beyond_the_vocabulary_have_no_text(llama: Any) -> None:
-    assert TokenTexts(llama).read(len(llama) + 3) == ("", b"")
 
 
 def test_a_text_that_goes_on_keeps_its_first_space(llama: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, T5EncoderModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import Target, generate
@@ -66,19 +66,12 @@ def test_features() -> None:
         generate(target_of("t5"), drafter, ids, mask, **GREEDY)
 
 
-@pytest.mark.parametrize("token", [-1, VOCAB_SIZE])
-def test_sources_of_other_tokens(token: int) -> None:
+def test_sources_of_other_tokens() -> None:
     """Padding as well: the encoder looks it up."""
+    token = VOCAB_SIZE
     ids, mask = source_batch(2)
     ids[1, 4] = token
     with pytest.raises(ValueError, match=f"token 4 of row 1 .*{token}; .* {VOCAB_SIZE - 1}"):
-        generate(target_of("t5"), None, ids, mask, **GREEDY)
-
-
-def test_empty_sources() -> None:
-    ids, mask = source_batch(2)
-    mask[1] = 0
-    with pytest.raises(ValueError, match="row 1 "):
         generate(target_of("t5"), None, ids, mask, **GREEDY)
 
 
@@ -89,25 +82,3 @@ def test_positions_that_cannot_be_told() -> None:
     for one in models:
         with pytest.raises(ValueError, match="positions"):
             Target(one)
-
-
-def test_no_decoder() -> None:
-    with pytest.raises(ValueError, match="no LM head"):
-        Target(T5EncoderModel(copy.deepcopy(tiny_encoder_decoder("t5").config)).eval())
-
-
-@pytest.mark.parametrize(
-    ("kind", "broken", "what"),
-    [
-        ("t5", "encoder.block.1.layer.0.SelfAttention.v.weight", "encoder's last states"),
-        ("t5", "decoder.block.1.layer.0.SelfAttention.v.weight", "logits"),
-        ("bart", "model.encoder.layers.1.self_attn.v_proj.weight", "encoder's last states"),
-        ("bart", "model.decoder.layers.1.self_attn.v_proj.weight", "logits"),
-        ("bart", "model.decoder.layers.1.self_attn.k_proj.weight", "logits"),  # it shows only in a tree
-    ],
-)
-def test_broken_weights(kind: str, broken: str, what: str) -> None:
-    model = copy.deepcopy(tiny_encoder_decoder(kind))
-    model.get_parameter(broken).data[3, 3] = torch.nan
-    with pytest.raises(ValueError, match=rf"{what} .*\({broken}\)"):
-        Target(model)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from draftsmith.inference.targets.forward_names import CACHE_NAMES, ForwardNames, find_cache_name, read_cache
-from tests.conftest import REPOSITORY
+from draftsmith.inference.targets.forward_names import ForwardNames, find_cache_name
 from tests.tiny_targets import tiny_target
 
 
@@ -68,27 +66,3 @@ def test_arguments_of_a_pass() -> None:
     assert ForwardNames(Old()).name(*given) == everything | {"past_key_values": cache}
     assert ForwardNames(Wrapped()).name(*given) == everything | {"past_key_values": cache}
     assert ForwardNames(WithoutAttention()).name(*given) == {"input_ids": ids, "cache_params": cache}
-
-
-@pytest.mark.parametrize("name", CACHE_NAMES)
-def test_reading_it_back(name: str) -> None:
-    assert read_cache({"logits": 1, name: 2}) == 2
-    assert read_cache({"logits": 1}) is None
-
-
-def test_the_output_of_a_model_has_it() -> None:
-    output = tiny_target("llama")(torch.ones(1, 3, dtype=torch.long), use_cache=True)
-    assert read_cache(output).get_seq_length() == 3
-
-
-def test_no_other_file_knows_the_names() -> None:
-    others = [path for package in ("inference", "heads", "training", "scripts", "examples") for path in files(package)]
-    assert others
-    for path in others:
-        text = path.read_text(encoding="utf-8")
-        assert not any(name in text for name in CACHE_NAMES[1:]), f"{path} names the cache of a forward itself"
-
-
-def files(package: str) -> list[Path]:
-    own = REPOSITORY / "inference/targets/forward_names.py"
-    return [path for path in sorted((REPOSITORY / package).rglob("*.py")) if path != own]

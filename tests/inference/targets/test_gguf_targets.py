@@ -58,11 +58,3 @@ def test_training_reads_its_shape_and_its_first_layers(source: Any, file: Path) 
     first = load_first_layers(ModelArguments(target=str(file), target_dtype="float32", head_type="mtp"), 2)
     assert (first.num_loaded, first.num_layers) == (2, 4)
     assert torch.equal(first.lm_head_weight(), source.lm_head.weight)
-
-
-def test_without_the_package_and_without_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"no-such.gguf"):
-        load_target(str(file.parent / "no-such.gguf"))
-    monkeypatch.setattr(files, "is_gguf_available", lambda: False)
-    with pytest.raises(ValueError, match=r"tiny.gguf, and GGUF files need the package gguf: pip install"):
-        load_target(str(file))

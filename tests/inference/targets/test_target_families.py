@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from draftsmith.inference import DynamicTree, generate
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.features.encoding import encode
-from tests.conftest import REPOSITORY
 from tests.inference.plain_passes import ATOL, calm_target, run_plainly
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter
@@ -23,7 +21,6 @@ from tests.tiny_targets import (
     RECURRENT_FAMILIES,
     ROPE_SWITCH,
     VOCAB_SIZE,
-    attention_implementations,
     random_prompt,
     tiny_target,
 )
@@ -112,14 +109,3 @@ def test_a_model_that_asks_for_sdpa_by_name() -> None:
     encoded = encode(Target(model), tokens, torch.ones_like(tokens))
     wanted = run_plainly(model, tokens[0].tolist()).hidden_states[-1]
     torch.testing.assert_close(encoded.last_hidden, wanted, atol=ATOL, rtol=0)
-
-
-def test_the_table_of_families_is_what_is_tested() -> None:
-    rows = re.findall(r"^\| ([\w-]+) \| ((?:sdpa|eager)[\w, ]*) \|", (REPOSITORY / "docs/targets.md").read_text(), re.M)
-    documented = {family: tuple(kinds.split(", ")) for family, kinds in rows}
-    assert len(documented) == len(rows)
-    for family in FAMILIES:
-        kinds = documented.pop(family)
-        # transformers 5.4.0 also gives Gemma 2 sdpa, which leaves the soft caps out.
-        assert kinds == attention_implementations(family) or (family, kinds) == ("gemma2", ("eager",))
-    assert documented.keys() <= {"olmo2", "cohere2"}, "these, some releases of transformers cannot configure"

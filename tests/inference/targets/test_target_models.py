@@ -10,9 +10,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from draftsmith.inference import Decoder, DynamicTree, NgramDrafter, generate
+from draftsmith.inference import Decoder, DynamicTree
 from draftsmith.inference.cache.kv_cache import Span
-from draftsmith.inference.targets.forward_names import find_cache_name
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import ATOL, assert_states_close, calm_target, run_plainly
@@ -71,31 +70,6 @@ def test_peft_texts_follow_the_adapters(family: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("name", ["adapter_names", "alora_offsets"])
-def test_arguments_that_peft_reads_itself(name: str) -> None:
-    """PEFT hooks them into its own generate, in which nothing is decoded."""
-    peft = pytest.importorskip("peft", reason="peft is an optional extra")
-    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(calm_target("llama"), config, "one").eval()
-    model.add_adapter("two", config)
-    decoder = Decoder(model)
-    prompts = random_prompt(6, batch_size=2)
-    value = ["one", "two"] if name == "adapter_names" else [3, 3]
-    for one in (decoder, Decoder(calm_target("llama"))):
-        with pytest.raises(ValueError, match=rf"{name} is not supported.*set_adapter"):
-            one.generate(prompts, max_new_tokens=8, **{name: value})
-    assert decoder.generate(prompts, max_new_tokens=8, **{name: None}).sequences.shape == (2, 14)
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_arguments_that_another_peft_reads_itself() -> None:
-    model = calm_target("llama")
-    model.special_peft_forward_args = {"rank_offsets"}
-    with pytest.raises(ValueError, match=r"rank_offsets is not supported.*set_adapter"):
-        Decoder(model).generate(random_prompt(6), max_new_tokens=8, rank_offsets=[1])
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_adapters_that_wait_for_a_token() -> None:
     """PEFT tells an aLoRA its offsets from hooks of its own generate and forward; without them it never applies."""
     peft = pytest.importorskip("peft", reason="peft is an optional extra")
@@ -116,23 +90,6 @@ def test_adapters_that_wait_for_a_token() -> None:
             start(prompt, max_new_tokens=8)
     model.delete_adapter("late")
     assert torch.equal(decoder.generate(prompt, max_new_tokens=8).sequences, expected)
-
-
-def test_code_of_its_own_may_name_the_cache_as_old_releases_do() -> None:
-    class OwnLlama(LlamaForCausalLM):
-        def forward(
-            self, input_ids: Any = None, past_key_values: Any = None, position_ids: Any = None, **kw: Any
-        ) -> Any:
-            kw[find_cache_name(self.model)] = past_key_values
-            output = super().forward(input_ids, position_ids=position_ids, **kw)
-            output.logits = output.logits * 2  # so that it runs whole
-            return output
-
-    model = OwnLlama(calm_target("llama").config).eval()
-    prompt = random_prompt(9)
-    found = generate(model, NgramDrafter(), prompt, max_new_tokens=12, do_sample=False).sequences
-    for length in range(9, 21):
-        assert found[0, length] == model(found[:, :length], use_cache=False).logits[0, -1].argmax()
 
 
 def test_a_model_that_does_more_than_its_lm_head_runs_whole_and_says_so() -> None:
@@ -160,10 +117,6 @@ def test_a_model_that_does_more_than_its_lm_head_runs_whole_and_says_so() -> Non
 
 
 class TestLengthLimit:
-    def test_position_limit_of_the_config(self) -> None:
-        target = Target(calm_target("llama", max_position_embeddings=16))
-        assert target.max_length == 16
-
     def test_every_layer_types_rope_counts(self) -> None:
         rope = {
             "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},

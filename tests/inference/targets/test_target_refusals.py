@@ -7,10 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     FalconConfig,
@@ -28,7 +25,6 @@ from transformers import (
 )
 
 from draftsmith.inference import Decoder
-from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.targets.forward_names import read_cache
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.features.encoding import encode
@@ -67,17 +63,8 @@ class TestRefusals:
             with pytest.raises(ValueError, match=message):
                 Target(model.eval())
 
-    @pytest.mark.skipif("inkling_text" not in CONFIG_MAPPING, reason="this release of transformers has no Inkling")
-    def test_several_states_in_a_layer(self) -> None:
-        sizes = dict.fromkeys(("head_dim", "swa_head_dim", "sliding_window_size", "moe_intermediate_size"), 8)
-        heads = dict.fromkeys(("num_attention_heads", "swa_num_attention_heads", "n_routed_experts"), 4)
-        pairs = dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_experts_per_tok", "d_rel"), 2)
-        config = CONFIG_MAPPING["inkling_text"](**self.tiny, **sizes, **heads, **pairs, n_shared_experts=1)
-        with pytest.raises(ValueError, match="layer 0"):
-            Target(AutoModelForCausalLM.from_config(config).eval())
-
-    @pytest.mark.parametrize("implementation", ["flex_attention", "flash_attention_2"])
-    def test_attention_that_takes_no_tree_mask(self, implementation: str) -> None:
+    def test_attention_that_takes_no_tree_mask(self) -> None:
+        implementation = "flash_attention_2"
         model = calm_target("llama")
         model.config._attn_implementation_internal = implementation
         with pytest.raises(ValueError, match=rf"'{implementation}'.*sdpa"):
@@ -92,18 +79,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"model\.eval\(\)"):
             encode(target, random_prompt(3), torch.ones(1, 3))
 
-    def test_no_language_model(self) -> None:
-        with pytest.raises(ValueError, match="Linear"):
-            Target(nn.Linear(2, 2))
-        with pytest.raises(ValueError, match=r"LlamaModel .*LM head"):
-            Target(calm_target("llama").base_model)
-
-    def test_layers_that_share_a_cache(self) -> None:
-        model = calm_target("llama")
-        model.model.layers[1].self_attn.layer_idx = 0
-        with pytest.raises(ValueError, match=r"layers \[1\]"):
-            Target(model)
-
     @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
     def test_a_model_that_ignores_masks_or_positions(self, ignored: str) -> None:
         """Whatever the dtype and the weights: weak ones let positions change the last states by less than rounding."""
@@ -111,13 +86,6 @@ class TestRefusals:
             model = tiny_target("llama", dtype=dtype, initializer_range=weights)
             ignore_argument(model, ignored)
             with pytest.raises(ValueError, match=NO_TREE):
-                Target(model)
-
-    def test_experts_do_not_excuse_a_model_that_ignores_masks_or_positions(self) -> None:
-        for ignored in ("attention_mask", "position_ids"):
-            model = tiny_target("mixtral", dtype=torch.bfloat16, initializer_range=0.02)
-            ignore_argument(model, ignored)
-            with pytest.raises(ValueError, match="MixtralForCausalLM does not"):
                 Target(model)
 
     def test_alibi(self) -> None:
@@ -141,13 +109,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match="GPTNeoForCausalLM does not"):
             Target(GPTNeoForCausalLM(config).eval())
 
-    @pytest.mark.parametrize("leak", [0.02, 1.0])
-    def test_a_model_that_looks_ahead(self, leak: float) -> None:
+    def test_a_model_that_looks_ahead(self) -> None:
         """Even a little; a model that is no causal LM does not become one by rounding."""
         for dtype, weights in zip(DTYPES, (0.02, 0.1, 0.5), strict=True):
             model = tiny_target("llama", dtype=dtype, initializer_range=weights)
             model.model.norm.register_forward_hook(
-                lambda module, args, states: states + leak * states.mean(1, keepdim=True)
+                lambda module, args, states: states + 0.02 * states.mean(1, keepdim=True)
             )
             with pytest.raises(ValueError, match="not a causal LM"):
                 Target(model)
@@ -169,9 +136,8 @@ class TestRefusals:
             Target(models[1])
 
     @pytest.mark.parametrize(
-        ("family", "value"), [("llama", torch.inf), ("mistral", torch.nan), ("mixtral", torch.nan)]
+        ("family", "value", "layer"), [("llama", torch.inf, "k_proj"), ("mixtral", torch.nan, "o_proj")]
     )
-    @pytest.mark.parametrize("layer", ["k_proj", "o_proj"])
     def test_broken_weights(self, family: str, value: float, layer: str) -> None:
         """One of them; a model that computes no numbers is not called one that looks ahead. Keys show in a tree."""
         for dtype in DTYPES:
@@ -180,26 +146,6 @@ class TestRefusals:
             model.get_parameter(broken).data[3, 3] = value
             with pytest.raises(ValueError, match=rf"{dtype} .*\({broken}\)"):
                 Target(model)
-
-    def test_half_precision_that_overflows(self) -> None:
-        model = tiny_target("llama", dtype=torch.float16, initializer_range=0.3)
-        for weight in (model.model.layers[1].mlp.up_proj.weight, model.model.layers[1].mlp.down_proj.weight):
-            weight.data *= 1e4
-            assert weight.isfinite().all()
-        with pytest.raises(ValueError, match=r"float16 .*bfloat16"):
-            Target(model)
-        Target(model.bfloat16())
-
-    def test_logits_of_no_number(self) -> None:
-        """NaN only in the LM head; with minus infinity a model forbids an id."""
-        model = tiny_target("llama")
-        bias = torch.zeros(model.config.vocab_size)
-        model.lm_head.register_forward_hook(lambda module, args, logits: logits + bias)
-        bias[3] = -torch.inf
-        Target(model)
-        bias[3] = torch.nan
-        with pytest.raises(ValueError, match=r"logits .*NaN"):
-            Target(model)
 
     def test_autocast(self) -> None:
         model = tiny_target("llama", initializer_range=0.3)
@@ -216,25 +162,6 @@ class TestRefusals:
                 assert torch.equal(Decoder(model).generate(prompt, max_new_tokens=8).sequences, expected)
             Target(tiny_target("llama", dtype=torch.bfloat16))
         assert torch.equal(decoder.generate(prompt, max_new_tokens=8).sequences, expected)
-
-    def test_full_cache(self) -> None:
-        target = Target(calm_target("llama"))
-        cache = target.new_cache(1, 8)
-        target.prefill(cache, random_prompt(6), torch.tensor([6]))
-        with pytest.raises(ValueError, match=r"8 slots.* 3 new .* 6"):
-            cache.open_slots(3, Span(6, 6))
-
-    @pytest.mark.parametrize("error", [KeyError("layer 5"), RuntimeError("shapes"), IndexError("5"), TypeError("none")])
-    def test_layers_that_fail_by_themselves(self, error: Exception) -> None:
-        target = Target(calm_target("llama"))
-
-        def fail(decoder: Any, args: Any) -> None:
-            if len(decoder.layers) < 6:
-                raise error
-
-        target.model.model.register_forward_pre_hook(fail)
-        with pytest.raises(ValueError, match="first 2 layers"):
-            target.prepare_first_layers(2)
 
 
 # Hooks of a forward: what a model does to the arguments or to the output of one of its modules.
@@ -266,15 +193,6 @@ def touch_another_state(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
     read_cache(kwargs).update_conv_state(torch.zeros(1), 1)
 
 
-def spoil_long_texts(module: Any, args: Any, kwargs: dict[str, Any], states: Tensor) -> Tensor:
-    return states * (torch.nan if states.shape[1] == 4 else 1)
-
-
-def spoil_masked_passes(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    if kwargs.get("attention_mask") is not None and read_cache(kwargs) is None:
-        output["last_hidden_state"] *= torch.nan
-
-
 def spoil_trees(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
     """Without a broken weight, masks are to blame."""
     if read_cache(kwargs) is not None:
@@ -287,8 +205,6 @@ HOOKS: list[tuple[str, str, Any, str]] = [  # family, module, hook, complaint
     ("llama", "model.layers.1.self_attn", measure_distances_in_slots, NO_TREE),
     ("mistral", "model", see_beyond_the_window, "sliding_window=8"),
     ("llama", "model.layers.1", touch_another_state, "a state besides"),
-    ("mistral", "model.layers.0", spoil_long_texts, "hold NaN"),
-    ("mistral", "model", spoil_masked_passes, "sliding_window"),
     ("llama", "model", spoil_trees, NO_TREE),
 ]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftsmith.inference.targets.masks import compute_ancestors
-from draftsmith.inference.trees.static import StaticTree, _StaticPlan, order_paths
+from draftsmith.inference.trees.static import _StaticPlan, order_paths
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import compute_depths
 
@@ -57,23 +57,6 @@ def test_ancestors_equal_a_walk(num_nodes: int, shape: str) -> None:
             assert ancestors[row, node].nonzero().flatten().tolist() == sorted(above)
 
 
-def test_a_root_alone_is_plain_decoding() -> None:
-    tree = TokenTree.from_root(torch.tensor([7, 9]))
-    assert tree.token_ids.tolist() == [[7], [9]]
-    assert tree.parents.tolist() == [[-1], [-1]]
-    assert tree.log_probs.dtype == torch.float32
-    assert tree.ancestors.tolist() == [[[True]], [[True]]]
-    assert tree.path_width == 1
-
-
-def test_a_path_is_never_wider_than_the_tree() -> None:
-    tree = example_tree()
-    tree.max_depth = 2
-    assert tree.path_width == 3
-    tree.max_depth = 9
-    assert tree.path_width == 5
-
-
 class TestStaticShapes:
     def test_the_docstrings_examples(self) -> None:
         paths = order_paths([[1], [0], [0, 1], [0, 0]])
@@ -95,18 +78,10 @@ class TestStaticShapes:
             assert order_paths(paths) == wanted
         assert sorted(map(list, wanted[1:])) == sorted(paths)
 
-    def test_no_path_is_a_root_alone(self) -> None:
-        assert order_paths([]) == ((),)
-        with pytest.raises(ValueError, match="at least one path"):
-            StaticTree([])
-
     @pytest.mark.parametrize(
         ("paths", "message"),
         [
-            ([[0], []], "an empty path stands for the root"),
             ([[0], [0, -1]], r"path \[0, -1\]: ranks are integers from 0"),
-            ([["0"]], r"path \['0'\]: ranks are integers from 0"),
-            ([[True]], r"path \[True\]: ranks are integers from 0"),
             ([[0], [1], [0]], r"path \[0\] stands twice"),
             ([[0], [1, 0]], r"path \[1, 0\] has no parent: add \[1\]"),
         ],

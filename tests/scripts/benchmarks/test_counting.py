@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
 
 from draftsmith.heads import HEAD_TYPES
-from draftsmith.heads.formats.gguf_file import read_gguf
 from draftsmith.inference import Decoder, DynamicTree
 from draftsmith.inference.trees.token_tree import TokenTree
-from draftsmith.scripts.benchmarks.llama_cpp import write_llama
 from draftsmith.scripts.benchmarks.scripted.counting import (
-    SHAPES,
     ScriptedTree,
-    make_config,
     make_counting_target,
     make_random_heads,
     script_tree,
@@ -55,22 +50,3 @@ def test_every_kind_accepts_as_many_tokens_as_one_asks(kind: str, dtype: torch.d
         output = decoder.generate(torch.arange(505)[None], max_new_tokens=1 + 3 * length)
         assert output.sequences[0].tolist() == [place % 512 for place in range(506 + 3 * length)]
         assert output.stats.acceptance_length == length
-
-
-def test_heads_draft_from_a_reduced_vocabulary() -> None:
-    """As published EAGLE-3 heads do; the target here has more tokens, but is as small otherwise."""
-    target = make_counting_target("tiny", torch.float32, CPU)
-    assert make_random_heads("eagle3", target).draft_token_ids is None
-    for size in sorted(set(SHAPES) - {"tiny"}):
-        assert make_config(size).vocab_size > 32_000
-
-
-def test_the_written_llama_has_every_tensor(tmp_path: Path) -> None:
-    target = make_counting_target("tiny", torch.bfloat16, CPU)
-    write_llama(tmp_path / "target.gguf", target)
-    metadata, tensors = read_gguf(tmp_path / "target.gguf")
-    state = target.model.state_dict()
-    assert len(tensors) == len(state)
-    assert sum(one.numel() for one in tensors.values()) == sum(one.numel() for one in state.values())
-    assert torch.equal(tensors["blk.3.ffn_up.weight"], state["model.layers.3.mlp.up_proj.weight"])
-    assert metadata["llama.block_count"] == 4

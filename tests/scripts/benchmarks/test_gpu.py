@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from importlib import metadata
 from pathlib import Path
@@ -16,9 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from draftsmith.scripts.benchmarks import gpu
-from draftsmith.scripts.benchmarks.gpu import Result, run_part
-from draftsmith.scripts.benchmarks.gpu_parts import PARTS, Cases, Setup
-from draftsmith.scripts.shared.clock import TimeLimit
+from draftsmith.scripts.benchmarks.gpu_parts import PARTS
 from tests.conftest import REPOSITORY
 
 REHEARSAL = Namespace(device="cpu", tiny=True)
@@ -87,49 +84,3 @@ def test_a_run_replaces_its_own_parts(tmp_path: Path) -> None:
     assert found["training"] == about
     assert found["attention"]["card"].startswith("a rehearsal")
     assert found["attention"]["lines"]["4 nodes after 64"]["sdpa us"] > 0
-
-
-def wait_for_a_worker(setup: Setup) -> Cases:
-    yield "refused", lambda: {"never": int("x")}
-    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield "worker", lambda: {"pid": worker.pid}
-    yield "waited", lambda: {"code": worker.wait()}
-
-
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for the worker in /proc")
-def test_a_part_ends_with_its_time_and_its_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "GRACE", 0.0)
-    saved: list[int] = []
-    limit = TimeLimit(90)
-
-    def stop(result: Result) -> None:
-        saved.append(len(result.lines))
-        if "worker" in result.lines:  # instead of waiting
-            monkeypatch.setattr(TimeLimit, "left", 0.0)
-
-    result = run_part(wait_for_a_worker, REHEARSAL, limit, stop)
-    assert (result.state, list(result.lines)) == ("cut off", ["refused", "worker"])
-    assert result.lines["refused"]["failed"].startswith("ValueError: invalid literal")
-    assert saved == [1, 2, 2]
-    status = Path(f"/proc/{result.lines['worker']['pid']}/status")
-    deadline = time.monotonic() + 20
-    while status.exists() and "State:\tZ" not in status.read_text():
-        assert time.monotonic() < deadline, "the worker lives on"
-        time.sleep(0.1)
-
-
-def end_without_a_word(setup: Setup) -> Cases:
-    yield "first", lambda: {"value": 1.23456789}
-    os._exit(3)
-
-
-def test_a_part_that_crashes_keeps_its_lines() -> None:
-    result = run_part(end_without_a_word, REHEARSAL, TimeLimit(90), lambda result: None)
-    assert (result.state, result.lines) == ("failed", {"first": {"value": 1.235}})
-
-
-def test_time_is_divided() -> None:
-    limit = TimeLimit(100)
-    assert limit.part(10).left == pytest.approx(10, abs=1)
-    assert limit.part(1000).left == pytest.approx(100, abs=1)
-    assert TimeLimit(-1).is_over

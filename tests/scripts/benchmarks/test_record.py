@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from draftsmith.scripts.benchmarks.record import RecordArguments, draw, lay_out
+from draftsmith.scripts.benchmarks.record import RecordArguments, draw
 from draftsmith.scripts.shared.side_by_side import Recording, Step
 
 
@@ -15,15 +15,6 @@ class Letters:
 
     def decode(self, token_ids: list[int], **_: object) -> str:
         return "".join(f" {chr(96 + token)}" for token in token_ids)
-
-
-def test_lines_are_broken_between_words() -> None:
-    assert lay_out([(0.1, "ab cd", True), (0.2, "e", False)], columns=5) == [
-        (0.1, 0, 0, "ab ", True),
-        (0.1, 1, 0, "cd", True),
-        (0.2, 1, 2, "e", False),
-    ]
-    assert lay_out([(0.1, "a\nb", False)]) == [(0.1, 0, 0, "a", False), (0.1, 1, 0, "b", False)]
 
 
 def test_the_picture_shows_measured_times() -> None:

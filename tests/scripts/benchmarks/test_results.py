@@ -15,11 +15,10 @@ from draftsmith.heads import create_heads
 from draftsmith.inference import Target
 from draftsmith.scripts.benchmarks import results
 from draftsmith.scripts.benchmarks.llama_cpp import write_llama
-from draftsmith.scripts.benchmarks.results import Cells, ResultsArguments, find_checkpoints, take_turns
+from draftsmith.scripts.benchmarks.results import Cells, ResultsArguments
 from draftsmith.scripts.benchmarks.results_summary import make_content, render_page
 from draftsmith.scripts.measuring.contenders import NGRAMS
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
-from tests.tiny_targets import tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -100,12 +99,6 @@ def test_a_run_that_is_killed_goes_on(options: dict[str, Any], tmp_path: Path, m
         results.run(ResultsArguments(**options | {"max_new_tokens": 7}))
 
 
-def test_files_take_turns(options: dict[str, Any]) -> None:
-    subject = results.load(ResultsArguments(**options | {"limit": 3}))
-    found = [(name, prompt.id) for name, prompt in take_turns(subject, 2)]
-    assert found == [("a", "a0"), ("b", "b0"), ("a", "a1"), ("b", "b1")]
-
-
 def make_cells() -> list[dict[str, Any]]:
     """Two prompts; the drafter is twice and four times as fast as `generate`. The heads of the curve were replaced."""
 
@@ -142,19 +135,3 @@ def test_the_numbers_that_follow_from_cells() -> None:
     page = render_page({**content, "environment": {**environment, "max_new_tokens": 8, "cpu_flags": []}})
     assert "| mtp, chain:3 | 2.00 | 4.00 | 3.00 | 5.3 | 3.00 | 1.50 | 2/2 |" in page
     assert "llama.cpp did not run: it is not here" in page
-
-
-def test_wrong_options(options: dict[str, Any], tmp_path: Path) -> None:
-    for wrong, told in (
-        ({"parts": ["fast"]}, "got --parts fast"),
-        ({"minutes": 0}, "got --minutes 0"),
-        ({"curve": ["mtp"]}, "got --curve mtp: give the --output_dir"),
-        ({"prompts": [str(tmp_path / "none")]}, "none does not exist"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            ResultsArguments(**options | wrong)
-    with pytest.raises(ValueError, match=r"small.Q4_1.gguf is not .*: its embedding_length or block_count"):
-        results.find_gguf(ResultsArguments(**options), Target(tiny_target("llama", num_hidden_layers=1)))
-    with pytest.raises(ValueError, match=r"has no config.json or no \*.safetensors"):
-        results.fingerprint(str(tmp_path))
-    assert find_checkpoints("run", options["curve"][0])[0].millions == 1.5

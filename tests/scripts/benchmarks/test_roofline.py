@@ -8,17 +8,13 @@ import torch
 from draftsmith.heads import create_heads
 from draftsmith.inference import Target, chain
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.scripts.benchmarks import roofline
 from draftsmith.scripts.benchmarks.roofline import (
-    Hardware,
     Work,
     count_round,
     count_weight_bytes,
-    measure_bandwidth,
 )
 from tests.tiny_targets import NUM_LAYERS, VOCAB_SIZE, random_prompt, tiny_target
 
-CPU = torch.device("cpu")
 # Of one layer of the tiny Llama: q and o 32 x 32, k and v 16 x 32, three of the MLP 64 x 32; then two norms.
 LAYER_MATRICES = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 64 * 32
 BACKBONE = NUM_LAYERS * (LAYER_MATRICES + 2 * 32) + 32
@@ -33,20 +29,6 @@ def test_weights_that_a_pass_reads(is_tied: bool) -> None:
     model = tiny_target("llama", tie_word_embeddings=is_tied)
     assert count_weight_bytes(model) == 4 * (BACKBONE + LM_HEAD)
     assert count_weight_bytes(model.to(torch.bfloat16)) == 2 * (BACKBONE + LM_HEAD)
-
-
-@pytest.mark.parametrize("head_type", ["eagle", "medusa"])
-def test_heads_that_score_fewer_tokens(head_type: str) -> None:
-    target = Target(tiny_target("llama", initializer_range=0.3))
-    heads = create_heads(head_type, target).eval()
-    works = []
-    for size in (VOCAB_SIZE, 8):
-        limited = heads.limit_vocabulary(size, torch.arange(VOCAB_SIZE))
-        work = count_round(target, limited, chain(1), [random_prompt(5)])
-        assert work is not None
-        works.append(work.weight_bytes)
-    num_lm_heads = 1 if head_type == "eagle" else heads.config.num_heads
-    assert works[0] - works[1] == 4 * num_lm_heads * 32 * (VOCAB_SIZE - 8)
 
 
 def test_a_round_of_plain_decoding_and_of_a_drafter_without_weights() -> None:
@@ -70,30 +52,3 @@ def test_a_drafter_reads_its_weights_once_for_every_level() -> None:
         work = count_round(target, medusa, chain(depth), [random_prompt(5)])
         assert work is not None
         assert work.weight_bytes == plain + count_weight_bytes(medusa)
-
-
-def test_a_text_too_short_to_count_is_passed_over() -> None:
-    model = tiny_target("llama", initializer_range=0.3)
-    target = Target(model)
-    assert count_round(target, None, None, [random_prompt(5)], max_new_tokens=2) is None
-    first = int(model.generate(random_prompt(5), max_new_tokens=1, do_sample=False)[0, -1])
-    model.generation_config.eos_token_id = first
-    assert count_round(target, None, None, [random_prompt(5)]) is None
-    others = [random_prompt(5, seed) for seed in range(1, 4)]
-    assert count_round(target, None, None, [random_prompt(5), *others]) == Work(4 * (BACKBONE + LM_HEAD), 2 * MATRICES)
-
-
-def test_the_limit_is_the_slower_of_reading_and_multiplying() -> None:
-    hardware = Hardware(bandwidth_gb_s=10.0, matmul_gflop_s=100.0)
-    assert Work(50e6, 0.1e9).limit_milliseconds(hardware) == pytest.approx(5.0)
-    assert Work(50e6, 2e9).limit_milliseconds(hardware) == pytest.approx(20.0)
-
-
-def test_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "SAMPLE_SECONDS", 0.0)
-    assert measure_bandwidth(4000, CPU) > 0
-    monkeypatch.setattr(roofline, "best_seconds", lambda call, device: 0.5)
-    assert measure_bandwidth(4000, CPU) == pytest.approx(8e-6)
-    monkeypatch.setattr(roofline, "MAX_BUFFER_BYTES", 400)
-    assert measure_bandwidth(4000, CPU) == pytest.approx(8e-7)
-    assert roofline.measure_matmul(torch.float32, CPU, size=10) == pytest.approx(2 * 1000 / 0.5 / 1e9)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import datasets
 import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.training.data import chat_tokens
-from draftsmith.training.data.chat_tokens import tokenize_conversations
 from tests.training.conversation_cases import (
     HARMONY_TEMPLATE,
     MARKED_TEMPLATE,
-    PLAIN_TEXT_TEMPLATE,
     THINKING_TEMPLATE,
     TWO_TURNS,
     learned_text,
@@ -68,19 +64,3 @@ def test_a_reply_that_the_template_changes_is_not_taken_for_another(tokenizer: A
     tokenizer.chat_template = tokenizer.chat_template.replace("{{ m", "{{ m['content'] if m['role'] == 'user' else m")
     with pytest.raises(ValueError, match="generation %} markers"):
         tokenize(messages, tokenizer)
-
-
-def test_template_without_special_tokens_learns_the_text_alone(tokenizer: Any) -> None:
-    tokenizer.chat_template = PLAIN_TEXT_TEMPLATE
-    messages = [*TWO_TURNS[:1], {"role": "assistant", "content": "Sure, go on."}, *TWO_TURNS[:1]]
-    assert [text.strip() for text in learned_text(messages, tokenizer)] == ["Sure, go on."]
-
-
-@pytest.mark.parametrize(("count", "given", "used"), [(1999, None, None), (2500, None, 2), (9000, None, 4), (9, 3, 3)])
-def test_large_sets_are_tokenized_on_all_cores(
-    count: int, given: int | None, used: int | None, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat_tokens, "count_cores", lambda: 4)
-    conversations = datasets.Dataset.from_dict({"conversation": ["{}"] * count})
-    monkeypatch.setattr(datasets.Dataset, "map", lambda self, function, **options: options["num_proc"])
-    assert tokenize_conversations(conversations, tokenizer, max_length=8, num_proc=given) == used

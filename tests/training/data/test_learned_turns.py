@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -39,7 +37,7 @@ def tokenize(record: dict[str, Any], tokenizer: Any, **options: Any) -> dict[str
     return tokenize_row(json.dumps(parse_record(record)), tokenizer, 200, **options)
 
 
-@pytest.mark.parametrize("says", ["", "I look.", "I look("])
+@pytest.mark.parametrize("says", ["", "I look("])
 @pytest.mark.parametrize("template", [CHATML.jinja, MARKED_TEMPLATE])
 def test_calls_that_the_template_does_not_write_end_the_conversation(
     template: str, says: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
@@ -126,20 +124,6 @@ def test_a_text_beside_a_call_that_the_template_does_not_write_is_left_out(templ
     assert tokenize({"messages": messages[:2]}, tokenizer)["notes"] == [UNWRITTEN] * (not is_written)
 
 
-def test_a_call_that_ends_as_no_text_does_is_found(tokenizer: Any) -> None:
-    tokenizer.chat_template = LLAMA.replace("<|im_end|>\n", "<|im_end|>{{ '\n' if not m.tool_calls }}")
-    messages = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-    assert learned_text(messages, tokenizer) == ["look()<|im_end|>"]
-
-
-@pytest.mark.parametrize("text", ["The closing tag is </think>", "Hello<|end|>"])
-def test_a_text_that_ends_with_a_closing_mark_is_learned(text: str, tokenizer: Any) -> None:
-    messages = [USER, {"role": "assistant", "content": text}]
-    for template in (CHATML.jinja, MARKED_TEMPLATE):
-        tokenizer.chat_template = template
-        assert learned_text(messages, tokenizer) == [f"{text}<|im_end|>"]
-
-
 THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "Hm"}
 # Template, reply, and whether it is learned as the first of two, as the last of two.
 REPLIES: dict[str, tuple[str, dict[str, Any], tuple[bool, bool]]] = {
@@ -171,7 +155,7 @@ def test_replies_without_text_are_context(name: str, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("template", [CHATML.jinja, MARKED_TEMPLATE])
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"loss": 0}, {"loss": False}, {"train": False}, {"training": False}])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
 def test_turns_that_the_data_exclude_are_context(template: str, mark: dict[str, Any], tokenizer: Any) -> None:
     tokenizer.chat_template = template
     wrong = {"role": "assistant", "content": "Nowhere.", **mark}
@@ -185,11 +169,6 @@ def test_turns_that_the_data_exclude_are_context(template: str, mark: dict[str, 
     assert (row["problem"], row["notes"]) == (f"nothing to learn: {UNLEARNED}", [UNLEARNED])
 
 
-def test_an_opening_by_the_assistant_answers_no_prompt(tokenizer: Any) -> None:
-    tokenizer.chat_template = CHATML.jinja
-    assert learned_text([{**GOOD, "content": "Hello."}, USER, GOOD], tokenizer) == ["There.<|im_end|>"]
-
-
 @pytest.mark.parametrize("template", [CHATML.jinja, MARKED_TEMPLATE, MARKED_LAST, THINKING.jinja])
 def test_the_end_of_a_reply_that_was_cut_off_is_not_learned(template: str, tokenizer: Any) -> None:
     tokenizer.chat_template = template
@@ -201,20 +180,3 @@ def test_the_end_of_a_reply_that_was_cut_off_is_not_learned(template: str, token
     assert (
         tokenize({"messages": cut}, tokenizer)["input_ids"] == tokenize({"messages": messages}, tokenizer)["input_ids"]
     )
-
-
-def test_what_is_left_out_is_counted(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    empty = {"role": "assistant", "content": ""}
-    excluded = {**GOOD, "learn": False}
-    conversations = to_dataset([USER, empty, USER, GOOD, USER, excluded], [USER, empty], [USER, excluded, USER, GOOD])
-    counts = Counter[str]()
-    with caplog.at_level(logging.INFO):
-        rows = drop_unusable(tokenize_conversations(conversations, tokenizer, max_length=64), counts)
-    assert rows.column_names == ["input_ids", "loss_mask"]
-    assert counts == {f"dropped: nothing to learn: {EMPTY}": 1, EMPTY: 1, UNLEARNED: 2}
-    told = {(record.levelname, record.getMessage()) for record in caplog.records}
-    assert told == {
-        ("WARNING", f"dropped 1 of 3 conversations: nothing to learn: {EMPTY}"),
-        ("WARNING", f"1 {EMPTY}"),
-        ("INFO", f"2 {UNLEARNED}"),
-    }

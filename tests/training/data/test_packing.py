@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import random
-import shutil
 from collections import Counter
 from typing import Any
 
@@ -13,11 +11,9 @@ import datasets
 import pytest
 import torch
 
-from draftsmith.heads.modules.documents import split_documents
 from draftsmith.heads.modules.host_tensors import read_on_host
 from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.data.packing import fit_best, pack_rows
-from tests.training.distributed.test_distributed import OPTIONS, launch
 from tests.training.runner import Runner
 
 
@@ -48,21 +44,6 @@ class TestFitting:
         assert sorted(index for pack in packs for index in pack) == list(range(400))
         assert max(sum(lengths[index] for index in pack) for pack in packs) <= 1024
         assert len(packs) <= 1.03 * sum(lengths) / 1024 + 1
-
-    @pytest.mark.parametrize("mean", [300, 1100])
-    def test_the_documents_of_a_batch_need_little_padding(self, mean: int) -> None:
-        """Of log-normal lengths, in batches of four rows of 2,048 tokens; docs/scaling.md names the bounds."""
-        draw = random.Random(0)
-        lengths = [min(2048, max(16, round(draw.lognormvariate(math.log(mean) - 0.32, 0.8)))) for _ in range(2000)]
-        packs = fit_best(lengths, 2048)
-        draw.shuffle(packs)
-        sizes = [[lengths[index] for index in pack] for pack in packs[:160]]
-        rows = [{"input_ids": [0] * sum(row), "loss_mask": [0] * sum(row), "document_lengths": row} for row in sizes]
-        batches = [ConversationCollator(0)(rows[start : start + 4]) for start in range(0, 160, 4)]
-        groups = [group for batch in batches for group in split_documents(batch["document_ids"])]
-        real = sum(int(group.mask.sum()) for group in groups)
-        assert sum(group.mask.numel() for group in groups) < 1.04 * real
-        assert len(groups) < 6 * len(batches)
 
 
 class TestPacking:
@@ -136,22 +117,6 @@ class TestRuns:
         for name, value in expected.items():
             if name.startswith(("eval_loss", "eval_top", "eval_acceptance")):
                 assert found[name] == pytest.approx(value, rel=1e-3), name
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("config", ["multi_gpu", "fsdp2"])
-    def test_two_processes_learn_what_one_does(self, config: str, train: Runner) -> None:
-        """Evaluation too, whose last packed rows are fewer than the processes ask for; with FSDP all processes run as
-        many groups of documents."""
-        changes: dict[str, Any] = {"max_steps": 2, "packing": True, "max_length": 40, "validation_fraction": 0.4}
-        launch(config, train, **changes)
-        weights = train.weights()
-        found = json.loads((train.output_dir / "training_record.json").read_text())["metrics"]
-        shutil.rmtree(train.output_dir)
-        expected = train(**{**OPTIONS, **changes, "use_cpu": True, "per_device_train_batch_size": 4})
-        for name, tensor in train.weights().items():
-            torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=1e-5)
-        for name in ("eval_loss", "eval_top1_depth1", "eval_top5_depth2", "eval_acceptance_length"):
-            assert found[name] == pytest.approx(expected[name], rel=1e-3), name
 
 
 def read_tokens(train: Runner) -> tuple[int, int]:

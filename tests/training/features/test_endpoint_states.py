@@ -5,8 +5,6 @@ tests/engines/test_endpoint.py does the same with vLLM.
 
 from __future__ import annotations
 
-import json
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,28 +96,6 @@ def test_a_broken_run_continues_after_the_shards_it_wrote(
     assert extract(shard_mb=0.03) == 0
 
 
-def test_a_folder_with_another_name_here(extract: Extract, server: StatesServer, tmp_path: Path) -> None:
-    """The server's folder is mounted elsewhere."""
-    extract(endpoint=None, output_dir=tmp_path / "local")
-    (tmp_path / "mounted").symlink_to(server.folder.parent)
-    answer = server.extract
-
-    def elsewhere(ids: list[int], num_best: int) -> dict[str, Any]:
-        content = answer(ids, num_best)
-        path = Path(content["kv_transfer_params"]["hidden_states_path"])
-        content["kv_transfer_params"]["hidden_states_path"] = f"/on/the/server/{path.parent.name}/{path.name}"
-        return content
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "extract", elsewhere)
-        patch.setattr(hidden_states, "FILE_TIMEOUT", 0.3)
-        with pytest.raises(ValueError, match=r"/on/the/server/.*--shared_folder"):
-            extract()
-        patch.setattr(hidden_states, "FILE_TIMEOUT", 30.0)
-        extract(shared_folder=tmp_path / "mounted")
-    assert_close(tmp_path / "remote", tmp_path / "local")
-
-
 def no_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {}
 
@@ -128,34 +104,14 @@ def other_tokens(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors | {"token_ids": tensors["token_ids"].flip(0)}
 
 
-def half_precision(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return tensors | {"hidden_states": tensors["hidden_states"].bfloat16()}
-
-
 def not_finite(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     states = tensors["hidden_states"].clone()
     states[0, 1, 2] = float("nan")
     return tensors | {"hidden_states": states}
 
 
-def narrow_states(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return tensors | {"hidden_states": tensors["hidden_states"][..., :8].contiguous()}
-
-
-def a_layer_less(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return tensors | {"hidden_states": tensors["hidden_states"][:, 1:].contiguous()}
-
-
 def swapped_layers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors | {"hidden_states": tensors["hidden_states"][:, [1, 0, 2, 3]].contiguous()}
-
-
-def another_last_state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return tensors | {"hidden_states": tensors["hidden_states"][:, [0, 1, 2, 2]].contiguous()}
-
-
-def other_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"states": tensors["hidden_states"]}
 
 
 @pytest.mark.parametrize(
@@ -163,13 +119,8 @@ def other_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     [
         (no_tensors, r"0\.3 seconds.*--shared_folder"),
         (other_tokens, "other tokens"),
-        (half_precision, r"--dtype float32.*--target_dtype bfloat16"),
         (not_finite, r"not finite.*--dtype"),
-        (narrow_states, r"\b8 numbers.*\b32\b"),
-        (a_layer_less, r"\b3 states.*\b4\b"),
         (swapped_layers, r"hidden\.1 .*numbers its layers"),
-        (another_last_state, "log-probabilities"),
-        (other_names, r"\[\d+, 4, 32\].*hidden_states.*token_ids"),
     ],
 )
 def test_wrong_files_are_refused(
@@ -183,7 +134,7 @@ def test_wrong_files_are_refused(
     server.spoil = spoil
     if spoil is no_tensors:
         monkeypatch.setattr(hidden_states, "FILE_TIMEOUT", 0.3)
-    if spoil in (swapped_layers, another_last_state):  # as in a large target, whose later layers are not here
+    if spoil is swapped_layers:  # as in a large target, whose later layers are not here
         monkeypatch.setattr("draftsmith.training.features.extraction.NUM_LAYERS", 2)
     with pytest.raises(ValueError, match=message):
         extract()
@@ -194,41 +145,18 @@ def test_a_server_without_the_method_or_with_other_layers(extract: Extract, serv
     server.is_extracting = False
     with pytest.raises(ValueError, match="Start it with: vllm serve") as error:
         extract()
-    command = shlex.split(str(error.value).partition("Start it with: ")[2])
-    options = dict(zip(command[3::2], command[4::2], strict=False))
-    assert options["--dtype"] == "float32"
-    assert options["--served-model-name"] == "tiny"
-    speculation = json.loads(command[command.index("--speculative-config") + 1])
-    assert speculation["draft_model_config"]["hf_config"] == {"eagle_aux_hidden_state_layer_ids": [*LAYERS, 4]}
-    transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
-    assert transfer["kv_connector_extra_config"]["shared_storage_path"] == "/dev/shm/draftsmith/layers-1-2-3-4"
-
+    assert "--dtype float32 --served-model-name tiny" in str(error.value)
     server.reset(server.folder.parent, [0, 1, 2, 4])
     with pytest.raises(ValueError, match=r"layers-0-1-2-4.*layers-1-2-3-4"):
         extract()
-
-
-def test_a_continued_run_compares_the_server_with_the_store(
-    extract: Extract, server: StatesServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its last tapped layer is not here, and the first run cannot see that it is another."""
-    monkeypatch.setattr("draftsmith.training.features.extraction.NUM_LAYERS", 2)
-    extract(shard_mb=0.03)
-    server.spoil = lambda tensors: tensors | {"hidden_states": tensors["hidden_states"][:, [0, 1, 1, 3]].contiguous()}
-    with pytest.raises(ValueError, match=r"hidden\.3 .*remote"):
-        extract(shard_mb=0.03)
 
 
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
         ({"endpoint": "http://127.0.0.1:9/v1"}, ConnectionError, "http://127.0.0.1:9/v1"),
-        ({"endpoint": "localhost:8000"}, ValueError, "localhost:8000"),
         ({"endpoint_model": "other"}, ValueError, "'other'.*tiny.*--endpoint_model"),
-        ({"target_device_map": "auto"}, ValueError, "target_device_map auto"),
         ({"batch_size": 4}, ValueError, "batch_size 4 .*endpoint"),
-        ({"endpoint": None, "shared_folder": "x"}, ValueError, "shared_folder .*endpoint"),
-        ({"concurrency": 0}, ValueError, "concurrency 0"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], kind: type[Exception], message: str, extract: Extract) -> None:
@@ -236,16 +164,9 @@ def test_wrong_options(options: dict[str, Any], kind: type[Exception], message: 
         extract(**options)
 
 
-def test_texts_that_the_server_does_not_take(extract: Extract, server: StatesServer) -> None:
-    server.max_length = 20
-    with pytest.raises(ValueError, match=r"\b19 tokens.*--max-model-len \d+"):
-        extract()
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_the_first_layers_are_known_as_the_whole_target(family: str, tmp_path: Path) -> None:
+def test_the_first_layers_are_known_as_the_whole_target(tmp_path: Path) -> None:
     """The same identity; the final norm gives the last state."""
-    tiny_target(family).save_pretrained(tmp_path)
+    tiny_target("gemma3").save_pretrained(tmp_path)
     whole = Target(AutoModelForCausalLM.from_pretrained(tmp_path).eval())
     first = load_first_layers(ModelArguments(target=str(tmp_path), head_type="eagle3"), 2)
     assert (first.num_loaded, first.num_layers) == (2, whole.num_layers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,18 +28,6 @@ def test_rows_come_back_as_they_were(tmp_path: Path, target: Target) -> None:
     assert copy.read(torch.tensor(ROWS[0]["input_ids"]), ["last"]) is not None
 
 
-def test_size_is_as_estimated(tmp_path: Path, target: Target) -> None:
-    extracting = make_extraction(target, tmp_path, [2], shard_bytes=10**4)
-    assert extracting.size_left() == extracting.size()
-    extracting.run()
-    files = list(tmp_path.glob("*.safetensors"))
-    written = sum(file.stat().st_size for file in files)
-    assert 0 <= written - extracting.size() < 2000 * len(files)
-    assert extracting.size_left() == 0
-    settings = extracting.settings
-    assert settings.bytes_per_token == 4 + 2 * 32 * 4
-
-
 def test_a_shard_that_is_cut_off(target: Target, tmp_path: Path) -> None:
     store_rows(target, tmp_path, [2])
     shard = tmp_path / "shard-00000.safetensors"
@@ -50,14 +37,6 @@ def test_a_shard_that_is_cut_off(target: Target, tmp_path: Path) -> None:
     shard.unlink()
     assert make_extraction(target, tmp_path, [2]).run() == sum(len(row["input_ids"]) for row in ROWS)
     assert len(FeatureStore(tmp_path)) == len(ROWS)
-
-
-def test_no_store(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"holds no features .* write them with draftsmith features"):
-        FeatureStore(tmp_path)
-    (tmp_path / "index.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(ValueError, match="has format 99, this release reads 3"):
-        FeatureStore(tmp_path)
 
 
 def test_a_shard_is_written_while_the_next_one_is_computed(

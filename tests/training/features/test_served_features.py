@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,8 @@ import torch
 
 from draftsmith.training.run import preparation
 from draftsmith.training.run.stopping import TrainingStoppedError
-from tests.params import slow_but
 from tests.tiny_targets import tiny_target
-from tests.training.runner import Runner, assert_same
+from tests.training.runner import Runner
 from tests.training.states_server import LAYERS, StatesServer
 
 OPTIONS: dict[str, Any] = {
@@ -39,11 +36,7 @@ def wait_for_threads() -> None:
             thread.join(0.5)
 
 
-@pytest.mark.parametrize(
-    "options", slow_but({"rows"}, {"rows": {}, "packed": {"packing": True, "per_device_train_batch_size": 1}})
-)
 def test_heads_learn_as_online(
-    options: dict[str, Any],
     train: Runner,
     server: StatesServer,
     caplog: pytest.LogCaptureFixture,
@@ -51,7 +44,7 @@ def test_heads_learn_as_online(
 ) -> None:
     """The same losses; requests run ahead of training, and no file stays. Of the target only embedding, norm and LM
     head are here, and the acceptance length is not measured."""
-    online = train(**{**OPTIONS, **options})
+    online = train(**OPTIONS)
     weights = train.weights()
     held: list[list[str]] = []
     make = preparation._make_trainer
@@ -61,7 +54,7 @@ def test_heads_learn_as_online(
         return make(options, models, *args)
 
     monkeypatch.setattr(preparation, "_make_trainer", noted)
-    metrics = train(**served(server, **options))
+    metrics = train(**served(server))
     assert metrics["eval_loss"] == pytest.approx(online["eval_loss"], rel=CLOSE)
     assert metrics.keys() == online.keys()
     for name, weight in train.weights().items():
@@ -80,48 +73,6 @@ def test_heads_that_run_layers_of_the_target_learn_as_online(train: Runner, serv
     server.reset(server.folder, [1, 4])
     metrics = train(**{**served(server), **options})
     assert metrics["eval_loss"] == pytest.approx(online["eval_loss"], rel=CLOSE)
-
-
-def test_a_server_that_dies_and_comes_back(train: Runner, server: StatesServer, tmp_path: Path) -> None:
-    """The run ends with the checkpoint's name; resumed, it equals the uninterrupted run bit for bit."""
-    options = served(server, save_strategy="steps", save_steps=2)
-    train(**options)
-    weights = train.weights()
-    train.output_dir = train.defaults["output_dir"] = tmp_path / "interrupted"
-    complete, asked = server.extract, []
-
-    def dying(ids: list[int], num_best: int) -> dict[str, Any]:
-        asked.append(ids)
-        if len(asked) > 25:
-            server.faults.extend([(503, {}, "killed")] * 1000)
-        return complete(ids, num_best)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server, "extract", dying)
-        message = r"stopped at step \d: http.*503 .*killed.* The last complete checkpoint is .*checkpoint-\d; --resume"
-        with pytest.raises(TrainingStoppedError, match=message):
-            train(**options)
-    wait_for_threads()
-    server.faults.clear()
-    train(**options, resume_from_checkpoint=True)
-    assert_same(weights, train.weights())
-
-
-def test_a_run_that_fails_leaves_no_files_and_sends_no_more(
-    train: Runner, server: StatesServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    complete = server.extract
-
-    def slow(ids: list[int], num_best: int) -> dict[str, Any]:
-        time.sleep(0.05)
-        return complete(ids, num_best)
-
-    monkeypatch.setattr(server, "extract", slow)
-    train.break_off(1, **served(server, concurrency=2, validation_fraction=0, eval_strategy="no"))
-    num_sent = len(server.bodies)
-    wait_for_threads()
-    assert list(server.folder.iterdir()) == []
-    assert len(server.bodies) <= num_sent + 2  # in flight
 
 
 def test_a_server_that_gets_another_model(train: Runner, server: StatesServer) -> None:

@@ -11,10 +11,9 @@ import torch
 
 from draftsmith.inference import Target
 from draftsmith.training.features.extraction_options import find_layers
-from draftsmith.training.features.target_loading import check_placement, load_model, load_published_heads
-from draftsmith.training.features.target_options import ModelArguments, PlacementArguments
+from draftsmith.training.features.target_loading import load_published_heads
+from draftsmith.training.features.target_options import ModelArguments
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
-from tests.tiny_targets import tiny_target
 from tests.training.runner import Runner, assert_same
 
 CPU = torch.device("cpu")
@@ -32,29 +31,6 @@ def test_heads_train_the_same_above_a_spread_target(train: Runner) -> None:
     places |= {"model.layers.1": "disk", "model.layers.3": "disk", "lm_head": "disk"}
     train(**options, target_device_map=json.dumps(places))
     assert_same(weights, train.weights())
-
-
-@pytest.mark.parametrize("text", ["everywhere", "[1, 2]", "{"])
-def test_maps_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match=r"allowed are auto, balanced, .* or a JSON mapping of module names"):
-        PlacementArguments(target_device_map=text)
-
-
-def test_a_map_with_several_processes(target_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"target_device_map auto with 2 processes, .* start one process, split"):
-        load_model(
-            ModelArguments(str(target_path), head_type="medusa"), PlacementArguments("auto"), CPU, num_processes=2
-        )
-
-
-def test_a_map_and_a_target_split_over_processes() -> None:
-    with pytest.raises(ValueError, match="got target_device_map auto and shard_target fsdp2: the first"):
-        PlacementArguments("auto", shard_target="fsdp2")
-
-
-def test_an_embedding_elsewhere() -> None:
-    with pytest.raises(ValueError, match=r"keeps the target's token embedding on cpu, and the heads train on cuda:1"):
-        check_placement(Target(tiny_target("llama")), torch.device("cuda:1"))
 
 
 def test_modules_in_the_targets_checkpoint_are_heads_to_start_from(tmp_path: Path) -> None:

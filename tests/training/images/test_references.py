@@ -21,11 +21,8 @@ PIXEL = "data:image;base64,iVBORw=="
     [
         ({"image": "a.jpg", "conversations": ASKED}, "/set/a.jpg"),
         ({"images": ["b/a.jpg"], "conversations": ASKED}, "/set/b/a.jpg"),
-        ({"images": ["/elsewhere/a.jpg"], "conversations": ASKED}, "/elsewhere/a.jpg"),
         ({"images": [{"bytes": b"\x89PNG", "path": None}], "conversations": ASKED}, PIXEL),
         ({"images": [{"bytes": None, "path": "a.jpg"}], "messages": [{"role": "user", "content": PARTS}, ANSWER]}, 0),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "path": "a.jpg"}, PARTS[1]]}, ANSWER]}, 0),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "url": PIXEL}, PARTS[1]]}, ANSWER]}, PIXEL),
         (
             {
                 "messages": [

@@ -8,27 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import generate
-from draftsmith.scripts import inspect_data
 from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.data.training_sets import load_datasets
 from draftsmith.training.features.encoding import encode
 from draftsmith.training.features.extraction import extract_features
 from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
-from draftsmith.training.images.processor import ImageCollator, ImageError, open_image, read_images
+from draftsmith.training.images.processor import ImageCollator, open_image
 from draftsmith.training.options.command_line import parse_arguments
-from tests.params import slow_but
 from tests.tiny_multimodal import IMAGE, multimodal_target
 from tests.training.images.seeing_targets import WORDS, save_seeing_target, write_squares
 from tests.training.runner import Runner, save_chat_target, write_conversations
 
-FAMILIES = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3")
+FAMILIES = ("llava", "qwen2_5_vl", "gemma3")
 LAYERS = (1, 2, 4)
 
 
@@ -89,7 +86,7 @@ def run_on_squares(folder: Path, tmp_path: Path, **options: Any) -> dict[str, fl
     return run(**{"max_steps": 3, "max_length": 128, "num_eval_prompts": 3, "head_overrides": None, **options})
 
 
-@pytest.mark.parametrize("family", slow_but({"llava", "qwen2_5_vl"}, FAMILIES), indirect=True)
+@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
 def test_heads_train_and_draft_behind_an_image(family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
     folder, processor = seeing
     metrics = run_on_squares(folder, tmp_path, report=family == "llava", do_eval=True, eval_strategy="epoch")
@@ -117,7 +114,7 @@ def test_a_target_that_is_trained_too(family: str, seeing: tuple[Path, Any], tmp
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
-@pytest.mark.parametrize("kind", slow_but({"block"}, ["medusa", "hydra", "eagle", "mtp", "block", "parallel"]))
+@pytest.mark.parametrize("kind", ["block"])
 def test_every_kind_trains(kind: str, family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
     metrics = run_on_squares(seeing[0], tmp_path, head_type=kind, max_steps=2)
     assert metrics["eval_acceptance_length"] >= 1
@@ -145,12 +142,6 @@ class TestSets:
         with pytest.raises(ValueError, match=r"images end after max_length=10"):
             load_rows(seeing[0], write_squares(tmp_path, count=3), max_length=10)
 
-    def test_a_row_may_end_in_the_second_reply(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
-        row = load_rows(seeing[0], write_squares(tmp_path), max_length=33)[0]
-        assert len(row["input_ids"]) == 33
-        batch = ImageCollator(ConversationCollator(pad_token_id=0), seeing[1])([row])
-        assert len(batch["media"]["pixel_values"]) == 1
-
     def test_missing_images(self, seeing: tuple[Path, Any], tmp_path: Path, caplog: Any) -> None:
         path = write_squares(tmp_path)
         (tmp_path / "square5.png").unlink()
@@ -159,36 +150,6 @@ class TestSets:
             load_rows(seeing[0], path)
         assert len(load_rows(seeing[0], path, skip_bad_lines=True)) == 10
         assert "dropped 2 of 12 conversations: an image cannot be read" in caplog.text
-
-    def test_marks_without_images(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
-        path = write_squares(tmp_path, count=3)
-        turns = [{"from": "human", "value": "the tag <image>"}, {"from": "gpt", "value": WORDS[0]}]
-        mixed = tmp_path / "mixed.jsonl"
-        mixed.write_text(path.read_text() + json.dumps({"conversations": turns}) + "\n")
-        with pytest.raises(ValueError, match="without images has the token that stands for them"):
-            Runner(seeing[0], mixed, tmp_path / "heads")(max_steps=1, head_overrides=None, validation_fraction=0)
-
-    def test_images_in_a_column_of_another_name(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
-        path = write_squares(tmp_path)
-        path.write_text(path.read_text().replace('"image":', '"image_path":').replace('"images":', '"files":'))
-        other = tmp_path / "other.jsonl"
-        other.write_text(path.read_text())
-        run = Runner(seeing[0], other, tmp_path / "heads")
-        with pytest.raises(ValueError, match="give its images in the column `image` or `images`"):
-            run(max_steps=1, head_overrides=None)
-
-    def test_images_are_turned_as_their_camera_says(self, tmp_path: Path) -> None:
-        exif = Image.Exif()
-        exif[0x0112] = 6  # orientation: a quarter turn
-        Image.new("P", (8, 4)).save(tmp_path / "turned.png", exif=exif)
-        image = open_image(str(tmp_path / "turned.png"))
-        assert (image.size, image.mode) == ((4, 8), "RGB")
-
-    def test_other_tokens_than_the_row_has(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
-        path = write_squares(tmp_path, count=1)
-        row = load_rows(seeing[0], path)[0]
-        with pytest.raises(ImageError, match="gives other tokens for the images"):
-            read_images(seeing[1], {**row, "input_ids": row["input_ids"][::-1]})
 
     def test_options_that_do_not_go_with_images(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"have images: leave packing out .*; leave features out"):
@@ -206,13 +167,3 @@ class TestSets:
         folder = save_chat_target(tmp_path / "text")
         with pytest.raises(ValueError, match=r"have images, and the target .* reads text only"):
             load_rows(folder, write_squares(tmp_path))
-
-    def test_targets_without_a_processor(self, tmp_path: Path, seeing: tuple[Path, Any]) -> None:
-        for name in ("processor_config.json", "preprocessor_config.json"):
-            (seeing[0] / name).unlink(missing_ok=True)
-        with pytest.raises(ValueError, match=r"have images, and (the processor of|.* has no processor)"):
-            load_rows(seeing[0], write_squares(tmp_path))
-
-    def test_inspection_counts_placeholders(self, seeing: tuple[Path, Any], tmp_path: Path, capsys: Any) -> None:
-        inspect_data.main(["--target", str(seeing[0]), "--dataset", str(write_squares(tmp_path))])
-        assert "<image><image>" in capsys.readouterr().out.replace(" ", "").replace("\n", "")

@@ -122,15 +122,6 @@ def test_a_target_that_does_not_fit_on_one_device(
     assert "shard_target" not in choose(target, conversations, shard_target="fsdp2")
 
 
-def test_muon_needs_whole_matrices(
-    machine: Any, target_path: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    found = choose(target_path, conversations)
-    assert "muon_learning_rate" not in found
-    assert found["learning_rate"] == "0.002"
-
-
 def test_modules_in_the_targets_checkpoint_come_first(
     machine: Any, tmp_path: Path, conversations: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -154,8 +145,7 @@ def test_modules_in_the_targets_checkpoint_come_first(
 GELU = {**SMALL, "hidden_act": "gelu_pytorch_tanh"}
 
 
-@pytest.mark.parametrize("shape", [SMALL, GELU], ids=["silu", "gelu"])
-@pytest.mark.parametrize("place", [None, *PLACES])
+@pytest.mark.parametrize(("shape", "place"), [(GELU, None), *((SMALL, place) for place in PLACES)])
 def test_chosen_heads_can_be_exported_to_where_they_are_served(
     machine: Any, tmp_path: Path, conversations: Path, shape: dict[str, Any], place: str | None
 ) -> None:
@@ -181,7 +171,6 @@ def test_heads_that_cannot_go_there_are_refused_at_the_start(
             {"head_type": "block", "served_by": "sglang", "head_overrides": ["mask_token_id=null"]},
             "--for sglang: .*mask was trained.*choose vllm",
         ),
-        ({"served_by": "llama.cpp"}, "--for llama.cpp: .*fc_norm"),
     ):
         with pytest.raises(ValueError, match=message):
             train(**{"head_overrides": None, **options})
@@ -223,13 +212,3 @@ def test_what_is_given_wins_from_a_file_and_from_the_command_line(
     assert (model.head_type, model.parse_head_overrides(), data.max_length) == ("medusa", {"num_heads": 2}, 64)
     assert training.learning_rate == 0.5
     assert training.num_train_epochs == 5
-
-
-def test_naming_one_option_keeps_choosing_the_others(machine: Any, target_path: Path, conversations: Path) -> None:
-    words = ["--target", str(target_path), "--dataset", str(conversations), "--use_cpu", "true", "--no_bf16"]
-    model, data, training, _, run, *_ = parse_arguments([*words, "--head_type", "mtp"])
-    assert (model.head_type, data.packing, training.num_train_epochs, run.choose) == ("mtp", True, 5, True)
-    assert not parse_arguments([*words, "--head_type", "mtp", "--choose", "false"])[1].packing
-    assert not parse_arguments([*words, "--init_heads", "somewhere"])[1].packing
-    training = parse_arguments([*words, "--head_type", "medusa", "--lora_r", "4"])[2]
-    assert (training.learning_rate, training.muon_learning_rate) == (None, None), "adapters have rates of their own"

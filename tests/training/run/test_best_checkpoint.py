@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import EarlyStoppingCallback
 
 from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.run.checkpoints import remove_old
@@ -34,16 +33,9 @@ def test_without_prompts_there_is_nothing_to_go_by(train: Runner) -> None:
     ("options", "strategy", "every", "is_best_kept"),
     [
         ({}, "steps", 2, True),
-        ({"save_steps": 0.5}, "steps", 0.5, True),
-        ({"save_strategy": "epoch"}, "epoch", None, True),
         ({"save_strategy": "best"}, "steps", 2, True),
-        ({"save_strategy": "no"}, "no", None, False),
-        ({"eval_steps": 1}, "steps", 1, True),
         ({"eval_steps": 3}, "steps", 3, False),
         ({"eval_strategy": "no"}, "no", None, False),
-        ({"load_best_model_at_end": False}, "steps", 2, False),
-        ({"load_best_model_at_end": True}, "steps", 2, True),
-        ({"validation_fraction": 0}, "no", None, False),
         ({"num_eval_prompts": 0}, "no", None, False),
         ({"num_eval_prompts": 0, "metric_for_best_model": "loss"}, "steps", 2, True),
     ],
@@ -58,27 +50,12 @@ def test_every_checkpoint_is_evaluated(
     assert trainer.args.load_best_model_at_end is is_best_kept
 
 
-@pytest.mark.parametrize("option", [{"early_stopping_patience": 2}, {"load_best_model_at_end": True}])
-def test_what_needs_evaluations_is_refused_without(option: dict[str, Any], train: Runner) -> None:
-    (name,) = option
-    for without in ({"eval_strategy": "no"}, {"eval_strategy": None, "eval_steps": None, "validation_fraction": 0}):
-        if name == "load_best_model_at_end" and without["eval_strategy"] == "no":
-            continue  # transformers refuses it
-        with pytest.raises(ValueError, match=f"{name} .*eval_strategy"):
-            prepare(train, **option, **without)
-
-
-@pytest.mark.parametrize("metric", ["top1_depth3", "acceptance", "target_loss"])
-def test_a_metric_that_no_evaluation_has_is_refused(train: Runner, metric: str) -> None:
+def test_a_metric_that_no_evaluation_has_is_refused(train: Runner) -> None:
+    metric = "top1_depth3"
     allowed = "loss, top1_depth1, top1_depth2, top5_depth1, top5_depth2, acceptance_length"
     with pytest.raises(ValueError, match=f"got metric_for_best_model {metric}, .*: give one of {allowed}$"):
         prepare(train, metric_for_best_model=metric)
     assert prepare(train, metric_for_best_model="eval_top1_depth2")
-
-
-def test_packed_rows_are_not_grouped_by_length(train: Runner) -> None:
-    with pytest.raises(ValueError, match="packed rows are of one length: leave one of the two out"):
-        prepare(train, packing=True, train_sampling_strategy="group_by_length")
 
 
 def test_a_resumed_run_evaluates_as_often_as_its_options_say(train: Runner) -> None:
@@ -88,24 +65,7 @@ def test_a_resumed_run_evaluates_as_often_as_its_options_say(train: Runner) -> N
     assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [2, 4, 6, 9]
 
 
-@pytest.mark.ci
-@pytest.mark.slow
-def test_a_resumed_run_is_as_patient_as_its_options_say(train: Runner) -> None:
-    """And goes on counting where the interrupted one was."""
-    often = {**EVALUATED, "eval_steps": 1, "save_steps": 1, "max_steps": 6, "metric_for_best_model": "loss"}
-    often["greater_is_better"] = True  # so that learning counts as getting worse
-    train(**often, early_stopping_patience=5)
-    trainer = prepare(train, **often, early_stopping_patience=9, resume_from_checkpoint=True)
-    state = json.loads((train.output_dir / "checkpoint-6" / "trainer_state.json").read_text())
-    trainer.state.stateful_callbacks = state["stateful_callbacks"]
-    counted = state["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]["early_stopping_patience_counter"]
-    trainer._load_callback_state()
-    (stopper,) = (one for one in trainer.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback))
-    assert (stopper.early_stopping_patience, stopper.early_stopping_patience_counter) == (9, counted)
-    assert counted > 0
-
-
-@pytest.mark.parametrize("limit", range(1, 7))
+@pytest.mark.parametrize("limit", [1, 3])
 @pytest.mark.parametrize("best", [None, 1, 3])
 def test_the_newest_stay_and_the_best_one(limit: int, best: int | None, tmp_path: Path) -> None:
     for step in range(1, 9):

@@ -28,7 +28,6 @@ from draftsmith.training.options.joint_options import JointArguments
 from draftsmith.training.run.joint_model import JointModel, add_adapter
 from draftsmith.training.run.joint_trainer import JointTrainer
 from draftsmith.training.run.preparation import prepare_run
-from tests.conftest import needs_muon
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.runner import Runner, assert_same
 
@@ -36,7 +35,6 @@ pytest.importorskip("peft", reason="peft is an optional extra")
 
 # peft asks transformers by a name that transformers has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-
 _NAMES = {key.name for key in dataclasses.fields(TrainingArguments)}
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _NAMES else "gradient_checkpointing"
 JOINT: dict[str, Any] = {
@@ -52,10 +50,6 @@ NO_LOSS = LossOutput(loss=torch.zeros(()))
 
 def adapters(trainer: Any) -> list[Tensor]:
     return [weight.detach().clone() for weight in trainer.joint.adapters]
-
-
-def adapters_of(trainer: Any) -> set[int]:
-    return {id(weight) for weight in trainer.joint.adapters}
 
 
 def stored_adapter(folder: Path) -> dict[str, Tensor]:
@@ -113,8 +107,7 @@ class TestLosses:
         states = TargetStates(torch.cat(hidden, dim=-1), output.hidden_states[-1])
         return own + joint.args.loss_weight * self.draft(joint, states).loss, own
 
-    @pytest.mark.parametrize("head_type", ["medusa", "eagle3"])
-    @pytest.mark.parametrize("target_loss", ["lm", "self_distillation"])
+    @pytest.mark.parametrize(("target_loss", "head_type"), [("lm", "medusa"), ("self_distillation", "eagle3")])
     def test_losses_and_gradients(self, target_loss: str, head_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
         joint = self.make(head_type, target_loss=target_loss, heads_loss_weight=0.3)
         expected, own = self.plainly(joint)
@@ -150,24 +143,6 @@ class TestLosses:
         assert output.target_sum.item() == pytest.approx(sum(part.target_sum.item() for part in parts), rel=1e-4)
         for name, gradient in self.gradients(joint, output.loss).items():
             assert (wanted[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
-
-    def test_recomputation_keeps_less(self) -> None:
-        """Numbers that the graph keeps for the backward pass, weights aside."""
-        kept = []
-        for is_recomputed in (False, True):
-            joint = self.make()
-            if is_recomputed:
-                joint.activation_checkpointing_enable()
-            sizes: dict[int, int] = {}
-
-            def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
-                sizes[tensor.data_ptr()] = tensor.numel()
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                joint(self.batch, partial(self.draft, joint))
-            kept.append(sum(sizes.values()))
-        assert kept[1] < 0.6 * kept[0]
 
     def test_only_the_adapters_dropout_is_ever_on(self) -> None:
         joint = self.make(lora_dropout=0.5)
@@ -225,18 +200,6 @@ class TestRuns:
             greedy, adapted.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=12, do_sample=False)
         )
 
-        card = (train.output_dir / "README.md").read_text()
-        assert "the LoRA adapter in `adapter/`" in card
-        scope: dict[str, Any] = {}
-        exec(
-            card.split("```python\n")[1]
-            .split("```")[0]
-            .replace("max_new_tokens=128", "max_new_tokens=4")
-            .replace("Hello", "word1"),
-            scope,
-        )
-        assert torch.equal(scope["target"].model(prompt).logits, adapted(prompt).logits)
-
     def test_accumulated_batches_equal_one_big_batch(self, train: Runner) -> None:
         """Both losses, also of packed rows, whose documents begin with tokens that nothing predicts."""
         found = []
@@ -252,29 +215,6 @@ class TestRuns:
         assert len(losses) == 3
         torch.testing.assert_close(other_heads, heads, rtol=1e-3, atol=1e-5)
         torch.testing.assert_close(other_lora, lora, rtol=1e-3, atol=1e-6)
-
-    @needs_muon
-    def test_learning_rates(self, train: Runner) -> None:
-        options = {"max_steps": 10, "warmup_steps": 2, "muon_learning_rate": 0.02}
-        trainer = self.prepare(train, **options, lr_scheduler_type="constant_with_warmup", learning_rate=0.001)
-        rates = []
-        step = trainer.training_step
-
-        def note(*args: Any, **kwargs: Any) -> Tensor:
-            groups = trainer.optimizer.param_groups
-            (adapter,) = [group for group in groups if {id(one) for one in group["params"]} == adapters_of(trainer)]
-            others = [group for group in groups if group is not adapter and group["params"]]
-            count = sum(len(group["params"]) for group in others)
-            assert count == len(list(trainer.heads.parameters()))
-            rates.append((adapter["lr"], {group["lr"] for group in others}))
-            return step(*args, **kwargs)
-
-        trainer.training_step = note
-        trainer.train()
-        assert [rate for rate, _ in rates] == pytest.approx([0, 0.0005, *[0.001] * 8])
-        assert rates[0][1] == {0}
-        assert rates[1][1] == {0.002, 0.01}
-        assert rates[-1][1] == {0.004, 0.02}
 
     @pytest.mark.ci
     @pytest.mark.slow
@@ -361,19 +301,12 @@ class TestRefusals:
             ({"lora_alpha": 8.0}, "lora_alpha .*lora_r"),
             ({"lora_alpha": 8.0, "target_loss": "lm"}, "lora_alpha, target_loss .*lora_r"),
             ({"lora_r": 0}, "lora_r 0"),
-            ({"lora_r": 4, "lora_dropout": 1.0}, r"lora_dropout 1\.0"),
-            ({"lora_r": 4, "heads_loss_weight": 0.0}, r"heads_loss_weight 0\.0"),
         ],
     )
     def test_options(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             JointArguments(**options)
 
-    @pytest.mark.parametrize("names", [["lm_head", "q_proj"], ["embed_tokens"]])
-    def test_borrowed_layers(self, names: list[str]) -> None:
-        with pytest.raises(ValueError, match=str(names[0])):
-            add_adapter(tiny_target("llama"), JointArguments(lora_r=4, lora_target_modules=names))
-
-    def test_unknown_layers(self) -> None:
-        with pytest.raises(ValueError, match="nowhere"):
-            add_adapter(tiny_target("llama"), JointArguments(lora_r=4, lora_target_modules=["nowhere"]))
+    def test_borrowed_layers(self) -> None:
+        with pytest.raises(ValueError, match="lm_head"):
+            add_adapter(tiny_target("llama"), JointArguments(lora_r=4, lora_target_modules=["lm_head", "q_proj"]))

@@ -99,7 +99,6 @@ def test_steps_that_fit(train: Runner, monkeypatch: pytest.MonkeyPatch, caplog: 
     ("options", "message"),
     [
         ({"time_budget": "2 hours"}, "got time_budget '2 hours'.*90m or 2h"),
-        ({"time_budget": "2h", "max_steps": 5}, "got time_budget 2h with max_steps"),
         ({"time_budget": "2h", "streaming": True}, "got time_budget 2h with streaming"),
     ],
 )

@@ -7,7 +7,6 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -48,10 +47,6 @@ DAMAGES = {
 }
 
 
-def test_a_complete_checkpoint_has_no_damage(checkpoint: Path) -> None:
-    assert find_damage(checkpoint) is None
-
-
 @pytest.mark.parametrize(("damage", "found"), DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(
     output_dir: Path, damage: Callable[[Path], None], found: str, caplog: pytest.LogCaptureFixture
@@ -75,19 +70,6 @@ def test_an_optimizer_may_be_kept_in_a_folder(output_dir: Path) -> None:
 def test_the_newest_is_the_one_of_the_highest_step(output_dir: Path) -> None:
     (output_dir / "checkpoint-notes").mkdir()
     assert find_checkpoint(str(output_dir), "True") == output_dir / "checkpoint-100"
-
-
-@pytest.mark.parametrize("wanted", [None, "False"])
-def test_nothing_is_resumed_unless_asked(output_dir: Path, wanted: Any) -> None:
-    assert find_checkpoint(str(output_dir), wanted) is None
-
-
-def test_no_checkpoint_at_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert find_checkpoint(str(tmp_path / "nowhere"), True) is None
-    assert "no complete checkpoint in" in caplog.text
-    caplog.clear()
-    assert find_checkpoint(str(tmp_path), "true", is_main_process=False) is None
-    assert not caplog.messages
 
 
 def test_a_folder_that_is_asked_for(output_dir: Path, tmp_path: Path) -> None:

@@ -50,11 +50,8 @@ class TestResume:
         train(**cls.SAVED)
         return train.weights()
 
-    @pytest.mark.parametrize("step", [pytest.param(5, marks=pytest.mark.slow), 7])
-    def test_gives_the_weights_of_an_uninterrupted_run(
-        self, train: Runner, uninterrupted: dict[str, Tensor], step: int
-    ) -> None:
-        train.break_off(step, **self.SAVED)
+    def test_gives_the_weights_of_an_uninterrupted_run(self, train: Runner, uninterrupted: dict[str, Tensor]) -> None:
+        train.break_off(7, **self.SAVED)
         assert not (train.output_dir / "model.safetensors").exists()
         train(**self.SAVED, resume_from_checkpoint=True)
         assert_same(train.weights(), uninterrupted)

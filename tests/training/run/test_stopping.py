@@ -10,12 +10,10 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from draftsmith.training import train_heads
 from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.run.outcome import PreparedRun
 from draftsmith.training.run.preparation import prepare_run
 from draftsmith.training.run.stopping import TrainingStoppedError
-from tests.processes import TORCHRUN, run_python
 from tests.training.killed_run import run_with_full_disk
 from tests.training.runner import Runner, assert_same
 
@@ -61,22 +59,6 @@ class TestNotFinite:
         run = prepare(train)
         run.trainer.model.fc.weight.register_hook(lambda gradient: gradient * torch.inf)
         assert "stopped at step 1: the gradient (its norm is " in self.stop(run)
-
-    def test_the_program_ends_in_one_line(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-        options = {**SAVED, "learning_rate": 1e30, "warmup_steps": 0}
-        monkeypatch.setattr("sys.argv", ["train_heads.py", *train.arguments(**options)])
-        monkeypatch.setattr("sys.path", ["."])
-        with pytest.raises(SystemExit, match=r"^draftsmith train: stopped at step 2: the loss"):
-            train_heads.main()
-
-    @pytest.mark.slow
-    def test_of_one_process_all_stop(self, train: Runner) -> None:
-        arguments = train.arguments(**SAVED, head_overrides=["ttt_steps=2"])
-        with pytest.raises(AssertionError) as failed:
-            run_python(*TORCHRUN, "2", "-m", "tests.training.killed_run", "bad_states", *arguments)
-        assert "process 1 stopped at step 1: the target's states are NaN or infinite" in str(failed.value)
-        # The other one's loss is fine; it sees the gradients that both share.
-        assert "process 0 stopped at step 1: the gradient (its norm is nan) is NaN or infinite" in str(failed.value)
 
 
 class TestFullDisk:

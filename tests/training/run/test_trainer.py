@@ -125,15 +125,6 @@ class TestEvaluation:
             assert 0 <= top1 <= top5 <= 1
         assert f"eval_top1_depth{depths + 1}" not in metrics
 
-    def test_an_evaluation_starts_from_nothing(self, target: Target, tmp_path: Path) -> None:
-        heads = make_heads(target, "medusa")
-        trainer = make_trainer(target, heads, tmp_path, [], eval_rows=make_rows(UNEVEN))
-        first = trainer.evaluate()
-        other = trainer.evaluate(eval_dataset=make_rows([(9, 9)], seed=70), metric_key_prefix="other")
-        again = trainer.evaluate()
-        assert first["eval_loss"] == again["eval_loss"] != other["other_loss"]
-        assert not [key for key in other if key.startswith("eval_")]
-
     def test_heads_measure_in_eval_mode_and_go_on_in_training_mode(self, target: Target, tmp_path: Path) -> None:
         heads = make_heads(target, "medusa")
         modes = []
@@ -192,30 +183,3 @@ def test_a_checkpoint_that_is_written_again_is_the_old_one_until_the_new_one_is_
     assert {file.name: file.read_bytes() for file in (tmp_path / "checkpoint-1").iterdir()} == before
     make_trainer(target, heads, tmp_path, rows, **options).train()
     assert (tmp_path / "checkpoint-1" / "model.safetensors").read_bytes() != before["model.safetensors"]
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-def test_recomputed_states_train_the_same_heads(target: Target, tmp_path: Path) -> None:
-    """transformers' option reaches the layers of the heads."""
-    trained = []
-    for is_on in (False, True):
-        heads = make_heads(target, "eagle3", ttt_steps=3)
-        trainer = make_trainer(target, heads, tmp_path, make_rows(UNEVEN), gradient_checkpointing=is_on)
-        trainer.train()
-        assert heads.midlayer.gradient_checkpointing == is_on
-        trained.append(heads.state_dict())
-    for name, weight in trained[0].items():
-        assert torch.equal(weight, trained[1][name]), name
-
-
-def test_tokens_are_counted_without_a_collective_for_every_batch(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = make_rows(UNEVEN)
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": len(rows), "max_steps": 2}
-    trainer = make_trainer(target, make_heads(target, "medusa"), tmp_path, rows, **options)
-    monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: pytest.fail("gathered"))
-    trainer.train()
-    num_tokens = sum(len(row["input_ids"]) for row in rows)
-    found = [entry["num_input_tokens_seen"] for entry in trainer.state.log_history if "loss" in entry]
-    assert found == [num_tokens, 2 * num_tokens]

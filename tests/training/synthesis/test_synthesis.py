@@ -76,40 +76,6 @@ def test_own_replies_stay_in_the_context(source: DecodedReplies, model: PreTrain
     assert {"", "assistant turn truncated"} <= {conversation.problem for conversation in finished}
 
 
-def test_rows_of_a_batch_are_of_similar_lengths(source: DecodedReplies, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches: list[list[int]] = []
-    write = source.writer.write
-
-    def note(prompts: Any, **options: Any) -> Any:
-        batches.append([len(prompt) for prompt in prompts])
-        return write(prompts, **options)
-
-    monkeypatch.setattr(source.writer, "write", note)
-    texts = [" ".join(["word1"] * (1 + 10 * (number % 3))) for number in range(9)]
-    requests = [TurnRequest([{"role": "user", "content": text}], "assistant", seed=1) for text in texts]
-    replies = source.exchange(requests)
-    while len(replies) < len(requests):
-        replies += source.exchange([])
-    assert {request for request, _ in replies} == {*requests}
-    assert [len({*batch}) for batch in batches] == [1, 1, 1]
-    assert batches[0][0] < batches[1][0] < batches[2][0], "the oldest first"
-
-
-def test_a_template_that_refuses_a_conversation_drops_it(source: DecodedReplies) -> None:
-    source.template.tokenizer.chat_template = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
-        + source.template.tokenizer.chat_template
-    )
-    given = [{"role": role, "content": "word1"} for role in ("system", "user")]
-    plan = [
-        Conversation("bad", "s", deque([*given, "assistant"])),
-        Conversation("good", "s", deque([given[1], "assistant"])),
-    ]
-    problems = {conversation.id: conversation.problem for conversation in play(source, plan)}
-    assert problems["bad"] == "assistant turn rejected by the chat template (no system here)"
-    assert "template" not in problems["good"]
-
-
 # The prompt opens a thought, which comes in a field of its own.
 FIELD_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content is string %}"
@@ -125,18 +91,14 @@ def bracketed(template: ChatTemplate) -> str:
 # A template, what the target writes under it, and what is kept of that: problem, text, thoughts.
 MARKED = [
     (HARMONY_TEMPLATE, f"{THOUGHT}Hm<|end|><|start|>assistant{ANSWER}Yo", "", "Yo", "Hm"),
-    (HARMONY_TEMPLATE, f"{ANSWER}Yo", "", "Yo", ""),
     (HARMONY_TEMPLATE, f"{THOUGHT}Hm<|end|><|start|>user<|message|>Yo", "special token inside", None, ""),
-    (HARMONY_TEMPLATE, f"{THOUGHT}Hm", UNWRITABLE, None, ""),
     (HARMONY_TEMPLATE, "<|channel|>commentary to=look <|constrain|>json<|message|>{}", UNWRITABLE, None, ""),
     (CHATML.jinja, "[THINK]Hm[/THINK]Yo", "", "[THINK]Hm[/THINK]Yo", ""),
     (CHATML.jinja, '[TOOL_CALLS]look[ARGS]{"at": 1}', "", '[TOOL_CALLS]look[ARGS]{"at": 1}', ""),
     (CHATML.jinja, "[THINK]Hm[/THINK]<|im_start|>user", "special token inside", None, ""),
-    (CHATML.jinja, "[THINK]Hm<|endoftext|>[/THINK]Yo", "special token inside", None, ""),
     (bracketed(OPENING), "Hm\n[/THINK]\n\nYo", "", "Hm\n[/THINK]\n\nYo", ""),
     (bracketed(THINKING), "[THINK]\nHm\n[/THINK]\n\nYo", "", "[THINK]\nHm\n[/THINK]\n\nYo", ""),
     (FIELD_TEMPLATE, "Hm\n[/THINK]\n\nYo", "", "Yo", "Hm"),
-    (FIELD_TEMPLATE, "Hm[/THINK]Yo", UNWRITABLE, None, ""),
     (bracketed(FORGETTING), "Hm[/THINK]Yo", UNWRITABLE, None, ""),
 ]
 
@@ -210,10 +172,8 @@ class ScriptedSource:
     [
         ({}, False, 4, ""),
         ({3: "looping"}, False, 2, "assistant turn looping"),
-        ({2: "empty"}, False, 2, "user turn empty"),
         ({1: "truncated"}, False, 0, "assistant turn truncated"),
         ({1: "truncated"}, True, 2, "assistant turn truncated"),
-        ({3: "truncated"}, True, 4, "assistant turn truncated"),
         ({2: "truncated"}, True, 2, "user turn truncated"),
     ],
 )

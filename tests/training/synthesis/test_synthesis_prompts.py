@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from draftsmith.training.data.layouts import parse_record
-from draftsmith.training.synthesis.prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
+from draftsmith.training.synthesis.prompts import Conversation, read_prompts
 
 
 def write(path: Path, *rows: Any) -> Path:
@@ -107,14 +106,3 @@ def test_prompts_that_share_an_id_are_refused(tmp_path: Path) -> None:
             read_prompts(path)
     write(path, one, {"id": "b", "turns": ["Hi"]}, one)
     assert [conversation.id for conversation in read_prompts(path)] == ["a", "b"]
-
-
-def test_more_prompts_are_those_and_others() -> None:
-    prompts = plan_self_synthesis(50, seed=0, num_turns=1)
-    ids = [conversation.id for conversation in prompts]
-    chosen = [[conversation.id for conversation in choose_prompts(prompts, count, seed=1)] for count in (10, 20, 50)]
-    for fewer, more in itertools.pairwise(chosen):
-        assert set(fewer) < set(more)
-    assert all(names == [name for name in ids if name in names] for names in chosen), "in their order"
-    assert chosen[0] != ids[:10]
-    assert choose_prompts(prompts, None, seed=1) == choose_prompts(prompts, 99, seed=1) == prompts

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.formats.published import Published, open_published
+from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.registry import find_format, recognize
 from draftsmith.inference import Target, generate
 from tests.heads.formats.eagle.checkpoints import (
@@ -23,11 +23,10 @@ from tests.heads.formats.eagle.checkpoints import (
     read,
     refusal,
 )
-from tests.heads.formats.round_trip import assert_damage_is_named, assert_lost_keys_are_refused, refusal_or_none
+from tests.heads.formats.round_trip import assert_damage_is_named, assert_lost_keys_are_refused
 from tests.heads.test_contract import assert_same_tensors
 from tests.heads.tiny_heads import tiny_heads
-from tests.params import slow_but
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import random_prompt
 
 # Damage.
 
@@ -48,65 +47,23 @@ def test_every_lost_key_is_refused_or_says_nothing(name: str, target: Target) ->
     assert_lost_keys_are_refused(known, published, heads_of(name, target))
 
 
-def test_one_error_lists_everything(target: Target) -> None:
-    published = publish("eagle3", target)
-    message = refusal(
-        change(
-            published,
-            {
-                "fc.weight": None,
-                "extra": torch.zeros(2),
-                "norm.weight": torch.zeros(3),
-                "t2d": published["t2d"].roll(1),
-            },
-            {"hidden_size": 64, "rms_norm_eps": None},
-        ),
-        target,
-    )
-    for part in (
-        "tensor fc.weight is missing",
-        "tensor extra has no place in eagle3 heads",
-        "tensor norm.weight is [3] and should be [32]",
-        "t2d and d2t disagree: t2d marks 40 tokens, and should mark those of arange + d2t",
-        "hidden_size is 64, and the target's is 32",
-        "config.json has no rms_norm_eps",
-    ):
-        assert f"\n  - {part}" in message
-
-
 # A lost key, and a value of another type: the two tests around this one. What the message names is the key, the tensor
 # that no longer fits, or what is allowed.
 KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("eagle", {"bias": False}, "fc.bias"),
     ("eagle", {"qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
-    ("eagle", {"mlp_bias": True}, "mlp_bias is True"),
-    ("eagle", {"num_hidden_layers": 2}, "num_hidden_layers is 2"),
     ("eagle", {"vocab_size": 256}, "vocab_size is 256"),
     ("eagle", {"num_key_value_heads": 3}, "3 num_key_value_heads"),
     ("eagle", {"hidden_act": "silly"}, "hidden_act is 'silly'"),
     ("eagle", {"sliding_window": 512}, "neither layer_types nor use_sliding_window"),
     ("eagle", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-    ("eagle", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "RoPE turns 0.5"),
-    (
-        "eagle",
-        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": "1"}},
-        "low_freq_factor, high_freq_factor, original_max_position_embeddings",
-    ),
-    ("eagle", {"draftsmith": {"ttt_steps": "three"}}, "draftsmith.ttt_steps is 'three'"),
     ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
-    ("eagle3", {"draft_vocab_size": None}, "draft_vocab_size"),
     ("eagle3", {"draft_vocab_size": 50}, "draft_vocab_size is 50"),
-    ("eagle3", {"target_hidden_size": 64}, "target_hidden_size is 64"),
-    ("eagle3", {"head_dim": 7}, "head_dim is 7"),
     ("eagle3", {"fc_norm": True}, "fc_norm.0.weight"),
-    ("eagle3", {"norm_before_fc": True}, "input_norm.weight"),
-    ("eagle3", {"norm_before_fc": True, "fc_norm": True}, "fc_norm and norm_before_fc"),
     ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 40]}, "[40] of [2, 4, 40]"),
-    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 4]}, "[2, 4, 4]"),
     ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4]}, "fc.weight is [32, 96]"),
     ("speculators", {"speculators_model_type": "mtp"}, "speculators_model_type is 'mtp'"),
     ("p-eagle", {"pard_token": 128}, "pard_token is 128"),
-    ("p-eagle", {"norm_output": True}, "norm_output is true"),
 ]
 
 
@@ -122,21 +79,8 @@ MATHS: list[tuple[str, Any, tuple[Any, ...]]] = [
     ("attention_multiplier", 0.5, (8**-0.5, None)),
     ("query_pre_attn_scalar", 256, (8,)),
     ("logits_scaling", 8.0, (1.0,)),
-    ("logit_scale", 0.0625, (1.0,)),
-    ("scale_emb", 12, (1,)),
-    ("scale_depth", 1.4, ()),
-    ("dim_model_base", 256, (None,)),
     ("final_logit_softcapping", 30.0, (None,)),
-    ("attn_logit_softcapping", 50.0, (None,)),
-    ("clip_qkv", 8.0, (None,)),
     ("use_qk_norm", True, (False, None)),
-    ("qk_layernorm", True, (False,)),
-    ("use_bias", True, (False,)),
-    ("partial_rotary_factor", 0.5, (1.0,)),
-    ("no_rope_layers", [0, 1], (None,)),
-    ("alibi", True, (False,)),
-    ("attention_chunk_size", 8192, (None,)),
-    ("use_bidirectional_attention", True, (False,)),
     ("quantization_config", {"bits": 4}, (None,)),
     ("mlp_bias", True, (False, None)),
     ("sliding_window", 512, (None,)),
@@ -162,10 +106,9 @@ def test_keys_that_change_the_maths_are_refused(
         assert not any(key in note for note in imported.notes)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
-def test_keys_that_nobody_knows_are_named_once(name: str, target: Target) -> None:
+def test_keys_that_nobody_knows_are_named_once(target: Target) -> None:
     odd = {"auto_map": {"AutoModel": "x.Y"}, "num_experts": 8, "tags": ["a"], "pretraining_tp": 4, "_commit_hash": "x"}
-    imported, _ = read(change(publish(name, target), config=odd), target)
+    imported, _ = read(change(publish("eagle3", target), config=odd), target)
     assert imported.notes == ["keys of config.json that are not read: num_experts, tags"]
 
 
@@ -174,51 +117,18 @@ def test_a_key_with_two_values_is_refused(target: Target) -> None:
     config = {"eagle_config": {"norm_output": True, "rms_norm_eps": 1e-3, "initializer_range": 0.1}}
     message = refusal(change(published, config={**config, "norm_output": False, "initializer_range": 0.2}), target)
     assert "norm_output is False in config.json, and True in eagle_config" in message
-    assert "rms_norm_eps is 1e-06 in config.json, and 0.001 in eagle_config" in message
     assert "initializer_range" not in message
     rope = {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}
     message = refusal(change(published, config=rope), target)
     assert "rope_theta is 500000.0 in config.json, and 10000.0 in rope_parameters" in message
 
 
-# What a message names instead of a key: what the key asks for.
-NAMED_AS = {
-    "qkv_bias": "_proj.bias is missing",
-    "attention_bias": "_proj.bias is missing",
-    "norm_before_fc": "tensor input_norm.weight is missing",
-}
-OTHER_VALUES: tuple[Any, ...] = ("text", -1, 0.5, [], ["text"], {"a": 1}, True)
-
-
-@pytest.mark.parametrize("name", slow_but({"speculators"}, list(CHECKPOINTS)))
-def test_values_of_other_types_are_refused_or_read_and_nothing_else(name: str, target: Target) -> None:
-    published = publish(name, target)
-    layer = published.config.get("transformer_layer_config", {})
-    changes = [(key, {key: value}) for key in published.config for value in OTHER_VALUES]
-    changes += [(key, {"transformer_layer_config": {**layer, key: value}}) for key in layer for value in OTHER_VALUES]
-    for key, keys in changes:
-        changed = change(published, config=keys)
-        if (known := recognize(changed)) is not None:
-            message = refusal_or_none(known, changed, target)
-            assert message is None or key in message or NAMED_AS.get(key, key) in message, f"{keys}: {message}"
-
-
-@pytest.mark.parametrize("key", ["model_type", "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"])
+@pytest.mark.parametrize("key", ["model_type", "hidden_size"])
 def test_a_speculators_layer_without_a_key_is_refused(key: str, target: Target) -> None:
     """speculators itself loads some of these, silently wrong."""
     published = publish("speculators", target)
     layer = {name: value for name, value in published.config["transformer_layer_config"].items() if name != key}
     assert key in refusal(change(published, config={"transformer_layer_config": layer}), target)
-
-
-def test_a_target_too_small_for_the_usual_layers_needs_ids(target: Target) -> None:
-    small = Target(tiny_target("llama", num_hidden_layers=6))
-    heads = tiny_heads("eagle3", small)
-    exported = find_format("vllm", "eagle3").write(heads.config, heads.state_dict(), small)
-    published = Published("somewhere", exported.config, exported.file, dict(exported.tensors))
-    assert read(published, small)[1].feature_layers == (2, 3, 4)
-    keys = {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": None}
-    assert "the usual [2, 3, 3] of a target of 6 layers" in refusal(change(published, config=keys), small)
 
 
 def test_maps_of_the_draft_vocabulary_that_do_not_fit(target: Target) -> None:
@@ -261,12 +171,6 @@ def test_any_dtype_and_sharded_files(name: str, dtype: torch.dtype, target: Targ
     assert heads.dtype == dtype
     assert_same_tensors(dict(heads.state_dict()), dict(heads_of(name, target).to(dtype).state_dict()))
     assert DraftHeads.from_pretrained(tmp_path, target=target, dtype=torch.float32).dtype == torch.float32
-    assert DraftHeads.from_pretrained(tmp_path, target=target, dtype="bfloat16").dtype == torch.bfloat16
-    for dtype_name in ("fp16", "int8", "nn"):
-        with pytest.raises(ValueError, match=rf"got dtype '{dtype_name}'; allowed are auto, float32, bfloat16"):
-            DraftHeads.from_pretrained(tmp_path, target=target, dtype=dtype_name)
-    with pytest.raises(ValueError, match=r"is imported without \['variant'\]"):
-        DraftHeads.from_pretrained(tmp_path, target=target, variant="x")
     (tmp_path / "model-2.safetensors").unlink()
     with pytest.raises(ValueError, match=r"names the file model-2\.safetensors, which is not there"):
         DraftHeads.from_pretrained(tmp_path, target=target)
@@ -318,13 +222,6 @@ def test_frozen_copies_of_the_targets_tensors_in_the_speculators_format(
             assert f"tensor {name} is [3]" in refusal(change(published, {name: torch.zeros(3)}), target)
 
 
-def test_a_layer_under_two_names_is_refused(target: Target) -> None:
-    published = publish("full vocabulary", target)
-    twice = {name.replace("midlayer.", "layers.0."): x for name, x in published.items() if name.startswith("midlayer.")}
-    name = "mlp.up_proj.weight"
-    assert f"tensors midlayer.{name} and layers.0.{name} are the same part" in refusal(change(published, twice), target)
-
-
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_a_copy_of_the_targets_embedding_is_left_out_and_another_is_kept(name: str, target: Target) -> None:
     published, prompt = publish(name, target), random_prompt(9)
@@ -339,18 +236,3 @@ def test_a_copy_of_the_targets_embedding_is_left_out_and_another_is_kept(name: s
     assert torch.equal(other.embed(prompt), table.flip(0)[prompt])
     decoded = [generate(target, one, prompt, max_new_tokens=12, do_sample=False) for one in (expected, other)]
     assert torch.equal(decoded[0].sequences, decoded[1].sequences)
-
-
-def test_nothing_is_written_where_something_is_wrong(target: Target, tmp_path: Path) -> None:
-    published = publish("eagle", target)
-    save_file(
-        {"fc.weight": published["fc.weight"], "layers.0.self_attn.x": torch.zeros(1)}, tmp_path / "model.safetensors"
-    )
-    (tmp_path / "config.json").write_text(json.dumps(published.config))
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match="cannot be imported"):
-        DraftHeads.from_pretrained(tmp_path, target=target)
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    with pytest.raises(ValueError, match=r"Pass target=model to DraftHeads\.from_pretrained"):
-        DraftHeads.from_pretrained(tmp_path)
-    assert len(open_published(str(tmp_path))) == 2

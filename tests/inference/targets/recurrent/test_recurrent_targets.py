@@ -10,7 +10,6 @@ import torch
 
 from draftsmith.inference import Decoder, SmallModelDrafter, Target
 from draftsmith.inference.cache.recurrent_states import RecurrentStates
-from draftsmith.inference.targets.recurrent import finding
 from draftsmith.inference.targets.recurrent.proving import check_rollback
 from draftsmith.training.features.encoding import encode
 from tests.conftest import REPOSITORY
@@ -75,15 +74,6 @@ def test_states_that_are_not_rolled_back_are_refused(monkeypatch: pytest.MonkeyP
         Target(tiny_target("qwen3_5", initializer_range=0.3))
 
 
-def test_releases_without_a_cache_for_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(states: Any) -> None:
-        raise ImportError("no such layer")
-
-    monkeypatch.setattr(finding, "open_layer", fail)
-    with pytest.raises(ValueError, match=r"this release of transformers has no cache for them, 5\.23 has"):
-        Target(tiny_target("lfm2"))
-
-
 def test_what_recurrent_targets_cannot_do() -> None:
     target = target_of("qwen3_5")
     with pytest.raises(ValueError, match=r"compile is not possible.*leave compile out"):
@@ -128,14 +118,6 @@ def test_the_model_is_not_changed(family: str) -> None:
     assert len(after.hidden_states) == len(before.hidden_states)
 
 
-def test_a_new_model_has_one_hook_per_layer() -> None:
-    """transformers adds them when states are first asked for; its layers are partly shared with a copy."""
-    model = tiny_target("qwen3_5", initializer_range=0.3)
-    for _ in range(2):
-        Target(model)
-    assert len(model(random_prompt(9), output_hidden_states=True).hidden_states) == 5
-
-
 @pytest.mark.ci
 @pytest.mark.slow  # a target of every family
 def test_the_table_of_families_is_what_is_found() -> None:
@@ -143,13 +125,6 @@ def test_the_table_of_families_is_what_is_found() -> None:
     _, begin, rest = page.partition(families_table.BEGIN)
     found, end, _ = rest.partition(families_table.END)
     assert begin + found + end == families_table.render_table()
-
-
-def test_a_chunk_of_padding() -> None:
-    target = target_of("lfm2")
-    cache = target.new_cache(2, 700)
-    output = target.prefill(cache, torch.randint(1, 90, (2, 600)), torch.tensor([20, 30]), feature_layers=(1,))
-    assert torch.isfinite(output.logits).all()
 
 
 def test_modules_that_come_later_are_refused() -> None:

@@ -6,7 +6,6 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,12 +16,8 @@ from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.scripts.benchmarks.peers import compare
 from draftsmith.scripts.benchmarks.peers.cases import AuthorsTree
-from draftsmith.scripts.benchmarks.peers.compare import make_grids
-from draftsmith.scripts.benchmarks.peers.exports import write_target
-from draftsmith.scripts.benchmarks.peers.texts import Text, first_difference, mean_and_error, tokens_per_second, trim
-from draftsmith.scripts.benchmarks.peers.worker import Worker
+from draftsmith.scripts.benchmarks.peers.texts import Text, mean_and_error, trim
 from tests.conftest import CHAT_TARGET, REPOSITORY
-from tests.tiny_targets import tiny_target
 
 EOS = 2
 
@@ -65,35 +60,6 @@ def test_a_text_ends_where_ours_does(lengths: list[int], limit: int, expected: l
     assert trim(Text(tokens, lengths), EOS, limit) == Text(tokens[: min(4, limit)], expected)
 
 
-def test_a_text_without_eos_ends_at_the_limit() -> None:
-    assert trim(Text([5, 6, 7, 8, 9], [2, 2, 1]), EOS, 4) == Text([5, 6, 7, 8], [2, 2])
-
-
-# Answers with the prompt itself; ends with an error at an empty prompt.
-ECHO = """
-import json, sys
-print("Loading")
-print(json.dumps({"torch": "2", "job": json.load(open(sys.argv[1]))}), flush=True)
-for line in sys.stdin:
-    asked = json.loads(line)
-    print("[1]")
-    text = {"tokens": asked["prompt"], "lengths": [asked["prompt"][0], asked["seed"]], "seconds": 0.5}
-    print(json.dumps(text), flush=True)
-"""
-
-
-def test_a_worker_answers_prompt_by_prompt(tmp_path: Path) -> None:
-    """Lines of libraries are skipped."""
-    script = tmp_path / "echo.py"
-    script.write_text(ECHO)
-    with Worker(Path(sys.executable), script, tmp_path, tmp_path, {"heads": "eagle"}) as worker:
-        assert worker.header == {"torch": "2", "job": {"heads": "eagle"}}
-        assert worker.decode([5, 6], 7) == Text([5, 6], [5, 7], 0.5)
-        assert worker.decode([8], 9) == Text([8], [8, 9], 0.5)
-        with pytest.raises(ValueError, match=r"echo.py failed: (?s:.*)IndexError"):
-            worker.decode([], 0)
-
-
 def test_each_step_counts_once() -> None:
     """Prompt 1: five tokens in two steps. Prompt 2: three tokens in two steps. The mean is 2, and each prompt is one
     token off, which is half a token a step."""
@@ -102,69 +68,12 @@ def test_each_step_counts_once() -> None:
     assert mean_and_error(texts[:2], 2) == (2.5, 0.0)
 
 
-def test_the_tokens_of_all_steps_count() -> None:
-    """The prompt passes gave two tokens, and the steps eight, whatever was cut off."""
-    assert tokens_per_second([Text([1], [2, 3], 1.5), Text([1], [3], 0.5)]) == 5.0
-
-
-def test_first_differences() -> None:
-    assert first_difference([1, 2], [1, 2]) is None
-    assert first_difference([1, 2, 3], [1, 4, 3]) == 1
-    assert first_difference([1, 2, 3], [1, 2]) == 2
-
-
 def test_scores_and_width_are_the_authors() -> None:
     logits = torch.tensor([[[0.0, 3.0, 1.0, 2.0, -1.0, 0.5]]])
     tree = AuthorsTree(1, 3, 9).grow(None, None, torch.tensor([4]), DraftLogits(logits), DraftSampling())  # type: ignore[arg-type]
     expected = logits[0, 0].log_softmax(-1)
     assert tree.token_ids.tolist() == [[4, 1, 3, 2]]
     torch.testing.assert_close(tree.log_probs[0, 1:], expected[[1, 3, 2]])
-
-
-def row(**changed: Any) -> dict[str, Any]:
-    speeds = {"theirs": 40.0, "eager": 50.0, "packed": 60.0, "own_settings": 70.0}
-    numbers = {name: {"mean": 2.5, "error": 0.25, "tokens_per_second": speed} for name, speed in speeds.items()}
-    shown = {"case": "EAGLE-3", "dtype": "float32", "temperature": 0.0, "num_texts": 3, "differences": []}
-    return {**shown, **numbers, **changed}
-
-
-def test_the_tables_show_both_logits_of_a_difference_and_both_speeds() -> None:
-    found = [
-        {"prompt": "a", "place": 4, "logits": [1.25, 1.5]},
-        {"prompt": "b", "place": 2, "logits": [None, 1.0]},
-    ]
-    sampled = row(temperature=1.0)
-    del sampled["differences"]
-    lengths, speeds = make_grids([row(), row(differences=found), sampled], ["eager", "packed"])
-    assert lengths.cells[0] == ["EAGLE-3", "float32", "0", *["2.500 ± 0.250"] * 3, "3/3"]
-    assert [line[-1] for line in lengths.cells] == ["3/3", "1/3", "–"]
-    assert "a differs at token 4; the target's logits are 1.250000" in lengths.notes[0]
-    assert "are the end for the authors' token and 1.000000 for ours" in lengths.notes[1]
-    assert speeds.cells[2] == ["EAGLE-3", "float32", "1", "40.0", "50.0 (1.25x)", "60.0 (1.50x)"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ([], "nothing to compare: give --eagle"),
-        (["--eagle", "."], "both --eagle and --eagle_python"),
-        (["--eagle", ".", "--eagle_python", "python"], "no folder 'eagle'"),
-        (["--cases", "eagle4"], "got --cases eagle4; allowed are eagle3-60"),
-        (["--dtypes", "int8"], "got --dtypes int8; allowed are float32"),
-        (["--modes", "fast"], "got --modes fast; allowed are eager"),
-    ],
-)
-def test_wrong_options(options: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match=f"compare.py: .*{words}"):
-        compare.main(options)
-
-
-def test_other_targets_are_refused(tmp_path: Path) -> None:
-    from draftsmith.inference import Target
-
-    with pytest.raises(ValueError, match="the target is a gpt_neox with RoPE"):
-        write_target(Target(tiny_target("gpt_neox")), 0, tmp_path)
 
 
 @pytest.mark.slow
