@@ -166,7 +166,7 @@ def fingerprint(folder: str) -> str:
 
 def describe_conditions(args: ResultsArguments) -> dict[str, Any]:
     """What all cells share."""
-    names = ("target", "dtype", "tree", "draft_vocab_size", "max_new_tokens", "long_tokens", "compile", "gguf")
+    names = ("target", "dtype", "tree", "draft_vocab_size", "max_new_tokens", "compile", "gguf")
     machine = {key: value for key, value in describe_machine(torch.device("cpu")).items() if key != "threads"}
     heads = {folder: fingerprint(folder) for folder in args.heads}
     return {**{name: getattr(args, name) for name in names}, **machine, "heads": heads}

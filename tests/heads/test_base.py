@@ -75,7 +75,7 @@ class TestLoading:
         (saved / "config.json").unlink()
         hub = "here, and no config.json could be read from a hub repository"
         for path, message in {
-            str(saved): r"has no config\.json: give a directory written by DraftHeads",
+            str(saved): r"has no config\.json: give the folder that draftsmith train",
             str(saved / "model.safetensors"): r"model\.safetensors is a file: give its folder",
             **{path: f"^the folder {path} does not exist$" for path in ("./nope", "/nope", "a/b/c", "~/nope")},
             **{name: f"there is no folder {name} {hub}" for name in ("nope", "org/nope")},

@@ -12,7 +12,13 @@ from draftsmith.inference.distributed.wire import decode, encode
 
 
 class FakeLink:
-    """An answer comes after 0 to `most_delay` looks at the link; rank 0 looks once after each draft."""
+    """Args:
+        make_server: makes each rank's server.
+        most_delay: an answer comes after 0 to this many looks at the link; rank 0 looks once after each draft.
+
+    Attributes:
+        num_stale: answers that came after their round; num_overtaken: answers that overtook an older task's.
+    """
 
     def __init__(
         self,
@@ -28,6 +34,8 @@ class FakeLink:
         self.owner: object = None
         self.clock = 0
         self.waiting: dict[int, tuple[int, Answer]] = {}  # by rank, in the order of the tasks: when the answer comes
+        self.newest = Task(0, 0, 0, [])
+        self.num_stale = self.num_overtaken = 0
         self.is_closed = False
 
     @property
@@ -40,6 +48,7 @@ class FakeLink:
             self.servers[rank].begin(message)
         elif isinstance(message, Task):
             assert rank not in self.waiting, "a busy server was asked"
+            self.newest = message
             due = self.clock + self.random.randint(0, self.most_delay)
             answer = decode(encode(self.servers[rank].answer(message)))
             assert isinstance(answer, Answer)
@@ -53,7 +62,9 @@ class FakeLink:
         if not due:
             return None
         rank = self.random.choice(due)
+        self.num_overtaken += rank != next(iter(self.waiting))
         _, answer = self.waiting.pop(rank)
+        self.num_stale += answer.version < self.newest.version
         return rank, answer
 
     def now(self) -> float:

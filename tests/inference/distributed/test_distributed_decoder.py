@@ -30,7 +30,6 @@ CALLS: dict[str, dict[str, Any]] = {
         **SAMPLED,
         "repetition_penalty": 1.3,
         "eos_token_id": 3,
-        "exponential_decay_length_penalty": (4, 1.05),
     },
 }
 

@@ -35,7 +35,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "EncoderNoRepeatNGramLogitsProcessor": (2, SOURCE),
     "SequenceBiasLogitsProcessor": ({(3,): 1.5, (5, 4): -float("inf"), (numpy.int64(6),): 2.0},),
     "NoBadWordsLogitsProcessor": ([[1], [5, 4], [2]], 2),
-    "ExponentialDecayLengthPenalty": ((1, 1.37), [2, 3], 2),
     "MinLengthLogitsProcessor": (9, [2, 3]),
     "MinNewTokensLengthLogitsProcessor": (3, 5, torch.tensor([2, 3])),
     "SuppressTokensAtBeginLogitsProcessor": ([3, 5], LENGTH),

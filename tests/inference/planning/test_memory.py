@@ -59,7 +59,7 @@ def test_what_is_learned_belongs_to_drafters_trees_and_runners(tmp_path: Path, m
     def name(drafter: Any = None, num: int = 2, runner: str = "Executor", **options: Any) -> Path:
         return memory_file(target, drafter or NgramDrafter(), gamma_chain(num).candidates, runner, **options)
 
-    pairs = [NgramDrafter(max_ngram=n) for n in (2, 2, 3)]
+    pairs = [NgramDrafter(max_ngram=n) for n in (2, 2, 4)]
     one, same, other = (name(pair) for pair in pairs)
     assert one == same
     assert len({one, other, name(), name(num=3), name(runner="CompiledExecutor"), name(is_coupled=True)}) == 6
