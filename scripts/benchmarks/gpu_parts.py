@@ -28,19 +28,19 @@ from draftsmith.inference.kernels.attention import attend_masked, can_use_kernel
 from draftsmith.inference.kernels.packed_masks import pack_tree, unpack_mask
 from draftsmith.inference.targets.masks import compute_ancestors
 from draftsmith.inference.trees.options import resolve_policy
-from draftsmith.scripts.benchmarks.roofline import (
+from draftsmith.scripts.benchmarks.scripted.counting import (
+    ScriptedTree,
+    make_counting_target,
+    make_random_heads,
+    reduce_vocabulary,
+)
+from draftsmith.scripts.measuring.roofline import (
     Hardware,
     Work,
     best_seconds,
     count_round,
     measure_bandwidth,
     measure_matmul,
-)
-from draftsmith.scripts.benchmarks.scripted.counting import (
-    ScriptedTree,
-    make_counting_target,
-    make_random_heads,
-    reduce_vocabulary,
 )
 from draftsmith.scripts.shared.clock import TimeLimit, read_clock
 from draftsmith.scripts.shared.model_loading import encode_messages, fit_tree, load_heads, load_target

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Drafter, Target
-from draftsmith.scripts.benchmarks.roofline import count_weight_bytes
 from draftsmith.scripts.measuring.contenders import (
     OurDecoding,
     TransformersDecoding,
@@ -36,6 +35,7 @@ from draftsmith.scripts.measuring.measure import (
     warm_up,
 )
 from draftsmith.scripts.measuring.report import make_rows, reference_name, texts_of_one_row
+from draftsmith.scripts.measuring.roofline import count_weight_bytes
 from draftsmith.scripts.measuring.table import Row
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import bind_heads, load_assistant, load_drafter_model, load_target

@@ -8,7 +8,7 @@ import torch
 from draftsmith.heads import create_heads
 from draftsmith.inference import Target, chain
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.scripts.benchmarks.roofline import (
+from draftsmith.scripts.measuring.roofline import (
     Work,
     count_round,
     count_weight_bytes,
