@@ -1,4 +1,4 @@
-"""The EAGLE kinds' common base: one decoder layer that drafts level by level by reading its own outputs.
+"""The EAGLE kinds' common base: a decoder layer, or a few, that draft level by level by reading their own outputs.
 
 Legend: B batch, T sequence length, S slots of one call, W frontier nodes, D hidden size, F feature width, R scratch
 rows of the tree, K unroll steps.
@@ -10,22 +10,26 @@ Slot t pairs a state of position t with the embedding of x_{t+1} and predicts x_
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.heads.base import EXTEND_CHUNK, DraftHeads
-from draftsmith.heads.config import DecoderConfig
+from draftsmith.heads.base import DraftHeads
+from draftsmith.heads.config import WindowedConfig
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import DraftCache, DraftLayer
+from draftsmith.heads.modules.layers import EXTEND_CHUNK, DecoderLayer, DraftAttention, DraftCache, DraftLayer
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
 
+# Layer number, its attention, q, k and v -> [B, S, D].
+Attend = Callable[[int, DraftAttention, Tensor, Tensor, Tensor], Tensor]
 
-class AutoregressionConfig(DecoderConfig):
+
+class AutoregressionConfig(WindowedConfig):
     """The settings that the EAGLE kinds share.
 
     Args:
@@ -34,7 +38,7 @@ class AutoregressionConfig(DecoderConfig):
         o_bias: a bias of the attention's output projection (likewise).
         own_embedding: token embeddings of the heads' own, in place of the target's. They start as a copy of the
             target's and are trained. Published heads that were trained so have them.
-        **kwargs: arguments of `DecoderConfig`.
+        **kwargs: arguments of `WindowedConfig`.
     """
 
     def __init__(
@@ -54,28 +58,33 @@ class AutoregressionConfig(DecoderConfig):
         self.own_embedding = own_embedding
         super().__init__(**kwargs)
 
+    @property
+    def biases(self) -> dict[str, bool]:
+        """The arguments of `DraftAttention`."""
+        return {"qkv_bias": self.qkv_bias, "o_bias": self.o_bias}
+
 
 @dataclass
 class AutoregressionState(RowState):
     """The state of one batch.
 
     Attributes:
-        cache: the draft layer's keys and values, with R scratch rows.
+        caches: each draft layer's keys and values, with R scratch rows.
         hidden: [B, 1 + R, D] outputs of the last accepted slot (row 0) and of each scratch row; the states of their
             children.
         tree: who sees whom among the scratch rows.
         draft_token_ids: as the heads', made once.
     """
 
-    cache: DraftCache
+    caches: list[DraftCache]
     hidden: Tensor
     tree: TreeRows
     draft_token_ids: Tensor | None
-    row_fields = ("cache", "hidden", "tree")
+    row_fields = ("caches", "hidden", "tree")
 
 
 class AutoregressionHeads(DraftHeads):
-    """One draft layer that reads its own outputs. A kind defines what the layer reads and how its outputs are scored.
+    """Draft layers that read their own outputs. A kind defines what the first reads and how outputs are scored.
 
     Attributes:
         detaches_steps: whether gradients stop between the steps of an unroll.
@@ -111,7 +120,13 @@ class AutoregressionHeads(DraftHeads):
 
     @property
     @abstractmethod
-    def layer(self) -> DraftLayer: ...
+    def layer(self) -> DraftLayer:
+        """The first layer."""
+
+    @property
+    def further_layers(self) -> list[DecoderLayer]:
+        """The layers above the first, each of which reads the output of the one before."""
+        return []
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -122,13 +137,24 @@ class AutoregressionHeads(DraftHeads):
         """Embeddings of tokens and states of slots, both [..., D] -> the layer's residual [..., D] and the input of its
         attention [..., input size]."""
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The output of a slot [..., D], which is scored and is its children's state."""
-        return self.layer.finish(residual, attended)
+    def finish(self, hidden: Tensor) -> Tensor:
+        """The last layer's output [..., D] in the form that is scored and that is the children's state."""
+        return hidden
 
     @abstractmethod
     def score(self, hidden: Tensor) -> Tensor:
         """Outputs [..., D] -> logits [..., C]."""
+
+    def run_layers(self, embedded: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Embeddings of tokens and states of slots [B, S, D] at RoPE positions [B, S] -> outputs [B, S, D]."""
+        first = self.layer
+        residual, inputs = self.prepare(embedded, state)
+        attended = attend(0, first.self_attn, *first.self_attn.project(inputs, positions))
+        hidden = first.finish(residual, attended)
+        for number, layer in enumerate(self.further_layers, start=1):
+            attended = attend(number, layer.self_attn, *layer.project(hidden, positions))
+            hidden = layer.finish(hidden, attended)
+        return self.finish(hidden)
 
     # Training.
 
@@ -146,17 +172,18 @@ class AutoregressionHeads(DraftHeads):
         state = self.fuse(features)
         positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
         embedded = self.embed(input_ids)
-        attention = self.layer.self_attn
         steps: list[DraftStep] = []
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        for k in range(self.config.ttt_steps):
-            tokens = nn.functional.pad(embedded[:, k + 1 :], (0, 0, 0, min(k + 1, length)))[:, :length]
-            residual, inputs = self.prepare(tokens, state)
-            q, key, value = attention.project(inputs, positions + k)
+        past: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in (self.layer, *self.further_layers)]
+
+        def attend(number: int, attention: DraftAttention, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = past[number]
             keys.append(key)
             values.append(value)
-            hidden = self.finish(residual, attention.attend_unrolled(q, keys, values))
+            return attention.attend_unrolled(q, keys, values)
+
+        for k in range(self.config.ttt_steps):
+            tokens = nn.functional.pad(embedded[:, k + 1 :], (0, 0, 0, min(k + 1, length)))[:, :length]
+            hidden = self.run_layers(tokens, state, positions + k, attend)
             steps.append(DraftStep(2 + k, hidden, self.score))
             state = hidden.detach() if self.detaches_steps else hidden
         return steps
@@ -171,9 +198,13 @@ class AutoregressionHeads(DraftHeads):
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> AutoregressionState:
         self.require_vocabulary()
-        cache = self.layer.self_attn.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch)
+        caches = [
+            layer.self_attn.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch)
+            for layer in (self.layer, *self.further_layers)
+        ]
         hidden = torch.zeros(batch_size, 1 + num_scratch, self.config.hidden_size, device=self.device, dtype=self.dtype)
-        return AutoregressionState(cache, hidden, TreeRows(batch_size, num_scratch, self.device), self.draft_token_ids)
+        tree = TreeRows(batch_size, num_scratch, self.device)
+        return AutoregressionState(caches, hidden, tree, self.draft_token_ids)
 
     def extend(
         self,
@@ -185,16 +216,20 @@ class AutoregressionHeads(DraftHeads):
         max_slots: int,
     ) -> DraftLogits:
         assert features is not None
-        cache, last_hidden, attention = state.cache, state.hidden[:, :1], self.layer.self_attn
+        caches, last_hidden = state.caches, state.hidden[:, :1]
         for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
             token_ids = next_token_ids[:, start : start + EXTEND_CHUNK]
             width = token_ids.shape[1]
             here = (counts - start).clamp(0, width)
             fused = self.fuse(features[:, start : start + width])
-            positions = cache.lengths[:, None] + torch.arange(width, device=fused.device)
-            residual, inputs = self.prepare(self.embed(token_ids), fused)
-            q, keys, values = attention.project(inputs, positions)
-            hidden = self.finish(residual, attention.attend(q, *cache.append(keys, values, here, max_slots)))
+            positions = caches[0].lengths[:, None] + torch.arange(width, device=fused.device)
+
+            def attend(
+                number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor, here: Tensor = here
+            ) -> Tensor:
+                return attention.attend(q, *caches[number].append(k, v, here, max_slots))
+
+            hidden = self.run_layers(self.embed(token_ids), fused, positions, attend)
             last = (here - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
             last_hidden = torch.where((here > 0)[:, None, None], hidden.gather(1, last), last_hidden)
         state.hidden.narrow(1, 0, 1).copy_(last_hidden)
@@ -202,11 +237,13 @@ class AutoregressionHeads(DraftHeads):
         return DraftLogits(self.score(last_hidden), state.draft_token_ids)
 
     def expand(self, state: AutoregressionState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        cache, attention, level = state.cache, self.layer.self_attn, state.tree.open_level(parents)
+        level = state.tree.open_level(parents)
         # The last accepted slot is lengths - 1, and level d of the tree is d slots after it.
-        positions = (cache.lengths[:, None] + level.depth).expand(-1, token_ids.shape[1])
-        residual, inputs = self.prepare(self.embed(token_ids), level.parents_of(state.hidden))
-        q, keys, values = attention.project(inputs, positions)
-        hidden = self.finish(residual, attention.attend(q, *cache.append_scratch(keys, values, level.ancestors)))
+        positions = (state.caches[0].lengths[:, None] + level.depth).expand(-1, token_ids.shape[1])
+
+        def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention.attend(q, *state.caches[number].append_scratch(k, v, level.ancestors))
+
+        hidden = self.run_layers(self.embed(token_ids), level.parents_of(state.hidden), positions, attend)
         state.hidden.index_copy_(1, level.places, hidden)
         return DraftLogits(self.score(hidden), state.draft_token_ids)

@@ -41,8 +41,6 @@ from draftsmith.inference.kernels.packed_weights import pack
 from draftsmith.inference.targets.model_config import WITH_AUTOCAST
 from draftsmith.inference.targets.target import Target
 
-EXTEND_CHUNK = 512  # slots of a prompt that `extend` reads in one pass
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig
 from draftsmith.inference.targets.target import Target
 
 FORMAT_VERSION = 1
+SLIDING = "sliding_attention"
+LAYER_TYPES = {SLIDING, "full_attention"}
 DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 
 
@@ -170,6 +172,37 @@ class DecoderConfig(DraftHeadsConfig):
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
         return super().from_target(target, **{**decoder_settings(target.text_config), **overrides})
+
+
+class WindowedConfig(DecoderConfig):
+    """The settings of kinds whose draft layers may attend to a sliding window.
+
+    Args:
+        sliding_window: how many of the last accepted positions a layer sees; None = all. Drafted tokens come on top, so
+            that the window stands still while a tree grows.
+        layer_types: `sliding_attention` or `full_attention` for each draft layer; None = all layers have the window.
+        **kwargs: arguments of `DecoderConfig`.
+    """
+
+    def __init__(
+        self, *, sliding_window: int | None = None, layer_types: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        if sliding_window is not None and sliding_window < 1:
+            raise ValueError(f"sliding_window is {sliding_window}; allowed is 1 or more positions, or null for all")
+        types = layer_types or []
+        if unknown := sorted({*types} - LAYER_TYPES):
+            raise ValueError(f"layer_types has {', '.join(unknown)}; allowed are {', '.join(sorted(LAYER_TYPES))}")
+        if SLIDING in types and sliding_window is None:
+            raise ValueError(f"layer_types has {SLIDING}, and sliding_window is null: give the number of positions")
+        self.sliding_window = sliding_window
+        self.layer_types = layer_types
+        super().__init__(**kwargs)
+        if types and len(types) != (count := getattr(self, "num_layers", len(types))):
+            raise ValueError(f"layer_types has {len(types)} entries, and there are {count} draft layers: give one each")
+
+    def window(self, layer: int) -> int | None:
+        """How many of the last accepted positions a draft layer, counted from 0, sees; None = all."""
+        return self.sliding_window if self.layer_types is None or self.layer_types[layer] == SLIDING else None
 
 
 def check_attention_shape(num_attention_heads: int, num_key_value_heads: int, head_dim: int) -> None:

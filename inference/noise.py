@@ -4,8 +4,8 @@ A token is sampled as argmax(log p + noise) (the Gumbel-max trick). The noise of
 text was decoded. So drafter and target can share it (drafter-invariant speculative decoding, arXiv 2408.07978), and the
 sampled text is the same with any drafter, any tree and any other rows in the batch.
 
-The generator is counter-based: it hashes 32-bit integers in int64 tensors. The integers are the same on CPU, GPU and in
-compiled code; only the two logarithms may round differently in the last place.
+The generator is counter-based: it hashes 32-bit integers, in int32 tensors whose products wrap around. The integers are
+the same on CPU, GPU and in compiled code; only the two logarithms may round differently in the last place.
 
 Legend: B batch, P positions, V target vocabulary, C selected tokens.
 """
@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
-_GOLDEN = 0x9E3779B9  # 2**32 / golden ratio: spreads consecutive integers over the 32 bits
-# Multipliers of the 32-bit mixer `lowbias32` (C. Wellons, "Prospecting for hash functions"). The one above 2**31 has
-# 2**32 subtracted: the low 32 bits of the product are the same, and |x * m| < 2**63 never overflows int64.
+# Numbers above 2**31 have 2**32 subtracted, as int32 holds them.
+_GOLDEN = 0x9E3779B9 - (1 << 32)  # 2**32 / golden ratio: spreads consecutive integers over the 32 bits
+# Multipliers of the 32-bit mixer `lowbias32` (C. Wellons, "Prospecting for hash functions").
 _MIX_1 = 0x7FEB352D
 _MIX_2 = 0x846CA68B - (1 << 32)
+_IN_CACHE = 1 << 16  # values that a CPU's core keeps in its cache from one operation to the next
 
 
 def gumbel_noise(row_seeds: Tensor, positions: Tensor, token_ids: int | Tensor) -> Tensor:
@@ -39,18 +40,24 @@ def gumbel_noise(row_seeds: Tensor, positions: Tensor, token_ids: int | Tensor) 
     """
     if isinstance(token_ids, int):
         token_ids = torch.arange(token_ids, device=positions.device)
-    low, high = row_seeds & _MASK, (row_seeds >> 32) & _MASK
     # Two 32-bit keys per position: with one key, two positions of a long text could share all their noise.
-    keys = []
-    for stream in (1, 2):
-        key = _mix(_mix((low + stream * _GOLDEN) & _MASK) ^ high)  # [B]
-        keys.append(_mix((key[:, None] + positions * _GOLDEN) & _MASK)[..., None])  # [B, P, 1]
-    columns = _mix((token_ids * _GOLDEN) & _MASK)  # [C]
-    bits = _mix(columns ^ keys[0])  # [B, P, C]
-    bits *= (keys[1] >> 1) | 1  # an odd factor below 2**31
-    bits &= _MASK  # uniform on 0 .. 2**32 - 1
+    first, second = (_mix(key[:, None] + _int32(positions) * _GOLDEN)[..., None] for key in _keys(row_seeds, (1, 2)))
+    columns = _mix(_int32(token_ids) * _GOLDEN)  # [C]
+    num_rows = max(1, _IN_CACHE // max(1, len(columns)))
+    if positions.device.type != "cpu" or torch.compiler.is_compiling() or first.numel() <= num_rows:
+        return _gumbel(columns, first, second)
+    parts = zip(first.view(-1, 1).split(num_rows), second.view(-1, 1).split(num_rows), strict=True)
+    return torch.cat([_gumbel(columns, *keys) for keys in parts]).view(*first.shape[:2], -1)
+
+
+def _gumbel(columns: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Noise [..., C] of columns [C] for positions with the keys `first` and `second` [..., 1], all int32."""
+    bits = _mix(columns ^ first)
+    bits *= _shift(second, 1) | 1  # an odd factor below 2**31
+    # Uniform on 0 .. 2**32 - 1, rounded once: both halves are whole numbers that float32 holds.
+    uniform = _shift(bits, 16).float().mul_(65536.0).add_((bits & 0xFFFF).float())
     # -log(-log(1 - u)): the large noise that decides a draw comes from small u, where float32 is precise.
-    minus_uniform = bits.float().add_(0.5).mul_(-(2.0**-32)).clamp_(min=2.0**-24 - 1.0)
+    minus_uniform = uniform.add_(0.5).mul_(-(2.0**-32)).clamp_(min=2.0**-24 - 1.0)
     return minus_uniform.log1p_().neg_().log_().neg_()
 
 
@@ -73,13 +80,9 @@ def row_seeds(seed: int | Sequence[int] | None, batch_size: int, device: torch.d
     except TypeError:
         raise ValueError(f"seed is {seed!r}: give one int for all rows, one int per row, or None") from None
     if isinstance(seed, int):
-        rows = torch.arange(batch_size)
-        words = []
-        for stream in (3, 4):
-            word = _mix(torch.tensor((seed + stream * _GOLDEN) & _MASK))
-            word = _mix(word ^ ((seed >> 32) & _MASK))
-            words.append(_mix((word + rows * _GOLDEN) & _MASK))
-        return ((words[0] << 32) | words[1]).to(device)
+        rows = _int32(torch.arange(batch_size))
+        words = [_mix(key + rows * _GOLDEN) for key in _keys(torch.tensor([_to_int64(seed)]), (3, 4))]
+        return _join(*words).to(device)
     if len(seed) != batch_size:
         raise ValueError(f"{len(seed)} seeds for {batch_size} rows: give one int for all rows or one int per row")
     return torch.tensor([_to_int64(row) for row in seed], dtype=torch.long, device=device)
@@ -90,14 +93,13 @@ def derive_seeds(seeds: Tensor, *numbers: int | Tensor) -> Tensor:
 
     The noise of derived seeds is independent of the noise of the seeds themselves.
     """
-    low, high = seeds & _MASK, (seeds >> 32) & _MASK
     words = []
-    for stream in (5, 6):
-        word = _mix(_mix((low + stream * _GOLDEN) & _MASK) ^ high)
+    for stream, word in zip((5, 6), _keys(seeds, (5, 6)), strict=True):
         for number in numbers:
-            word = _mix((word + (number + 1) * _GOLDEN) & _MASK) ^ stream
+            step = (_int32(number) + 1) * _GOLDEN if isinstance(number, Tensor) else _wrap((number + 1) * _GOLDEN)
+            word = _mix(word + step) ^ stream
         words.append(word)
-    return (words[0] << 32) | words[1]
+    return _join(*words)
 
 
 def uniform_noise(seeds: Tensor, count: int) -> Tensor:
@@ -111,15 +113,36 @@ def _to_int64(value: int) -> int:
     return (int(value) + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
+def _wrap(value: int) -> int:
+    """The int32 with the low 32 bits of `value`."""
+    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def _int32(values: Tensor) -> Tensor:
+    """The low 32 bits of int64."""
+    return ((values + (1 << 31)) & _MASK).sub(1 << 31).int()
+
+
+def _keys(seeds: Tensor, streams: tuple[int, int]) -> list[Tensor]:
+    """One independent 32-bit key per seed and stream."""
+    low, high = _int32(seeds), _int32(seeds >> 32)
+    return [_mix(_mix(low + _wrap(stream * _GOLDEN)) ^ high) for stream in streams]
+
+
+def _join(high: Tensor, low: Tensor) -> Tensor:
+    return (high.long() << 32) | (low.long() & _MASK)
+
+
+def _shift(x: Tensor, count: int) -> Tensor:
+    """x >> count for the bits of an int32, without its sign."""
+    return (x >> count) & (_MASK >> count)
+
+
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers (held in int64) in which every input bit moves every output bit."""
-    high = x >> 16  # a new tensor, which the next lines may overwrite
-    high ^= x
-    x = high
+    """A bijection of int32 in which every input bit moves every output bit."""
+    x = _shift(x, 16).bitwise_xor_(x)  # a new tensor, which the next lines may overwrite
     x *= _MIX_1
-    x &= _MASK
-    x ^= x >> 15
+    x ^= _shift(x, 15)
     x *= _MIX_2
-    x &= _MASK
-    x ^= x >> 16
+    x ^= _shift(x, 16)
     return x

@@ -2,7 +2,7 @@
 
     draftsmith import --checkpoint yuhuili/EAGLE3-LLaMA3.1-Instruct-8B \\
         --target meta-llama/Llama-3.1-8B-Instruct --output outputs/imported
-    draftsmith import --checkpoint DIR --target TARGET --output outputs/imported --settings norm_output=true
+    draftsmith import --checkpoint DIR --target TARGET --output DIR2 --settings norm_output=true
 
 The format is seen from the files. Every tensor and every key is accounted for, or nothing is written.
 `DraftHeads.from_pretrained(checkpoint, target=model)` does the same without writing.

@@ -61,6 +61,8 @@ class DFlash(Format):
         numbers = [int(match[1]) for name in published if (match := re.match(r"layers\.(\d+)\.", name))]
         num_layers = 1 + max(numbers, default=0)
         settings = read_decoder(reading, num_layers) | self._read_block(reading) | {"num_layers": num_layers}
+        if settings.get("sliding_window") is not None:
+            settings["sliding_is_causal"] = self._read_sliding_causal(reading)
         _check_shape(reading)
         if layers := self._read_layers(reading):
             settings["feature_layers"] = layers
@@ -95,6 +97,10 @@ class DFlash(Format):
             "is_causal": bool(published.setting("is_causal", published.setting("causal", False))),
         }
 
+    def _read_sliding_causal(self, reading: Reading) -> bool:
+        """Whether rows of a layer with a window see only the rows before them: as in vLLM, unless something is said."""
+        return all(reading.published.setting(key) is None for key in ("is_causal", "causal"))
+
     def _read_layers(self, reading: Reading) -> list[int]:
         key = "target_layer_ids" if self.layer_offset else "aux_hidden_state_layer_ids"
         ids = reading.published.setting(key)
@@ -125,11 +131,12 @@ class DFlash(Format):
             "num_target_layers": target.num_layers,
             OWN_KEY: {name: getattr(config, name) for name in _OWN},
         }
+        states_causal = config.is_causal or (config.sliding_window is not None and not config.sliding_is_causal)
         if is_spark:
             settings |= {**own, **_spark_settings(config), "num_anchors": config.num_anchors}
-            settings |= {"is_causal": True} if config.is_causal else {}
+            settings |= {"is_causal": config.is_causal} if states_causal else {}
         else:
-            settings["dflash_config"] = own | ({"causal": True} if config.is_causal else {})
+            settings["dflash_config"] = own | ({"causal": config.is_causal} if states_causal else {})
         return Exported(settings, written, commands=self.commands(config))
 
     def refuse(self, config: Any, *, has_own_mask: bool) -> None:
@@ -195,6 +202,9 @@ class BlockSpeculators(DFlash):
     def matches(self, published: Published) -> bool:
         return published.config.get("speculators_model_type") in ("dflash", "dspark")
 
+    def _read_sliding_causal(self, reading: Reading) -> bool:
+        return not reading.flag("sliding_window_non_causal")
+
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         refuse_unwritable(
             self.title,
@@ -213,7 +223,7 @@ class BlockSpeculators(DFlash):
             "mask_token_id": mask_id,
             "draft_vocab_size": target.vocab_size,
             "sample_from_anchor": config.predicts_at_anchor,
-            "sliding_window_non_causal": True,  # vLLM makes all layers causal where this is false
+            "sliding_window_non_causal": not config.sliding_is_causal,
             "transformer_layer_config": _write_shape(config, tensors),
             OWN_KEY: {name: getattr(config, name) for name in _OWN},
         }
@@ -255,11 +265,12 @@ def _last_state(config: Any) -> tuple[bool, str]:
 
 
 def _write_shape(config: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    written = write_decoder(config, config.num_layers)
     return {
-        **write_decoder(config, config.num_layers),
+        **written,
         "model_type": "qwen3",
         "attention_bias": False,
-        "layer_types": ["full_attention"] * config.num_layers,
+        "layer_types": written.get("layer_types", ["full_attention"] * config.num_layers),
         "torch_dtype": name_dtype(tensors),
     }
 

@@ -15,12 +15,14 @@ from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from draftsmith.heads.formats.medusa import Medusa, VLLMMedusa
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
+from draftsmith.heads.formats.transformers_dflash import TransformersDFlash
 from draftsmith.inference.targets.target import Target
 
 # In the order of recognition: the first that matches is the checkpoint's, so the special ones come first. Several with
 # one name write different kinds of heads for one engine.
 FORMATS: tuple[Format, ...] = (
     GgufEagle3(),
+    TransformersDFlash(),
     BlockSpeculators(),
     DFlash(),
     Speculators(),

@@ -23,14 +23,14 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from draftsmith.heads.base import EXTEND_CHUNK, DraftHeads
-from draftsmith.heads.config import DecoderConfig
+from draftsmith.heads.base import DraftHeads
+from draftsmith.heads.config import WindowedConfig
 from draftsmith.heads.modules.anchors import draw_slots
 from draftsmith.heads.modules.block_layer import BlockLayer, MarkovBias
 from draftsmith.heads.modules.block_view import BlockView
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.host_tensors import send
-from draftsmith.heads.modules.layers import DraftCache, RMSNorm
+from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftCache, RMSNorm
 from draftsmith.heads.modules.vocabulary import mean_embedding, principal_embeddings, seldom_token
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
@@ -71,7 +71,7 @@ def default_shape(num_layers: int) -> tuple[int, int]:
     return min(5, max(2, round(num_layers / 7))), 16 if num_layers >= 24 else 8
 
 
-class BlockConfig(DecoderConfig):
+class BlockConfig(WindowedConfig):
     """The settings of block drafters.
 
     Args:
@@ -88,9 +88,11 @@ class BlockConfig(DecoderConfig):
         has_confidence: train a head for the chance that a depth's token is accepted if all tokens before it are
             (DSpark). Engines read it; nothing here does.
         is_causal: a block's rows see only the rows before them (JetSpec).
+        sliding_is_causal: the same in layers with a sliding window only (DFlash by speculators, where nothing else is
+            said).
         mask_token_id: the token whose embedding MASK has (from_target: `seldom_token`), as in DFlash: engines look it
             up in the target. None: MASK has an embedding of its own, which is trained.
-        **kwargs: arguments of `DecoderConfig`.
+        **kwargs: arguments of `WindowedConfig`.
     """
 
     model_type = "draftsmith_block"
@@ -107,6 +109,7 @@ class BlockConfig(DecoderConfig):
         markov_rank: int = 0,
         has_confidence: bool = False,
         is_causal: bool = False,
+        sliding_is_causal: bool = False,
         mask_token_id: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -128,6 +131,7 @@ class BlockConfig(DecoderConfig):
         self.markov_rank = markov_rank
         self.has_confidence = has_confidence
         self.is_causal = is_causal
+        self.sliding_is_causal = sliding_is_causal
         self.mask_token_id = mask_token_id
         super().__init__(**kwargs)
         if mask_token_id is not None and self.target_vocab_size and not 0 <= mask_token_id < self.target_vocab_size:
@@ -181,7 +185,7 @@ class BlockHeads(DraftHeads):
         self.fc = nn.Linear(len(config.feature_layers) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.mask_embedding = nn.Parameter(torch.zeros(size), requires_grad=config.mask_token_id is None)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(BlockLayer(config, config.window(n)) for n in range(config.num_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.markov = MarkovBias(config.target_vocab_size, config.markov_rank) if config.markov_rank else None
         self.confidence = nn.Linear(size + config.markov_rank, 1) if config.has_confidence else None
@@ -238,10 +242,11 @@ class BlockHeads(DraftHeads):
         masks = self.mask_embedding.to(embedded.dtype).expand(*anchors.shape, self.config.block_size - 1, -1)
         return torch.cat([embedded, masks], dim=2).flatten(1, 2)
 
-    def mask_of_block(self) -> Tensor:
-        """[N, N] bool, which rows of its block each row sees."""
+    def mask_of_block(self, window: int | None) -> Tensor:
+        """[N, N] bool, which rows of its block each row sees, in layers with this window."""
         seen = torch.ones(self.config.block_size, self.config.block_size, dtype=torch.bool, device=self.device)
-        return seen.tril() if self.config.is_causal else seen
+        is_causal = self.config.is_causal or (self.config.sliding_is_causal and window is not None)
+        return seen.tril() if is_causal else seen
 
     def join(self, hidden: Tensor, before: Tensor) -> Tensor:
         """Normed states [B, A or 1, D] and, if there is a Markov bias, W1 of the previous tokens [B, A]: together
@@ -285,8 +290,10 @@ class BlockHeads(DraftHeads):
         hidden = self.embed_blocks(_gather_clamped(input_ids, real + 1))
         rows = torch.arange(size, device=input_ids.device)
         block_positions = (real[..., None] + 1 + rows).flatten(1)
-        view = BlockView(blocks, self.mask_of_block(), length)
+        windows = {layer.self_attn.window for layer in self.each_layer}
+        views = {window: BlockView(blocks, self.mask_of_block(window), length, window) for window in windows}
         for layer in self.each_layer:
+            view = views[layer.self_attn.window]
             projected = layer.project(hidden, block_positions)
             keys_values = layer.self_attn.project_context(context, positions)
             hidden = layer.finish(hidden, layer.self_attn.output(view.attend(*projected, keys_values)))
@@ -320,9 +327,9 @@ class BlockHeads(DraftHeads):
         hidden = self.embed_blocks(anchors)
         size = self.config.block_size
         positions = state.caches[0].lengths[:, None] + torch.arange(size, device=hidden.device)
-        mask = self.mask_of_block().expand(hidden.shape[0], -1, -1)
         for layer, cache in zip(self.each_layer, state.caches, strict=True):
             q, keys, values = layer.project(hidden, positions)
+            mask = self.mask_of_block(layer.self_attn.window).expand(hidden.shape[0], -1, -1)
             view = cache.append_scratch(keys, values, mask)
             hidden = layer.finish(hidden, layer.self_attn.attend(q, *view))
         state.logits = self.score_as_target(self.norm(hidden[:, size - self.max_depth :]))

@@ -84,7 +84,7 @@ class EagleLayer(DraftLayer):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        attention = DraftAttention(config, size, size, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
+        attention = DraftAttention(config, size, size, **config.biases, window=config.window(0))
         self.add_blocks(config, attention, size)
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 (arXiv 2503.01840): one decoder layer over fused features of three target layers, trained on its own outputs.
+"""EAGLE-3 (arXiv 2503.01840): a decoder layer over fused features of three target layers, trained on its own outputs.
 
 Legend: D hidden size, V target vocabulary, Vd draft vocabulary.
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.heads.autoregression import AutoregressionConfig, AutoregressionHeads
-from draftsmith.heads.modules.layers import DraftAttention, DraftLayer, RMSNorm
+from draftsmith.heads.modules.layers import DecoderLayer, DraftAttention, DraftLayer, RMSNorm
 from draftsmith.heads.modules.vocabulary import map_tensors, most_frequent_tokens
 from draftsmith.inference.targets.target import Target
 
@@ -71,6 +71,7 @@ class Eagle3Config(AutoregressionConfig):
         draft_vocab_size: tokens that the draft head scores; None = all of the target's (from_target:
             `default_draft_vocabulary`).
         ttt_steps: steps of the training-time test (the authors' code uses 7).
+        num_layers: EAGLE-3's layer plus the plain decoder layers above it.
         fc_norm: an RMSNorm on each tapped feature before fc (EAGLE-3.1). On in new heads, as `norm_output`: without
             norms, layers of small states learn less. The authors' code and llama.cpp know neither.
         norm_output: the output AFTER the final norm is the next step's g, in training and in decoding (EAGLE-3.1).
@@ -87,14 +88,18 @@ class Eagle3Config(AutoregressionConfig):
         *,
         draft_vocab_size: int | None = None,
         ttt_steps: int = 7,
+        num_layers: int = 1,
         fc_norm: bool = False,
         norm_output: bool = False,
         norm_before_residual: bool = False,
         norm_before_fc: bool = False,
         **kwargs: Any,
     ) -> None:
+        if num_layers < 1:
+            raise ValueError(f"num_layers is {num_layers}; allowed is 1 or more (the authors use 1)")
         if fc_norm and norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc both norm the features before fc: set one of them")
+        self.num_layers = num_layers
         self.draft_vocab_size = draft_vocab_size
         self.fc_norm = fc_norm
         self.norm_output = norm_output
@@ -134,13 +139,13 @@ class Eagle3Layer(DraftLayer):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        attention = DraftAttention(config, 2 * size, size, qkv_bias=config.qkv_bias, o_bias=config.o_bias)
+        attention = DraftAttention(config, 2 * size, size, **config.biases, window=config.window(0))
         self.add_blocks(config, attention, size)
 
 
 class Eagle3Heads(AutoregressionHeads):
     """The EAGLE-3 draft head. Tensors have the names of EAGLE-3 checkpoints (`input_norm`, `fc_norm`, `fc`,
-    `midlayer`, `norm`, `lm_head`, `d2t`, `t2d`)."""
+    `midlayer`, `layers`, `norm`, `lm_head`, `d2t`, `t2d`)."""
 
     config_class = Eagle3Config
     has_static_state = True
@@ -157,6 +162,12 @@ class Eagle3Heads(AutoregressionHeads):
             self.input_norm = RMSNorm(width, config.rms_norm_eps)
         self.fc = nn.Linear(width, size, bias=False)
         self.midlayer = Eagle3Layer(config)
+        self.layers = nn.ModuleList(
+            DecoderLayer(
+                config, size, DraftAttention(config, size, size, **config.biases, window=config.window(number))
+            )
+            for number in range(1, config.num_layers)
+        )
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
         self.has_draft_vocab = config.vocab_size != config.target_vocab_size
@@ -206,6 +217,10 @@ class Eagle3Heads(AutoregressionHeads):
     def layer(self) -> Eagle3Layer:
         return self.midlayer
 
+    @property
+    def further_layers(self) -> list[DecoderLayer]:
+        return cast(list[DecoderLayer], list(self.layers))
+
     def fuse(self, features: Tensor) -> Tensor:
         features = features.to(self.compute_dtype)
         if self.config.norm_before_fc:
@@ -221,8 +236,7 @@ class Eagle3Heads(AutoregressionHeads):
         inputs = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
         return normed if self.config.norm_before_residual else state, inputs
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        hidden = super().finish(residual, attended)
+    def finish(self, hidden: Tensor) -> Tensor:
         return cast(Tensor, self.norm(hidden)) if self.config.norm_output else hidden
 
     def score(self, hidden: Tensor) -> Tensor:

@@ -23,11 +23,11 @@ from typing import Any, ClassVar, Self, cast
 import torch
 from torch import Tensor, nn
 
-from draftsmith.heads.base import EXTEND_CHUNK, DraftHeads
+from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DEFAULT_ROPE, DraftHeadsConfig, check_attention_shape, decoder_settings
 from draftsmith.heads.kinds.medusa import ResidualBlock
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import DecoderLayer, DraftCache, RMSNorm
+from draftsmith.heads.modules.layers import EXTEND_CHUNK, DecoderLayer, DraftCache, RMSNorm
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target

@@ -40,13 +40,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.heads.base import EXTEND_CHUNK, DraftHeads
+from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.checkpoint import refuse_differences
-from draftsmith.heads.config import DecoderConfig
+from draftsmith.heads.config import WindowedConfig
 from draftsmith.heads.formats.native_mtp import read_native_modules
 from draftsmith.heads.formats.published import HUB_KEYS
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import DraftCache
+from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftCache
 from draftsmith.heads.modules.mtp_block import MTPBlock, Rows
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
@@ -56,7 +56,7 @@ FLOAT32_BUFFERS = {"e_score_correction_bias"}  # DeepSeek's routers keep it in f
 SHOWN = 5  # tensors named of each problem
 
 
-class MTPConfig(DecoderConfig):
+class MTPConfig(WindowedConfig):
     """The settings of MTP heads.
 
     Args:
@@ -71,7 +71,7 @@ class MTPConfig(DecoderConfig):
         reads_before_final_norm: depth 0 reads the target's state before its final norm (MiMo).
         stock_layer: the `to_dict()` of a config whose family's own decoder layer is in the blocks, as
             `draftsmith.heads.formats.native_mtp` writes it; None = a layer like Llama's.
-        **kwargs: arguments of `DecoderConfig`.
+        **kwargs: arguments of `WindowedConfig`.
     """
 
     model_type = "draftsmith_mtp"
@@ -99,6 +99,11 @@ class MTPConfig(DecoderConfig):
         self.reads_before_final_norm = reads_before_final_norm
         self.stock_layer = stock_layer
         super().__init__(**kwargs)
+        if self.sliding_window is not None and (not share_block or stock_layer or self.layer_types):
+            raise ValueError(
+                f"sliding_window is {self.sliding_window}; a window is for one shared block like Llama's: set "
+                "share_block to true, and leave stock_layer and layer_types out"
+            )
         if self.target_num_layers and len(self.feature_layers) != 1:
             raise ValueError(
                 f"feature_layers is {self.feature_layers}; MTP reads one state (the target's last, in the paper)"

@@ -16,26 +16,23 @@ also x_{t+4}.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from draftsmith.heads.base import EXTEND_CHUNK
 from draftsmith.heads.kinds.eagle3 import Eagle3Config, Eagle3Heads
 from draftsmith.heads.modules.anchors import draw_slots
 from draftsmith.heads.modules.block_view import BlockView
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.host_tensors import send
-from draftsmith.heads.modules.layers import DecoderLayer, DraftAttention, DraftCache
+from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftAttention, DraftCache
 from draftsmith.heads.modules.vocabulary import mean_embedding
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
-
-Attend = Callable[[int, DraftAttention, Tensor, Tensor, Tensor], Tensor]
 
 
 def default_shape(num_layers: int) -> tuple[int, int]:
@@ -73,20 +70,18 @@ class ParallelConfig(Eagle3Config):
             raise ValueError(
                 "ttt_steps and norm_output belong to heads that draft one depth after another: set num_depths instead"
             )
-        if num_depths < 2 or num_layers < 1:
+        if num_depths < 2:
             raise ValueError(
-                f"num_depths is {num_depths} and num_layers {num_layers}; allowed are at least 2 and 1 "
-                "(for one depth, use EAGLE-3 heads with ttt_steps=1)"
+                f"num_depths is {num_depths}; allowed is 2 or more (for one depth, use EAGLE-3 heads with ttt_steps=1)"
             )
         for name, value in (("keep_ratio", keep_ratio), ("min_keep_ratio", min_keep_ratio)):
             if not 0 < value <= 1:
                 raise ValueError(f"{name} is {value}; allowed is a share above 0 and up to 1 (1 drops nothing)")
         self.num_depths = num_depths
-        self.num_layers = num_layers
         self.keep_ratio = keep_ratio
         self.min_keep_ratio = min_keep_ratio
         self.mask_token_id = mask_token_id
-        super().__init__(**kwargs)
+        super().__init__(num_layers=num_layers, **kwargs)
         del self.ttt_steps
         if mask_token_id is not None and not self.own_embedding:
             raise ValueError(
@@ -149,15 +144,6 @@ class ParallelHeads(Eagle3Heads):
         if config.mask_token_id is None:
             self.mask_embedding = nn.Parameter(torch.zeros(size))
         self.mask_hidden = nn.Parameter(torch.full((self.fc.in_features,), 0.02))  # a norm of zeros would be zero
-        biases = {"qkv_bias": config.qkv_bias, "o_bias": config.o_bias}
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, size, DraftAttention(config, size, size, **biases))
-            for _ in range(config.num_layers - 1)
-        )
-
-    @property
-    def further_layers(self) -> list[DecoderLayer]:
-        return cast(list[DecoderLayer], list(self.layers))
 
     @property
     def max_depth(self) -> int:  # type: ignore[override]
@@ -181,22 +167,6 @@ class ParallelHeads(Eagle3Heads):
         """The embedding and the g of every mask row, both [D]."""
         embedding = self.mask_embedding if self.config.mask_token_id is None else self._mask_row()
         return embedding, self.fuse(self.mask_hidden)
-
-    def run_layers(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """All layers over slots and mask rows side by side, [B, W + M, D].
-
-        Args:
-            embedded, hidden: [B, W + M, D]; positions: [B, W + M].
-            attend: layer number, its attention, q, k and v -> [B, W + M, D].
-        """
-        first = self.midlayer
-        residual, inputs = self.prepare(embedded, hidden)
-        attended = attend(0, first.self_attn, *first.self_attn.project(inputs, positions))
-        hidden = first.finish(residual, attended)
-        for number, layer in enumerate(self.further_layers, start=1):
-            attended = attend(number, layer.self_attn, *layer.project(hidden, positions))
-            hidden = layer.finish(hidden, attended)
-        return hidden
 
     def with_masks(self, embedded: Tensor, g: Tensor, num_masks: int) -> tuple[Tensor, Tensor]:
         """Embeddings and g of slots [B, W, D], each followed by M mask rows: [B, W + M, D]."""
@@ -223,14 +193,17 @@ class ParallelHeads(Eagle3Heads):
         mask_positions = send(torch.cat([band.positions for band in bands], dim=1), input_ids.device)
         rows = self.with_masks(self.embed(ahead), self.fuse(features), mask_positions.shape[1])
 
-        views = [BlockView(band.slots.clamp(min=0), self._mask_of_rows(band.num_rows), length) for band in bands]
+        views = [
+            [self._view(band, length, layer.self_attn.window) for band in bands]
+            for layer in (self.midlayer, *self.further_layers)
+        ]
 
-        def attend(_: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             (slot_q, *masks_q), (slot_k, *masks_k), (slot_v, *masks_v) = (
                 x.split([length, *(band.slots.shape[1] * band.num_rows for band in bands)], dim=2) for x in (q, k, v)
             )
             attended = [attention.attend_unrolled(slot_q, [slot_k], [slot_v])]
-            for view, *own in zip(views, masks_q, masks_k, masks_v, strict=True):
+            for view, *own in zip(views[number], masks_q, masks_k, masks_v, strict=True):
                 attended.append(attention.output(view.attend(own[0], own[1], own[2], (slot_k, slot_v))))
             return torch.cat(attended, dim=1)
 
@@ -257,8 +230,11 @@ class ParallelHeads(Eagle3Heads):
             return [Band(torch.arange(length).expand(batch, -1), self.max_depth - 1)]
         return self.choose_bands(draw_slots(loss_mask, length, token_seeds))
 
-    def _mask_of_rows(self, num_rows: int) -> Tensor:
-        return torch.ones(num_rows, num_rows, dtype=torch.bool, device=self.device).tril()
+    def _view(self, band: Band, length: int, window: int | None) -> BlockView:
+        """A mask row is as far ahead of its slot as its depth, and so is its window, as in speculators."""
+        seen = torch.ones(band.num_rows, band.num_rows, dtype=torch.bool, device=self.device).tril()
+        ahead = torch.arange(1, band.num_rows + 1, device=self.device)
+        return BlockView(band.slots.clamp(min=0), seen, length, window, ahead)
 
     def choose_bands(self, drawn: Tensor) -> list[Band]:
         """Cuts each sequence's slots [B, A], in the order drawn and padded at the end with -1, into bands, the deepest
@@ -309,7 +285,7 @@ class ParallelHeads(Eagle3Heads):
             cache = state.caches[number]
             _, _, mask = cache.append(k[:, :, :width], v[:, :, :width], here, max_slots)
             keys, values, mask_of_masks = cache.append_scratch(
-                k[:, :, width:], v[:, :, width:], seen.expand(batch, -1, -1)
+                k[:, :, width:], v[:, :, width:], seen.expand(batch, -1, -1), ahead=1 + steps[:num_masks]
             )
             return attention.attend(q, keys, values, torch.cat([mask, mask_of_masks], dim=2))
 

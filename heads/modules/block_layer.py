@@ -18,8 +18,8 @@ class BlockAttention(DraftAttention):
 
     read_together = (("k_proj", "v_proj"),)  # of the context, too, without queries
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config, config.hidden_size, config.hidden_size)
+    def __init__(self, config: PreTrainedConfig, window: int | None = None) -> None:
+        super().__init__(config, config.hidden_size, config.hidden_size, window=window)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -46,8 +46,8 @@ class BlockLayer(DecoderLayer):
 
     self_attn: BlockAttention
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config, config.hidden_size, BlockAttention(config))
+    def __init__(self, config: PreTrainedConfig, window: int | None = None) -> None:
+        super().__init__(config, config.hidden_size, BlockAttention(config, window))
 
 
 class MarkovBias(nn.Module):

@@ -21,6 +21,8 @@ from draftsmith.heads.modules.unrolled_attention import attend_unrolled
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.kernels.attention import attend_masked
 
+EXTEND_CHUNK = 512  # slots that a drafter's `extend` reads in one pass
+
 
 class RotaryEmbedding:
     """cos and sin tables for the config's `rope_parameters`.
@@ -106,14 +108,21 @@ class DraftCache(RowState):
     With the scratch rows first, both regions have fixed columns in rows of every length. A tree fills the scratch rows
     level by level, and the drafter's `extend` frees them.
 
+    With a window the slots are a ring: slot s is at place s modulo the ring's length, which has room for the window and
+    one pass. So drafting costs as much after 32,000 tokens as after 2,000.
+
     Args:
         shape: (B, G, d) of the keys.
         value_shape: (G, d) of the values where they differ.
         num_slots: accepted slots that a row can hold.
         num_scratch: R.
+        window: how many of the last accepted slots a row sees; None = all.
+
+    Attributes:
+        begins: [B] int64, the first slot that a row holds: later than 0 in copies of a part of a longer row.
     """
 
-    row_fields = ("keys", "values", "lengths")
+    row_fields = ("keys", "values", "lengths", "begins")
 
     def __init__(
         self,
@@ -124,16 +133,20 @@ class DraftCache(RowState):
         device: torch.device,
         dtype: torch.dtype,
         value_shape: tuple[int, int] | None = None,
+        window: int | None = None,
     ) -> None:
         batch, groups, size = shape
         self.num_scratch = num_scratch
+        self.window = window
+        self.num_held = num_slots if window is None else min(num_slots, window) + EXTEND_CHUNK
         # One more column than is ever seen: padding of full rows is written there.
-        columns = num_scratch + num_slots + 1
+        columns = num_scratch + self.num_held + 1
         self.keys = torch.zeros(batch, groups, columns, size, device=device, dtype=dtype)
         groups, size = value_shape or (groups, size)
         self.values = torch.zeros(batch, groups, columns, size, device=device, dtype=dtype)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
-        self.columns = torch.arange(num_scratch + num_slots, device=device)
+        self.begins = torch.zeros_like(self.lengths)
+        self.columns = torch.arange(num_scratch + self.num_held, device=device)
         self.rows = torch.arange(batch, device=device)[:, None]
         self.max_slots = 0
         self.used_scratch = torch.zeros(1, dtype=torch.long, device=device)
@@ -152,12 +165,17 @@ class DraftCache(RowState):
     def open(self, width: int, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor]:
         """The first half of `append`: returns the columns [B, W] to write, and the mask."""
         slots_BW = self.lengths[:, None] + torch.arange(width, device=self.keys.device)
+        self.max_slots = min(max_slots, self.num_held)
         # A row's padding goes to slots that the next call overwrites.
-        columns = (self.num_scratch + slots_BW).clamp(max=self.keys.shape[2] - 1)
-        slot_of_column = self.columns[: self.num_scratch + max_slots] - self.num_scratch
-        mask_BWS = (slot_of_column >= 0) & (slot_of_column <= slots_BW[..., None])
+        if self.window is None:
+            columns = (self.num_scratch + slots_BW).clamp(max=self.keys.shape[2] - 1)
+            slot_of_column = self.columns[: self.num_scratch + max_slots] - self.num_scratch
+            mask_BWS = (slot_of_column >= 0) & (slot_of_column <= slots_BW[..., None])
+        else:
+            columns = self.num_scratch + slots_BW % self.num_held
+            held, own = self._held_slots(slots_BW[:, -1:]), slots_BW[..., None]
+            mask_BWS = F.pad((held <= own) & (held > own - self.window), (self.num_scratch, 0))
         self.lengths += counts  # in place: it is what a captured draft keeps from step to step
-        self.max_slots = max_slots
         self.used_scratch = torch.zeros_like(self.used_scratch)
         self._num_used = 0
         return columns, mask_BWS[:, None]
@@ -167,15 +185,19 @@ class DraftCache(RowState):
         columns, _ = self.open(keys.shape[2], counts, max_slots)
         self.write(columns, keys, values)
 
-    def append_scratch(self, keys: Tensor, values: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def append_scratch(
+        self, keys: Tensor, values: Tensor, ancestors: Tensor, ahead: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Writes one level's W frontier rows; `ancestors` [B, W, R] are the scratch rows that each sees.
+
+        With a window each row sees what the last accepted slot sees, or [W] `ahead` slots less of it.
 
         The level's first row is a tensor, so that one compiled graph serves every level.
         """
-        columns, mask = self.open_scratch(keys.shape[2], ancestors)
+        columns, mask = self.open_scratch(keys.shape[2], ancestors, ahead)
         return (*self.write(columns, keys, values), mask)
 
-    def open_scratch(self, width: int, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+    def open_scratch(self, width: int, ancestors: Tensor, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The first half of `append_scratch`: returns the columns [W] to write, and the mask [B, 1, W, S]."""
         if not torch.compiler.is_compiling():
             self._num_used += width
@@ -186,9 +208,20 @@ class DraftCache(RowState):
                 )
         columns = self.used_scratch + self.columns[:width]
         self.used_scratch = self.used_scratch + width
-        certain_BS = self.columns[: self.max_slots] < self.lengths[:, None]
-        mask_BWS = torch.cat([ancestors, certain_BS[:, None].expand(-1, width, -1)], dim=-1)
+        if self.window is None:
+            certain = (self.columns[: self.max_slots] < self.lengths[:, None])[:, None]
+        else:
+            first = self.lengths[:, None, None] - self.window
+            first = first if ahead is None else first + ahead[:, None]
+            certain = self._held_slots(self.lengths[:, None] - 1) >= first
+        mask_BWS = torch.cat([ancestors, certain.expand(-1, width, -1)], dim=-1)
         return columns, mask_BWS[:, None]
+
+    def _held_slots(self, ends: Tensor) -> Tensor:
+        """[B, 1, places in view], the slot at each place of the ring after those up to `ends` [B, 1] were written; a
+        number below all slots where there is none."""
+        slots = ends - (ends - self.columns[: self.max_slots]) % self.num_held
+        return slots.masked_fill(slots < self.begins[:, None], torch.iinfo(slots.dtype).min // 2)[:, None]
 
     def copy_rows(self, source: DraftCache, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
         """Fills this fresh cache: row b gets the first lengths[b] slots, at most `max_slots`, of row rows[b] of
@@ -197,12 +230,21 @@ class DraftCache(RowState):
         The two caches may have different numbers of rows, slots and scratch rows.
         """
         here = rows.to(self.keys.device)
-        width = min(max_slots, len(self.columns) - self.num_scratch, len(source.columns) - source.num_scratch)
-        for plane, other in ((self.keys, source.keys), (self.values, source.values)):
-            plane.narrow(2, self.num_scratch, width).copy_(
-                other.narrow(2, source.num_scratch, width).index_select(0, here)
-            )
+        width = min(max_slots, self.num_held, source.num_held)
         self.lengths.copy_(lengths)
+        if self.window is None:
+            for plane, other in ((self.keys, source.keys), (self.values, source.values)):
+                plane.narrow(2, self.num_scratch, width).copy_(
+                    other.narrow(2, source.num_scratch, width).index_select(0, here)
+                )
+            return
+        # A pass may have overwritten what a longer row held before its window.
+        written = source.lengths + EXTEND_CHUNK
+        self.begins.copy_(torch.maximum(source.begins, written - source.num_held).index_select(0, here))
+        slots = (self.lengths[:, None] - width + torch.arange(width, device=here.device)).clamp(min=0)
+        for plane, other in ((self.keys, source.keys), (self.values, source.values)):
+            found = other[here[:, None], :, source.num_scratch + slots % source.num_held]
+            plane[self.rows, :, self.num_scratch + slots % self.num_held] = found
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         super().keep_rows(rows)
@@ -231,6 +273,7 @@ class DraftAttention(nn.Module):
     Args:
         qkv_bias, o_bias: whether the projections to q, k and v, and the one back to the hidden size, have biases. They
             start at 0.
+        window: how many of the last accepted slots a row sees; None = all.
     """
 
     def __init__(
@@ -241,8 +284,10 @@ class DraftAttention(nn.Module):
         *,
         qkv_bias: bool = False,
         o_bias: bool = False,
+        window: int | None = None,
     ) -> None:
         super().__init__()
+        self.window = window
         self.head_dim: int = config.head_dim
         self.num_heads: int = config.num_attention_heads
         self.num_groups: int = config.num_key_value_heads
@@ -267,8 +312,14 @@ class DraftAttention(nn.Module):
 
     def new_cache(self, batch_size: int, *, num_slots: int, num_scratch: int) -> DraftCache:
         weight = self.k_proj.weight
-        shape = (batch_size, self.num_groups, self.head_dim)
-        return DraftCache(shape, num_slots=num_slots, num_scratch=num_scratch, device=weight.device, dtype=weight.dtype)
+        return DraftCache(
+            (batch_size, self.num_groups, self.head_dim),
+            num_slots=num_slots,
+            num_scratch=num_scratch,
+            device=weight.device,
+            dtype=weight.dtype,
+            window=self.window,
+        )
 
     def output(self, attended: Tensor) -> Tensor:
         """[B, H, Q, d] -> [B, Q, D]."""
@@ -280,7 +331,7 @@ class DraftAttention(nn.Module):
 
     def attend_unrolled(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """`draftsmith.heads.modules.unrolled_attention.attend_unrolled` and the output projection: [B, T, D]."""
-        return self.output(attend_unrolled(q, keys, values))
+        return self.output(attend_unrolled(q, keys, values, self.window))
 
 
 class GatedMLP(nn.Module):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from draftsmith.heads.modules.layers import DecoderLayer, DraftCache, RMSNorm
+from draftsmith.heads.modules.layers import DecoderLayer, DraftAttention, DraftCache, RMSNorm
 from draftsmith.heads.modules.stock_layer import StockLayer
 
 
@@ -39,8 +39,9 @@ class Rows:
 class MTPLayer(DecoderLayer):
     """A decoder layer like Llama's."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
-        super().__init__(config, config.hidden_size)
+    def __init__(self, config: PreTrainedConfig, window: int | None) -> None:
+        size = config.hidden_size
+        super().__init__(config, size, DraftAttention(config, size, size, window=window))
 
     def new_cache(self, batch_size: int, **sizes: int) -> DraftCache:
         return self.self_attn.new_cache(batch_size, **sizes)
@@ -71,7 +72,9 @@ class MTPBlock(nn.Module):
         self.hnorm = RMSNorm(size, eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.layer: MTPLayer | StockLayer = (
-            MTPLayer(config) if config.stock_layer is None else StockLayer(config.stock_layer, index)
+            MTPLayer(config, config.window(index))
+            if config.stock_layer is None
+            else StockLayer(config.stock_layer, index)
         )
         self.norm = RMSNorm(size, eps)
         self.is_hidden_first: bool = config.hidden_first

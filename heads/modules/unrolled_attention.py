@@ -28,9 +28,11 @@ QUERY_CHUNK = 256
 SHORT = 256
 
 
-def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], window: int | None = None) -> Tensor:
     """The newest step's queries q [B, H, T, d] over the keys and values of all steps, [B, G, T, d] each, step 0 first:
-    [B, H, T, d]."""
+    [B, H, T, d]. With a `window`, of step 0 only the last so many keys up to the own slot are seen."""
+    if window is not None and window < q.shape[2]:
+        return attend_in_chunks(q, keys, values, window)
     if q.device.type == "cpu" or _has_flash_kernel(q):
         return cast(Tensor, _MergedAttention.apply(q, *keys, *values))
     if len(keys) == 1:  # repeated: for grouped float32 keys torch would build a [T, T] tensor
@@ -129,14 +131,18 @@ def _score(q: Tensor, k: Tensor) -> Tensor:
     return scores
 
 
-def attend_in_chunks(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def attend_in_chunks(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], window: int | None = None) -> Tensor:
     """`attend_unrolled` for any device. Step 0 is a causal product of a few queries at a time, recomputed in the
     backward pass, so that no [T, T] tensor is kept."""
     chunks = []
     for start in range(0, q.shape[2], QUERY_CHUNK):
         end = min(start + QUERY_CHUNK, q.shape[2])
+        first = 0 if window is None else max(0, start + 1 - window)
         own = [x[:, :, start:end] for x in (*keys[1:], *values[1:])]
-        args: tuple[Any, ...] = (q[:, :, start:end], keys[0][:, :, :end], values[0][:, :, :end], start, *own)
+        args: tuple[Any, ...] = (
+            *(q[:, :, start:end], keys[0][:, :, first:end], values[0][:, :, first:end], start - first, window),
+            *own,
+        )
         if torch.is_grad_enabled() and q.shape[2] > QUERY_CHUNK:
             chunks.append(checkpoint(_attend_chunk, *args, use_reentrant=False, preserve_rng_state=False))
         else:
@@ -144,13 +150,16 @@ def attend_in_chunks(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
     return torch.cat(chunks, dim=2)
 
 
-def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, start: int, *own: Tensor) -> Tensor:
+def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, offset: int, window: int | None, *own: Tensor) -> Tensor:
+    """The keys of the first query's own slot are at place `offset`."""
     _, num_heads, queries, size = q.shape
     own_keys, own_values = _halves(own)
     # Query heads are grouped as [G, H / G], so that keys and values are broadcast.
     q = q.unflatten(1, (keys.shape[1], -1)) * size**-0.5
-    causal = torch.ones(queries, keys.shape[2], dtype=torch.bool, device=q.device).tril(start)
-    scores = (q @ keys[:, :, None].transpose(-1, -2)).float().masked_fill(~causal, float("-inf"))
+    seen = torch.ones(queries, keys.shape[2], dtype=torch.bool, device=q.device).tril(offset)
+    if window is not None:
+        seen = seen.triu(offset + 1 - window)
+    scores = (q @ keys[:, :, None].transpose(-1, -2)).float().masked_fill(~seen, float("-inf"))
     own_scores = [(q * k[:, :, None]).sum(-1, keepdim=True, dtype=torch.float32) for k in own_keys]
     weights = torch.cat([scores, *own_scores], dim=-1).softmax(-1).to(values.dtype)
     attended = weights[..., : keys.shape[2]] @ values[:, :, None]

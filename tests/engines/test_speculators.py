@@ -21,6 +21,7 @@ from draftsmith.training.features.encoding import encode
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.engines.environments.running import find_python, run_worker
 from tests.engines.learning import load_trained
+from tests.heads.tiny_heads import tiny_heads
 
 NUM_STEPS, LENGTH, TRAIN_STEPS = 4, 128, 50
 LARGEST_ERROR = 2e-5
@@ -50,9 +51,20 @@ def write_states(target: Target, heads: DraftHeads, path: Path) -> tuple[torch.T
     return features, token_ids
 
 
-def test_forward_training_and_saved_files(target: Target, exported: Callable[..., Path], tmp_path: Path) -> None:
+# As speculators trains by default, but for a window that cuts, and with a layer more.
+AS_BY_DEFAULT = {
+    **dict.fromkeys(("norm_before_residual", "norm_before_fc", "norm_output"), True),
+    "num_layers": 2,
+    "sliding_window": 16,
+}
+
+
+@pytest.mark.parametrize("settings", [None, AS_BY_DEFAULT], ids=["trained", "window and layers"])
+def test_forward_training_and_saved_files(
+    settings: dict[str, Any] | None, target: Target, exported: Callable[..., Path], tmp_path: Path
+) -> None:
     python = find_python("SPECULATORS_PYTHON")
-    heads = load_trained("eagle3", target)
+    heads = load_trained("eagle3", target) if settings is None else tiny_heads("eagle3", target, **settings)
     folder = exported(heads, "speculators")
     features, token_ids = write_states(target, heads, tmp_path / "states.safetensors")
     logits, names = run_speculators(
@@ -81,12 +93,13 @@ def test_forward_training_and_saved_files(target: Target, exported: Callable[...
     trained = DraftHeads.from_pretrained(tmp_path / "saved/0", target=target)
     saved = load_file(tmp_path / "saved/0/model.safetensors")
     for name, tensor in trained.state_dict().items():
-        assert torch.equal(tensor, saved[name.replace("midlayer.", "layers.0.")]), name
+        theirs = name.replace("layers.0.", "layers.1.").replace("midlayer.", "layers.0.")
+        assert torch.equal(tensor, saved[theirs]), name
     assert not torch.equal(trained.state_dict()["fc.weight"], heads.state_dict()["fc.weight"])
-    check_texts(target, trained)
+    check_texts(target, trained, at_least=1.2 if settings is None else 1.0)
 
 
-def check_texts(target: Target, heads: DraftHeads) -> None:
+def check_texts(target: Target, heads: DraftHeads, at_least: float) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(CHAT_TARGET)
     lengths = []
     for prompt in ("Tell me about the sea.", "How do I keep my plants alive in winter?"):
@@ -97,4 +110,4 @@ def check_texts(target: Target, heads: DraftHeads) -> None:
         assert torch.equal(drafted.sequences, plain.sequences)
         lengths.append(drafted.stats.acceptance_length)
     print("acceptance lengths of heads that speculators trained:", lengths)
-    assert max(lengths) > 1.2
+    assert max(lengths) >= at_least

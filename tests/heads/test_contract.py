@@ -391,6 +391,39 @@ class TestDrafting:
             assert_scores(below[row, -1], prefix.expected(row, tokens[0][row, -1:].tolist()))
 
 
+@pytest.mark.parametrize(
+    ("head_type", "overrides"),
+    [("eagle3", {"num_layers": 2}), ("block", {"block_size": 4}), ("parallel", {}), ("mtp", {})],
+)
+def test_a_window_keeps_its_slots_in_a_ring(
+    head_type: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts much longer than window and chunk, rows of different lengths, and copies of a shorter part of them."""
+    for name in (f"heads.kinds.{head_type}", "heads.autoregression", "heads.modules.layers"):
+        monkeypatch.setattr(f"draftsmith.{name}.EXTEND_CHUNK", 4, raising=False)
+    heads = tiny_heads(head_type, target_of("llama"), sliding_window=6, **overrides)
+    prefix = Prefix(heads, [41, 17, 30])
+    with torch.no_grad():
+        state = prefix.start(64, 32)
+        for starts, ends in (([0, 0, 0], [20, 5, 26]), ([20, 5, 26], [37, 15, 28]), ([37, 15, 28], [40, 16, 29])):
+            found = prefix.extend(state, starts, ends)
+        for row in range(3):
+            assert_scores(found[row], prefix.expected(row, []))
+        assert_tree_matches(prefix, state, seed=1)
+        caches = state.caches
+        assert all(cache.keys.shape[2] == cache.num_scratch + 6 + 4 + 1 for cache in caches)
+
+        # Parts of rows 2 and 0: what the ring has lost is not seen.
+        kept = [27, 39]
+        copied = heads.start(2, 64, 32)
+        copied.copy_rows(state, torch.tensor([2, 0]), torch.tensor(kept), max_slots=40)
+        assert [cache.begins.tolist() for cache in copied.caches] == [[23, 34]] * len(caches)
+        part = Prefix(heads, [30, 41])
+        part.token_ids, part.features = prefix.token_ids[[2, 0]], prefix.features[[2, 0]]
+        found = part.extend(copied, kept, [29, 40])
+        assert_scores(found[1], prefix.expected(0, []))
+
+
 STATIC_TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
 

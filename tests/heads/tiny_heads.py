@@ -28,6 +28,13 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
             "has_confidence": True,
         },
         {"block_size": 4, "is_causal": True, "num_anchors": 6, "markov_rank": 4, "num_key_value_heads": 4},
+        {"block_size": 4, "sliding_window": 5},
+        {
+            "block_size": 4,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 5,
+            "sliding_is_causal": True,
+        },
     ),
     "eagle": (
         {"ttt_steps": 5},
@@ -45,6 +52,8 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
             **dict.fromkeys(("norm_before_residual", "norm_before_fc", "norm_output"), True),
             **dict.fromkeys(("qkv_bias", "o_bias", "own_embedding"), True),
         },
+        {"ttt_steps": 4, "num_layers": 3, "sliding_window": 4},
+        {"num_layers": 2, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "hydra": (
         {"num_layers": 2},
@@ -59,11 +68,13 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
         {},
         {"num_steps": 3, "norm_output": False, "hidden_first": True, "zero_first_embedding": True},
         {"share_block": False},
+        {"sliding_window": 4},
     ),
     "parallel": (
         {"num_depths": 4},
         {"num_depths": 3, "num_layers": 1, "draft_vocab_size": 40, "num_key_value_heads": 4, "keep_ratio": 0.5},
         {"num_depths": 3, "own_embedding": True, "mask_token_id": 5, "fc_norm": True},
+        {"num_depths": 4, "sliding_window": 4},
     ),
 }
 VARIANTS = [(kind, overrides) for kind in HEAD_TYPES for overrides in _VARIANTS.get(kind, ({},))]

@@ -33,7 +33,7 @@ _HARMLESS = {
     *LlamaConfig().to_dict(),
     *("torch_dtype", "auto_map", "name_or_path", "bias", "max_window_layers", "target_model_type", "license"),
     *("norm_topk_prob", "routed_scaling_factor"),  # of mixtures
-    "sliding_window_pattern",  # windows are refused by another key
+    "sliding_window_pattern",  # layer_types says it
     *("embed_requires_grad", "has_no_defaults_at_init", "sliding_window_non_causal"),
     *("next_layer_regular", "parallel_draft_step", "parallel_draft_heads_num_layers"),
     *(OWN_KEY, *_TABLES, "speculators_config", "speculators_model_type", "speculators_version"),

@@ -143,6 +143,7 @@ class VLLMEagle1(Eagle1):
             (config.own_embedding, "vLLM takes the target's embeddings for EAGLE-1; choose eagle"),
             (config.o_bias, "vLLM reads qkv_bias, and no bias of the output projection beside it"),
             (config.hidden_act != "silu", f"vLLM knows silu only, not {config.hidden_act}"),
+            (config.sliding_window is not None, "EAGLE-1 of vLLM knows no sliding_window"),
         )
 
 
@@ -177,4 +178,5 @@ class SGLangEagle1(Eagle1):
             (config.qkv_bias or config.o_bias, "its attention has no biases there; choose vllm or eagle"),
             (config.own_embedding, "SGLang takes the target's embeddings; choose eagle"),
             (config.hidden_act != "silu", f"SGLang knows silu only, not {config.hidden_act}"),
+            (config.sliding_window is not None, "EAGLE-1 of SGLang knows no sliding_window"),
         )

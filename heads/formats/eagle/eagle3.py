@@ -87,6 +87,8 @@ class Eagle3(Format):
                 number = int(match[1] or 0)
                 layers.add(number)
                 ours = f"midlayer.{match[2]}" if number == 0 else f"layers.{number - 1}.{match[2]}"
+                if number and f"layers.{number}.input_layernorm.weight" not in published:  # SGLang's name for it
+                    ours = ours.replace("hidden_norm", "input_layernorm")
             reading.give(ours, name)
         if published.has(r"layers\.0\..*"):  # then what is missing is so named, too
             reading.names = {f"midlayer.{part}": f"layers.0.{part}" for part in PARTS} | reading.names
@@ -105,13 +107,11 @@ class Eagle3(Format):
         if settings["fc_norm"] and settings["norm_before_fc"]:
             reading.problems.append("fc_norm and norm_before_fc are both true, and exclude each other")
             settings["norm_before_fc"] = False
+        further = {f"layers.{n - 1}.{part}": f"layers.{n}.{part}" for n in layers - {0} for part in PARTS}
+        reading.names = further | reading.names
         if is_parallel(published):
-            further = {f"layers.{n - 1}.{part}": f"layers.{n}.{part}" for n in layers - {0} for part in PARTS}
-            reading.names = further | reading.names
             return self._read_masks(reading, settings, len(layers))
-        settings["own_embedding"] = read_embedding(reading)
-        if len(layers) > 1:
-            reading.problems.append(f"the checkpoint has {len(layers)} layers, and EAGLE-3 heads here have one")
+        settings |= {"own_embedding": read_embedding(reading), "num_layers": len(layers)}
         return reading.finish("eagle3", settings)
 
     def _read_masks(self, reading: Reading, settings: dict[str, Any], num_layers: int) -> Imported:
@@ -151,7 +151,7 @@ class Eagle3(Format):
         self.refuse(config)
         keys = {
             "architectures": ["LlamaForCausalLM"],
-            **write_decoder(config),
+            **write_decoder(config, config.num_layers),
             "draft_vocab_size": config.vocab_size,
             "torch_dtype": name_dtype(tensors),
             OWN_KEY: own_settings(config),
@@ -167,6 +167,7 @@ class Eagle3(Format):
             (bool(flags), f"their code does not know {', '.join(flags)}; choose vllm or speculators"),
             (config.feature_layers != usual, f"their code reads layers {usual}, these heads {config.feature_layers}"),
             (config.qkv_bias or config.o_bias, "their code has no biases in its attention"),
+            (config.num_layers > 1, f"their code has one layer, these heads {config.num_layers}; choose vllm"),
             *authors_limits(config),
         )
 

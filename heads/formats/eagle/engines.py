@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -53,7 +54,7 @@ class VLLMEagle3(Eagle3):
         ids = config.feature_layers
         keys = {
             "architectures": ["LlamaForCausalLMEagle3"],
-            **write_decoder(config, count_layers(config)),
+            **write_decoder(config, config.num_layers),
             "draft_vocab_size": config.vocab_size,
             "target_hidden_size": config.target_hidden_size,
             "attention_bias": config.qkv_bias,
@@ -91,14 +92,21 @@ class SGLangEagle3(Eagle3):
     )
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
-        exported = super().write(config, tensors, target)
+        named = tensors if config.num_layers == 1 else write_masks(config, tensors, target)[1]
+        exported = super().write(config, named, target)
         flags = {flag: getattr(config, flag) for flag in FLAGS if flag != UNREAD}
         keys = {**exported.config, "architectures": ["LlamaForCausalLMEagle3"], **flags}
         if config.feature_layers != authors_layers(config.target_num_layers):
             ids = [layer - 1 for layer in config.feature_layers]  # SGLang taps the layer after the id
             keys["eagle_config"] = {IDS: ids, "use_aux_hidden_state": True}
             keys[OWN_KEY] = {**keys[OWN_KEY], "feature_layers": config.feature_layers}
-        return replace(exported, config=keys)
+        # SGLang reads the windows of all layers from its command, and layers above the first have another norm's name.
+        commands = self.commands
+        if config.sliding_window is not None:
+            commands = tuple(f"{line} --speculative-draft-window-size {config.sliding_window}" for line in commands)
+        norm = re.compile(r"(layers\.[1-9]\d*)\.input_layernorm\.")
+        renamed = {norm.sub(r"\1.hidden_norm.", name): tensor for name, tensor in exported.tensors.items()}
+        return replace(exported, config=keys, tensors=renamed, commands=commands)
 
     def refuse(self, config: Any) -> None:
         refuse_unwritable(
@@ -107,13 +115,9 @@ class SGLangEagle3(Eagle3):
             (config.qkv_bias or config.o_bias, "its attention has no biases there; choose vllm"),
             (config.own_embedding, "SGLang takes the target's embeddings; choose vllm"),
             (0 in config.feature_layers, "SGLang cannot tap the embeddings (layer 0)"),
+            (bool(config.layer_types), "SGLang has one window for all layers; choose vllm or speculators"),
             *engine_limits(config, "SGLang"),
         )
-
-
-def count_layers(config: Any) -> int:
-    """Draft layers: EAGLE-3 has one."""
-    return int(getattr(config, "num_layers", 1))
 
 
 def engine_limits(config: Any, engine: str) -> tuple[tuple[bool, str], ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from draftsmith.heads.config import DEFAULT_ROPE, decoder_settings
+from draftsmith.heads.config import DEFAULT_ROPE, LAYER_TYPES, SLIDING, decoder_settings
 from draftsmith.heads.formats.eagle.config_keys import find_unread
 from draftsmith.heads.formats.format import Imported
 from draftsmith.heads.formats.published import OWN_KEY, Published
@@ -109,10 +109,6 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
         problems.append(f"num_hidden_layers is {stated}, and the tensors are of {num_layers} layers")
     if (value := published.setting("mlp_bias")) not in (None, False):
         problems.append(f"mlp_bias is {value!r}, which heads here do not have")
-    window, types = published.setting("sliding_window"), published.setting("layer_types", ())
-    is_used = published.setting("use_sliding_window", True)
-    if (window is not None and is_used) or (isinstance(types, list) and "sliding_attention" in types):
-        problems.append("the layers attend to a sliding window, which heads here do not have")
     num_heads = reading.integer("num_attention_heads")
     groups = reading.integer("num_key_value_heads", num_heads)
     head_dim = reading.integer("head_dim", max(1, target.hidden_size // num_heads))
@@ -137,7 +133,31 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
         "rms_norm_eps": norm_eps,
         "rope_parameters": _read_rope(reading),
         "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
+        **_read_windows(reading, num_layers),
     }
+
+
+def _read_windows(reading: Reading, num_layers: int) -> dict[str, Any]:
+    """Settings of `WindowedConfig`. Configs of other models keep a number that no layer uses."""
+    published, problems = reading.published, reading.problems
+    types, is_used = published.setting("layer_types"), published.setting("use_sliding_window")
+    if published.setting("sliding_window") is None or is_used is False:
+        if isinstance(types, list) and SLIDING in types:
+            problems.append(f"layer_types has {SLIDING}, and the config has no sliding_window in use")
+        return {}
+    window = reading.integer("sliding_window")
+    if types is None:
+        if is_used is None:
+            problems.append(
+                f"sliding_window is {window}, and neither layer_types nor use_sliding_window says which layers have it"
+            )
+        return {"sliding_window": window}
+    if not isinstance(types, list) or len(types) != num_layers or not {*types} <= LAYER_TYPES:
+        problems.append(f"layer_types is {types!r}; heads here have {num_layers} of {', '.join(sorted(LAYER_TYPES))}")
+        return {}
+    if SLIDING not in types:
+        return {}
+    return {"sliding_window": window, "layer_types": None if {*types} == {SLIDING} else types}
 
 
 def _read_rope(reading: Reading) -> dict[str, Any]:
@@ -199,7 +219,15 @@ def write_decoder(config: Any, num_layers: int = 1) -> dict[str, Any]:
         "rope_scaling": None if rope["rope_type"] == "default" else scaling,
         "rope_parameters": rope,
         "tie_word_embeddings": False,
+        **_write_windows(config, num_layers),
     }
+
+
+def _write_windows(config: Any, num_layers: int) -> dict[str, Any]:
+    if config.sliding_window is None:
+        return {}
+    types = config.layer_types or [SLIDING] * num_layers
+    return {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": types}
 
 
 def read_own_settings(reading: Reading, names: tuple[str, ...]) -> dict[str, Any]:
@@ -326,7 +354,13 @@ def authors_limits(config: Any) -> tuple[tuple[bool, str], ...]:
             f"their code computes head_dim, and {config.head_dim} is not {size} / {num_heads}",
         ),
         (kind != "default", f"their code does not know RoPE of type {kind}; choose vllm"),
+        window_limit(config, "their code"),
     )
+
+
+def window_limit(config: Any, reader: str) -> tuple[bool, str]:
+    """That a reader knows no sliding windows."""
+    return config.sliding_window is not None, f"{reader} knows no sliding_window; choose vllm or speculators"
 
 
 def refuse_unwritable(title: str, *reasons: tuple[bool, str]) -> None:

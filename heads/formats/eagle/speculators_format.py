@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.heads.config import name_of_target
 from draftsmith.heads.formats.eagle.eagle3 import FLAGS, IDS, Eagle3, is_parallel, own_settings
-from draftsmith.heads.formats.eagle.engines import count_layers, engine_limits, vllm_limits, write_masks
+from draftsmith.heads.formats.eagle.engines import engine_limits, vllm_limits, write_masks
 from draftsmith.heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, write_decoder
 from draftsmith.heads.formats.format import Exported, Imported
 from draftsmith.heads.formats.published import OWN_KEY, Published
@@ -73,7 +73,7 @@ class Speculators(Eagle3):
             "embed_requires_grad": config.own_embedding,
             IDS: config.feature_layers,
             "transformer_layer_config": {
-                **write_decoder(config, count_layers(config)),
+                **write_decoder(config, config.num_layers),
                 "attention_bias": config.qkv_bias,
                 "mlp_bias": False,
                 "torch_dtype": name_dtype(tensors),

@@ -64,6 +64,8 @@ _FIXED = {
     "qkv_bias": False,
     "o_bias": False,
     "hidden_act": "silu",
+    "num_layers": 1,
+    "sliding_window": None,
 }
 
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import functional as F
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
 from draftsmith.heads.formats.published import Published, open_published
+from draftsmith.heads.formats.transformers_dflash import TransformersDFlash
 from draftsmith.inference import Target
 from draftsmith.training.features.encoding import encode
 from tests.heads.formats.round_trip import (
@@ -176,7 +178,13 @@ OTHER_SETTINGS: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = 
                 r"target_layer_ids \[9\] are no layers",
             ),
             ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 400}}, "mask_token_id is 400"),
-            ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
+            ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": "<mask>"}}, "mask_token_id is '<mask>'"),
+            (
+                {"dflash_config": {"target_layer_ids": "all", "mask_token_id": 0}},
+                "no list of layers as target_layer_ids",
+            ),
+            ({"rope_parameters": None, "rope_theta": None}, "config.json has no rope_theta"),
+            ({"layer_types": ["sliding_attention"] * 2}, "the config has no sliding_window in use"),
             ({"draft_vocab_size": 40}, "draft_vocab_size is 40"),
             ({"num_target_layers": 36}, "num_target_layers is 36, and the target has 6"),
         ],
@@ -206,6 +214,53 @@ def test_vllm_keeps_speculators_blocks_whole(target: Target) -> None:
     heads = tiny_heads("block", target)
     config = export_heads(BlockSpeculators(), heads).config
     assert config["sliding_window_non_causal"] is True
+
+
+@pytest.mark.parametrize(
+    ("known", "said", "is_causal", "sliding_is_causal"),
+    [
+        (DFlash(), {}, False, True),
+        (DFlash(), {"is_causal": False}, False, False),
+        (DFlash(), {"dflash_config": {"causal": True}}, True, False),
+        (BlockSpeculators(), {"sliding_window_non_causal": None}, False, True),
+        (BlockSpeculators(), {"sliding_window_non_causal": True}, False, False),
+    ],
+)
+def test_rows_of_a_window_are_causal_unless_it_is_said(
+    known: DFlash, said: dict[str, Any], is_causal: bool, sliding_is_causal: bool, target: Target
+) -> None:
+    heads = tiny_heads("block", target, **FLASH, sliding_window=5, sliding_is_causal=True)
+    published = publish(known, heads)
+    nested = published.config.get("dflash_config", {})
+    keys = {key: {**nested, **value} if isinstance(value, dict) else value for key, value in said.items()}
+    config = import_heads(known, change(published, config=keys), target).config
+    assert (config.sliding_window, config.is_causal, config.sliding_is_causal) == (5, is_causal, sliding_is_causal)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "MuseGlimmerAssistantModel"), reason="transformers has it from 5.24 on")
+def test_transformers_drafts_with_them(target: Target, tmp_path: Path) -> None:
+    """The same scores of a block after the same features, and plain decoding's text."""
+    heads = tiny_heads("block", target, **FLASH)
+    export_heads(TransformersDFlash(), heads).save(tmp_path)
+    assistant = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    prompt = random_prompt(12)
+    model, ids = target.model, assistant.config.target_layer_ids
+    with torch.no_grad():
+        states = model(prompt[:, :-1], output_hidden_states=True).hidden_states
+        features = torch.cat([states[i + 1] for i in ids], dim=-1)
+        block = torch.tensor([[int(prompt[0, -1]), *[heads.config.mask_token_id] * 3]])
+        found = assistant(
+            noise_embeds=target.embed_tokens(block),
+            context_hidden_states=features,
+            position_ids=torch.arange(15)[None],
+            attention_mask=torch.ones(1, 15, dtype=torch.long),
+        ).last_hidden_state
+        state = heads.start(1, 32, 8)
+        heads.extend(state, features, prompt[:, 1:], torch.tensor([11]), max_slots=11)
+    torch.testing.assert_close(model.lm_head(found)[:, 1:], state.logits, atol=1e-5, rtol=1e-4)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
+    drafted = model.generate(prompt, assistant_model=assistant, speculation_type="dflash", **options)
+    assert torch.equal(drafted, model.generate(prompt, **options))
 
 
 def test_a_reduced_vocabulary_of_speculators(target: Target) -> None:

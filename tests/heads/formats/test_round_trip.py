@@ -31,6 +31,9 @@ REFUSED: dict[tuple[str, str], str] = {
     ("gguf", "eagle3-2"): "llama.cpp does not know fc_norm True, norm_output True",
     ("gguf", "eagle3-3"): "llama.cpp does not know norm_output True",
     ("gguf", "eagle3-4"): "llama.cpp does not know norm_output True, qkv_bias True",
+    **{("eagle", f"eagle3-{index}"): "their code has one layer" for index in (5, 6)},
+    **{("gguf", f"eagle3-{index}"): "num_layers ., sliding_window 4" for index in (5, 6)},
+    ("sglang", "eagle3-6"): "SGLang has one window for all layers",
     ("hydra", "hydra-0"): "use_embedding_norm is True, and there False",
     ("hydra", "hydra-2"): "use_prefix_norm is False, and there True",
     ("hydra", "hydra-3"): "use_embedding_norm is True, and there False",
@@ -41,9 +44,13 @@ REFUSED: dict[tuple[str, str], str] = {
     **{
         (name, f"mtp-{index}"): "engines serve MTP only in checkpoints of families that have it"
         for name in ("vllm", "sglang")
-        for index in range(3)
+        for index in range(4)
     },
     ("sglang", "mtp-2"): "SGLang reads one module, and these heads have 4",
+    ("transformers", "block-1"): "the mask was trained",
+    ("transformers", "block-2"): "is_causal is true",
+    ("transformers", "block-3"): "its window reaches",
+    ("transformers", "block-4"): "its window reaches",
     ("speculators", "block-2"): "is_causal is true, and speculators' blocks see all of themselves",
     ("vllm", "block-2"): "these are read: DFlash .* and DSpark",
 }

@@ -48,25 +48,25 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     return attend_in_chunks if request.param == "chunks" else attend_unrolled
 
 
-def dense_mask(num_steps: int, length: int) -> Tensor:
-    """[K * T, K * T]: query (k, i) sees key (0, j) for j <= i, and key (m, i) for 1 <= m <= k."""
+def dense_mask(num_steps: int, length: int, window: int) -> Tensor:
+    """[K * T, K * T]: query (k, i) sees key (0, j) for i - window < j <= i, and key (m, i) for 1 <= m <= k."""
     mask = torch.zeros(num_steps * length, num_steps * length, dtype=torch.bool)
     for k in range(num_steps):
         for i in range(length):
-            for j in range(i + 1):
+            for j in range(max(0, i + 1 - window), i + 1):
                 mask[k * length + i, j] = True
             for m in range(1, k + 1):
                 mask[k * length + i, m * length + i] = True
     return mask
 
 
-def attend_densely(q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+def attend_densely(q: list[Tensor], k: list[Tensor], v: list[Tensor], window: int = 1000) -> list[Tensor]:
     """All steps as one softmax over all K * T keys, under an explicit mask."""
     length, repeats = q[0].shape[2], q[0].shape[1] // k[0].shape[1]
     queries = torch.cat(q, dim=2)
     keys, values = (torch.cat(x, dim=2).repeat_interleave(repeats, dim=1) for x in (k, v))
     scores = queries @ keys.transpose(-1, -2) / q[0].shape[-1] ** 0.5
-    scores = scores.masked_fill(~dense_mask(len(q), length), float("-inf"))
+    scores = scores.masked_fill(~dense_mask(len(q), length, window), float("-inf"))
     return list((scores.softmax(-1) @ values).split(length, dim=2))
 
 
@@ -95,6 +95,20 @@ def test_equals_dense_attention(attend: Attend, groups: int, query_chunk: int, m
     monkeypatch.setattr(module, "QUERY_CHUNK", query_chunk)
     q, k, v = draw(4, groups, 13)
     expected, found = attend_densely(q, k, v), run(attend, q, k, v)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    inputs = [*q, *k, *v]
+    for one, other in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("query_chunk", [256, 3])
+@pytest.mark.parametrize("window", [1, 4, 20])
+def test_a_window_of_the_first_step(window: int, query_chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUERY_CHUNK", query_chunk)
+    q, k, v = draw(3, 2, 13)
+    expected = attend_densely(q, k, v, window)
+    found = run(lambda *args: attend_unrolled(*args, window), q, k, v)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
     inputs = [*q, *k, *v]
