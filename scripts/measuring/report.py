@@ -167,10 +167,10 @@ def _compare_texts(
     settings: Settings,
     target: Target,
 ) -> None:
-    """Compares every row of every batch with the reference's text of its prompt. At T > 0 only our own contenders with
-    exact acceptance are compared, because others give other texts."""
+    """Compares every row of every batch with the reference's text of its prompt. With plain decoding as the reference
+    only our own contenders with exact acceptance are compared, because others give other texts."""
     is_ours = any(run.stats is not None for run in contender.runs[0])
-    if settings.is_sampled and not (is_ours and contender.is_exact):
+    if reference_name(settings) == PLAIN and not (is_ours and contender.is_exact):
         return
     name = reference_name(settings)
     row.reference = name if settings.batch_size == 1 else f"{name}, batch 1"

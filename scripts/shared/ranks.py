@@ -1,14 +1,8 @@
 """Programs with --distributed: rank 0 runs the program, and every other rank serves the target to it."""
-
 from __future__ import annotations
-
 import os
-
 import torch
-
-from draftsmith.inference import Target, serve_target
-from draftsmith.inference.distributed.coordinator import Link
-from draftsmith.inference.distributed.gloo_link import GlooLink
+from draftsmith.inference import serve_target
 from draftsmith.scripts.shared.model_loading import load_target
 
 
@@ -34,11 +28,6 @@ def choose_device(device: str | None) -> str | None:
     if device is None and torch.cuda.is_available():
         return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
     return device
-
-
-def connect_servers(target: Target) -> Link:
-    """Rank 0's link to all other ranks."""
-    return GlooLink(target, timeout=300.0)
 
 
 def serve_rank(target: str, *, dtype: str, device: str | None) -> None:

@@ -134,11 +134,11 @@ class HiddenStates:
             raise ValueError(f"{url} writes {found}, where hidden_states [T, L, D] and token_ids are expected")
         if found_ids.tolist() != ids:
             raise ValueError(f"{url} gives the states of other tokens than those of the request: please report this")
-        needed = (len(ids), len(wanted.layers), wanted.hidden_size)
-        if states.shape != needed:
+        shape = (len(ids), len(wanted.layers), wanted.hidden_size)
+        if states.shape != shape:
             raise ValueError(
                 f"{url} serves another model than {wanted.target}, or gives other layers: its states have the shape "
-                f"{list(states.shape)}, and {list(needed)} is needed. {self._cure()}"
+                f"{list(states.shape)}, and {list(shape)} is needed. {self._cure()}"
             )
         if states.dtype != wanted.dtype:
             found, needed = (str(dtype).removeprefix("torch.") for dtype in (states.dtype, wanted.dtype))
