@@ -1,7 +1,11 @@
 """Programs with --distributed: rank 0 runs the program, and every other rank serves the target to it."""
+
 from __future__ import annotations
+
 import os
+
 import torch
+
 from draftsmith.inference import serve_target
 from draftsmith.scripts.shared.model_loading import load_target
 

@@ -178,12 +178,6 @@ OTHER_SETTINGS: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = 
                 r"target_layer_ids \[9\] are no layers",
             ),
             ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": 400}}, "mask_token_id is 400"),
-            ({"dflash_config": {"target_layer_ids": [1], "mask_token_id": "<mask>"}}, "mask_token_id is '<mask>'"),
-            (
-                {"dflash_config": {"target_layer_ids": "all", "mask_token_id": 0}},
-                "no list of layers as target_layer_ids",
-            ),
-            ({"rope_parameters": None, "rope_theta": None}, "config.json has no rope_theta"),
             ({"layer_types": ["sliding_attention"] * 2}, "the config has no sliding_window in use"),
             ({"draft_vocab_size": 40}, "draft_vocab_size is 40"),
             ({"num_target_layers": 36}, "num_target_layers is 36, and the target has 6"),

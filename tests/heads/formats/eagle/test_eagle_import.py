@@ -53,8 +53,6 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("eagle", {"bias": False}, "fc.bias"),
     ("eagle", {"qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
     ("eagle", {"vocab_size": 256}, "vocab_size is 256"),
-    ("eagle", {"num_key_value_heads": 3}, "3 num_key_value_heads"),
-    ("eagle", {"hidden_act": "silly"}, "hidden_act is 'silly'"),
     ("eagle", {"sliding_window": 512}, "neither layer_types nor use_sliding_window"),
     ("eagle", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
