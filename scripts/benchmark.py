@@ -32,6 +32,7 @@ from draftsmith.scripts.measuring.matrix import (
 )
 from draftsmith.scripts.measuring.measure import Settings
 from draftsmith.scripts.measuring.report import headline, make_report, write_json
+from draftsmith.scripts.measuring.result_formats import FORMATS, ResultFiles
 from draftsmith.scripts.measuring.table import make_grids
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
@@ -44,7 +45,7 @@ GROUPS = {
     "target and drafters": "target heads draft_vocab_size drafter_model assistant tree acceptance",
     "prompts and sampling": "prompts num_prompts minutes max_new_tokens temperature repetition_penalty batch_size seed",
     "execution": "dtype compile pack_weights batch_invariant device threads repeats",
-    "output": "json markdown",
+    "output": "json markdown format results",
 }
 
 
@@ -107,6 +108,12 @@ class BenchmarkArguments:
     device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
     json: str | None = option(default=None, help="Write rows, runs and environment of every report to this JSON file.")
     markdown: str | None = option(default=None, help="Write the tables to this Markdown file.")
+    format: str | None = option(
+        default=None,
+        help="Also write --results as this project's programs write and read them.",
+        metadata={"choices": list(FORMATS)},
+    )
+    results: str | None = option(default=None, help="The folder for --format.")
 
     def __post_init__(self) -> None:
         counts = ("max_new_tokens", "repeats", "num_prompts", "threads")
@@ -117,6 +124,10 @@ class BenchmarkArguments:
             raise ValueError(f"got --batch_size {' '.join(map(str, self.batch_size))}: give sizes of at least 1")
         if self.repetition_penalty is not None and self.repetition_penalty <= 0:
             raise ValueError(f"got --repetition_penalty {self.repetition_penalty}: give a positive number; 1 = none")
+        if (self.format is None) != (self.results is None):
+            raise ValueError("--format and --results go together: give both, or neither")
+        if self.format is not None and (self.batch_size != [1] or len(self.temperature) > 1):
+            raise ValueError(f"got --format {self.format}: it has results of single prompts at one --temperature")
         self.vocabulary = DraftVocabulary.of(self)
         for rule in self.acceptance:
             resolve_rule(rule)
@@ -159,6 +170,7 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
     is_compiled = is_faster_compiled(subject.target) if args.compile is None else args.compile
     reports: list[dict[str, Any]] = []
     pages: list[str] = []
+    files = None if args.format is None else ResultFiles(args.format, Path(args.results or ""))
     for path, temperature in itertools.product(args.prompts, args.temperature):
         single_texts = None
         for batch_size in args.batch_size:
@@ -183,11 +195,15 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
                 write_text(
                     Path(args.markdown), "\n".join([f"```bash\n{measured.environment['command']}\n```\n", *pages])
                 )
+            if files is not None:
+                files.add(
+                    Path(path).stem.removesuffix(".jsonl"), measured.contenders, measured.prompts, subject.tokenizer
+                )
             for line in headline(measured.rows):
                 console.print(line, markup=False, highlight=False)
             del measured  # its buffers
-    if files := [name for name in (args.json, args.markdown) if name is not None]:
-        console.print(f"Wrote {', '.join(files)}.", markup=False, highlight=False)
+    if written := [name for name in (args.json, args.markdown, args.results) if name is not None]:
+        console.print(f"Wrote {', '.join(written)}.", markup=False, highlight=False)
     return reports
 
 

@@ -70,6 +70,7 @@ class Measured:
     environment: dict[str, Any]
     rows: list[Row]
     contenders: list[Contender]
+    prompts: list[Prompt]
     single_texts: list[list[int]] | None
 
 
@@ -228,7 +229,7 @@ def measure_combination(
         num_prompts_again=-len(prompts) % settings.batch_size,
     )
     rows = make_rows(contenders, prompts, settings, target, single_texts=single_texts)
-    return Measured(environment, rows, contenders, single_texts)
+    return Measured(environment, rows, contenders, prompts, single_texts)
 
 
 def _decode_one_by_one(target: Target, prompts: Sequence[Prompt], settings: Settings) -> list[list[int]]:
