@@ -13,7 +13,7 @@ import copy
 import itertools
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -34,7 +34,10 @@ def pack(module: M) -> M:
 
     The twin keeps the weights, and the active adapters, of this moment.
     """
-    twin = _make_twin(module, {})
+    twin = make_twin(module, lambda part: PackedLinear if _can_pack(part) else type(part))
+    for part in twin.modules():
+        if isinstance(part, PackedLinear):
+            part.pack()
     for path, part in twin.named_modules():
         if not _CROSS_ATTENTION.search(path):
             for names in getattr(part, "read_together", READ_TOGETHER):
@@ -42,17 +45,21 @@ def pack(module: M) -> M:
     return twin
 
 
-def _make_twin(module: M, known: dict[int, nn.Module]) -> M:
+def make_twin(module: M, find_kind: Callable[[nn.Module], type[nn.Module]]) -> M:
+    """A module that shares all parameters and buffers with `module`, and whose parts have the classes that `find_kind`
+    gives for them."""
+    return _make_twin(module, find_kind, {})
+
+
+def _make_twin(module: M, find_kind: Callable[[nn.Module], type[nn.Module]], known: dict[int, nn.Module]) -> M:
     """Args: known: twins made so far, by the id of their module."""
     if id(module) not in known:
-        kind: type[nn.Module] = PackedLinear if _can_pack(module) else type(module)
+        kind = find_kind(module)
         twin = known[id(module)] = kind.__new__(kind)
         # Dictionaries of hooks may change on one side: transformers hooks the layers whose states it hands out.
         parts = vars(module).items()
         vars(twin).update({name: copy.copy(part) if isinstance(part, dict) else part for name, part in parts})
-        if isinstance(twin, PackedLinear):
-            twin.pack()
-        twin._modules = {name: child and _make_twin(child, known) for name, child in module._modules.items()}
+        twin._modules = {name: child and _make_twin(child, find_kind, known) for name, child in module._modules.items()}
     return known[id(module)]  # type: ignore[return-value]
 
 
@@ -109,7 +116,12 @@ class PackedMatrix:
 
     Args:
         weights: [out_features, in_features] of each layer. biases: [out_features] of each, or None for all.
+
+    Attributes:
+        most_rows: of one product; None = any number.
     """
+
+    most_rows: int | None = None
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
         self.sizes = [len(weight) for weight in weights]
@@ -121,6 +133,14 @@ class PackedMatrix:
         self._name = f"products of matrix {self.number}"
         self._traced: dict[str, tuple[Tensor | None, Sequence[Tensor]]] = {}  # as `product` keeps them
         _MATRICES[self.number] = self
+
+    def limited(self, most_rows: int) -> PackedMatrix:
+        """The same matrix, which multiplies at most so many rows at a time."""
+        twin = copy.copy(self)
+        twin.most_rows, twin.number, twin._traced = most_rows, next(_NUMBERS), {}
+        twin._name = f"products of matrix {twin.number}"
+        _MATRICES[twin.number] = twin
+        return twin
 
     def product(self, given: Tensor, place: int) -> Tensor | None:
         """given [..., in_features] -> [..., sizes[place]]; None = the first layer was not given this tensor."""
@@ -150,8 +170,15 @@ _NUMBERS = itertools.count()
 _MATRICES: weakref.WeakValueDictionary[int, PackedMatrix] = weakref.WeakValueDictionary()
 
 
+def split_evenly(rows: Tensor, most: int) -> tuple[Tensor, ...]:
+    """Parts of at most `most` rows, and of half as many at least: very few rows have kernels of their own."""
+    return rows.tensor_split(-(-len(rows) // most))
+
+
 def _multiply(rows: Tensor, matrix: PackedMatrix) -> Tensor:
-    count = rows.shape[0]
+    count, most = rows.shape[0], matrix.most_rows
+    if most is not None and count > most:
+        return torch.cat([_multiply(part, matrix) for part in split_evenly(rows, most)])
     if count < LEAST_ROWS:
         rows = F.pad(rows, (0, 0, 0, LEAST_ROWS - count))
     product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, matrix.packed, matrix.bias, "none", [], "")

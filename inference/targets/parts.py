@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.inference.kernels.packed_weights import PackedLinear
+from draftsmith.inference.kernels.split_rows import SplitLinear
 from draftsmith.inference.targets.model_config import find_device
 from draftsmith.inference.targets.refusals import draw_ids, is_single, refusing
 
@@ -42,7 +43,9 @@ def read_weight(lm_head: Any, shape: tuple[int, int], dtype: torch.dtype, device
         ValueError: the head does not map D to V.
     """
     weight: Tensor = lm_head.weight
-    is_stored = type(lm_head) in (nn.Linear, PackedLinear) and type(weight) is nn.Parameter and not weight.is_meta
+    is_stored = (
+        type(lm_head) in (nn.Linear, PackedLinear, SplitLinear) and type(weight) is nn.Parameter and not weight.is_meta
+    )
     if is_stored and weight.dtype == dtype and weight.shape == shape:
         return weight.detach().to(device)
     identity = torch.eye(shape[1], dtype=dtype, device=device)

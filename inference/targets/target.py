@@ -25,6 +25,7 @@ from draftsmith.inference.cache.source import Source, SourceMemory
 from draftsmith.inference.cache.tree_rows import TreeRowsCache
 from draftsmith.inference.kernels.attention import can_use_kernel, fits_kernel
 from draftsmith.inference.kernels.packed_weights import is_packed, pack
+from draftsmith.inference.kernels.split_rows import find_tile, split_rows
 from draftsmith.inference.targets.backbone import Backbone, PassOutput, TargetOutput
 from draftsmith.inference.targets.encoder_decoder import PlacedDecoder
 from draftsmith.inference.targets.masks import Nodes, TreeMasks
@@ -201,7 +202,8 @@ class Target:
         """This target in batch-invariant mode: a token's scores do not depend, in a single bit, on the number of tokens
         in the pass, on its place in a tree, or on the other rows of the batch.
 
-        Attention adds in float64 (`attend_exactly`), and passes have at least 4 tokens, more in tiny models.
+        Attention adds in float64 (`attend_exactly`), passes have at least 4 tokens, more in tiny models, and products
+        have at most as many rows as one kernel of this machine computes (`split_rows`).
 
         Raises:
             ValueError: the model's attention cannot be replaced, or a pass shows that its scores still depend on the
@@ -211,11 +213,14 @@ class Target:
             return self
         check_supported(self._causal_lm, has_attention_interface=self.backbone.has_attention_interface)
         mode = copy.copy(self)
+        if (tile := find_tile(self.dtype, self.device.type)) is not None:
+            known = replace(self.capabilities, first_layers={}, is_known_invariant=[])
+            mode = Target(split_rows(self.model, tile), capabilities=known)
         mode.masks = TreeMasks(self.masks.windows, torch.float64, self.masks.without)
         mode.min_pass_tokens = count_min_pass_tokens(self._causal_lm)
-        if not self.capabilities.is_known_invariant:
+        if not mode.capabilities.is_known_invariant:
             check_invariance(mode)
-            self.capabilities.is_known_invariant.append(True)
+            mode.capabilities.is_known_invariant.append(True)
         return mode
 
     @property
