@@ -1,16 +1,16 @@
 """Messages between rank 0 and the target servers, and their bytes.
 
-A message travels as a pickle of which only known classes are read: messages, and transformers' own logits processors
-that keep no state. Nothing else of what is received is looked up or called.
+A message travels as data: the names and attributes of known classes, which are messages, and transformers' own logits
+processors that keep no state. No code of the sender is run.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from numbers import Integral
 from typing import Any, TypeAlias
@@ -138,14 +138,20 @@ class Answer:
 
 Message: TypeAlias = Greeting | Prompt | Task | Answer | None
 STATELESS: tuple[type, ...] = (*PREFIX_FREE, *READERS)
-_CLASSES = {(one.__module__, one.__name__): one for one in (Greeting, Prompt, Task, Answer, int, *STATELESS)}
+_CLASSES = {one.__name__: one for one in (Greeting, Prompt, Task, Answer, *STATELESS)}
+_COLLECTIONS: dict[str, type[list[Any] | tuple[Any, ...] | set[Any]]] = {"list": list, "tuple": tuple, "set": set}
+_SIZE = 8  # bytes of the size of a message's text
 
 
 def pack(message: Message) -> bytes:
-    """The bytes of a message."""
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(message)
-    return buffer.getvalue()
+    """The bytes of a message: the size of a JSON text, the text, and the tensors' bytes.
+
+    Raises:
+        ValueError: a processor holds what cannot be sent.
+    """
+    tensors: list[bytes] = []
+    text = json.dumps(_encode(message, tensors)).encode()
+    return b"".join([len(text).to_bytes(_SIZE, "little"), text, *tensors])
 
 
 def unpack(data: bytes | bytearray | memoryview, device: torch.device) -> Message:
@@ -155,34 +161,46 @@ def unpack(data: bytes | bytearray | memoryview, device: torch.device) -> Messag
         ValueError: this is none.
     """
     try:
-        message: Message = _Unpickler(data, device).load()
+        stream = io.BytesIO(data)
+        size = int.from_bytes(stream.read(_SIZE), "little")
+        message: Message = _decode(json.loads(stream.read(size)), stream, device)
     except Exception as error:  # whatever such bytes bring about
         raise ValueError(f"a message cannot be read ({error}): install the same packages on all ranks") from error
     return message
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            data = value.detach().cpu().contiguous().flatten().view(torch.uint8)
-            return _make_tensor, (data.numpy().tobytes(), str(value.dtype).removeprefix("torch."), tuple(value.shape))
-        return (int, (int(value),)) if isinstance(value, Integral) else NotImplemented  # numpy's integers
+def _encode(value: Any, tensors: list[bytes]) -> Any:
+    if value is None or isinstance(value, bool | float | str):
+        return value
+    if isinstance(value, Integral):  # numpy's, too
+        return int(value)
+    if isinstance(value, Tensor):
+        tensors.append(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return ["tensor", [str(value.dtype).removeprefix("torch."), list(value.shape)]]
+    if isinstance(value, dict):
+        return ["dict", [[_encode(key, tensors), _encode(one, tensors)] for key, one in value.items()]]
+    for name, kind in _COLLECTIONS.items():
+        if isinstance(value, kind):
+            return [name, [_encode(one, tensors) for one in value]]
+    name = type(value).__name__
+    if _CLASSES.get(name) is not type(value):
+        raise ValueError(f"a {name} cannot be sent to servers: use draftsmith.generate")
+    return [name, [[key, _encode(one, tensors)] for key, one in vars(value).items()]]
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes | bytearray | memoryview, device: torch.device) -> None:
-        super().__init__(io.BytesIO(data))
-        self._device = device
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (__name__, _make_tensor.__name__):
-            return partial(_make_tensor, device=self._device)
-        if (module, name) not in _CLASSES:
-            raise pickle.UnpicklingError(f"{module}.{name} is not known here")
-        return _CLASSES[module, name]
-
-
-def _make_tensor(data: bytes, dtype: str, shape: tuple[int, ...], *, device: torch.device) -> Tensor:
-    kind: torch.dtype = getattr(torch, dtype)
-    values = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
-    return values.reshape(shape).to(device)
+def _decode(value: Any, stream: io.BytesIO, device: torch.device) -> Any:
+    if not isinstance(value, list):
+        return value
+    name, held = value
+    if name == "tensor":
+        kind: torch.dtype = getattr(torch, held[0])
+        data = bytearray(stream.read(math.prod(held[1]) * kind.itemsize))
+        return (torch.frombuffer(data, dtype=kind) if data else torch.empty(0, dtype=kind)).reshape(held[1]).to(device)
+    if name in _COLLECTIONS:
+        return _COLLECTIONS[name](_decode(one, stream, device) for one in held)
+    pairs = [(_decode(key, stream, device), _decode(one, stream, device)) for key, one in held]
+    if name == "dict":
+        return dict(pairs)
+    found: Any = object.__new__(_CLASSES[name])
+    vars(found).update(pairs)
+    return found
