@@ -104,12 +104,6 @@ def test_a_server_that_gets_another_model(train: Runner, server: StatesServer) -
     [
         ({"features": "x"}, "got features x and features_endpoint http"),
         ({"features_endpoint": None}, "got endpoint_model, concurrency without features_endpoint"),
-        ({"shard_target": "fsdp2"}, "got features_endpoint with shard_target, which splits the target"),
-        ({"target_device_map": "auto"}, "got target_device_map auto with a server for the states"),
-        (
-            {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 4},
-            "with features_endpoint the target, which decodes them, is elsewhere",
-        ),
     ],
 )
 def test_options_that_need_the_target(
