@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from draftsmith.inference import Target
+from draftsmith.inference.serving.server import bind
 from draftsmith.scripts import serve
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.inference.serving.test_replies import texts_alone
@@ -74,3 +75,16 @@ def test_texts_under_load_and_the_end_by_a_signal(chat_target: Any, chat_tokeniz
 def test_options_that_cannot_work(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         serve.ServeArguments(target="x", **options)  # type: ignore[arg-type]
+
+
+def test_a_taken_port_is_told_before_anything_is_loaded() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--port {port}"):
+            serve.run(serve.ServeArguments(target="./nowhere", port=port))
+
+
+def test_replies_are_no_longer_than_the_target_reads() -> None:
+    scheduler, _ = serve.build_scheduler(serve.ServeArguments(target=str(CHAT_TARGET), max_batch_size=1))
+    assert scheduler.limits.max_length == scheduler.target.max_length

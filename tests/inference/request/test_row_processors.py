@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,13 @@ import pytest
 import torch
 import transformers
 from packaging import version
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.inference import NgramDrafter, Target, generate
+from draftsmith.inference.request.row_processors import processors_of_row
 from tests.params import slow_but
-from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
+from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
 PROMPTS = [random_prompt(length, seed=length)[0] for length in (3, 17, 5, 9)]
 GREEDY: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
@@ -123,3 +125,24 @@ def test_processors_may_count_rows_and_remember() -> None:
     expected = model().generate(**inputs, logits_processor=[make()], **options)
     output = generate(target(), NgramDrafter(), **inputs, logits_processor=[make()], **options).sequences
     assert torch.equal(output, expected)
+
+
+class Asking:
+    """Holds what cannot, or should not, be copied."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores[:1]
+
+
+def test_models_are_shared_and_what_cannot_be_copied_is_refused() -> None:
+    layer, processor = nn.Linear(2, 2), Asking(None)
+    (own,) = processors_of_row([Asking(layer)], 1, 3)
+    assert own.processor.held is layer  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"Asking may keep a state, .* copying failed: .*Decode one row at a time"):
+        processors_of_row([Asking(threading.Lock())], 0, 2)
+    inputs = pad_prompts(PROMPTS)
+    with pytest.raises(ValueError, match=rf"Asking got scores of shape \(4, {VOCAB_SIZE}\) and returned shape \(1, "):
+        generate(target(), None, **inputs, logits_processor=[processor], **GREEDY)

@@ -200,6 +200,15 @@ class TestRuns:
             greedy, adapted.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=12, do_sample=False)
         )
 
+    def test_the_best_checkpoint_is_both_parts_of_it(self, train: Runner) -> None:
+        options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_target_loss", "greater_is_better": True}
+        train(**{**JOINT, **options, **best, "validation_fraction": 0.25, "save_total_limit": 5, "learning_rate": 0.01})
+        history = json.loads((train.output_dir / "checkpoint-4" / "trainer_state.json").read_text())
+        chosen = Path(history["best_model_checkpoint"])
+        assert_same(stored_adapter(train.output_dir), stored_adapter(chosen))
+        assert_same(train.weights(), load_file(chosen / "model.safetensors"))
+
     def test_accumulated_batches_equal_one_big_batch(self, train: Runner) -> None:
         """Both losses, also of packed rows, whose documents begin with tokens that nothing predicts."""
         found = []
