@@ -254,15 +254,6 @@ class TestRuns:
         with pytest.raises(ValueError, match=r"checkpoint-6 .*lora_r 4 \(now None\)"):
             train(**{**options, **plain}, output_dir=resumed, resume_from_checkpoint=True)
 
-    def test_the_best_checkpoint_is_both_parts_of_it(self, train: Runner) -> None:
-        options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_target_loss", "greater_is_better": True}
-        train(**{**JOINT, **options, **best, "validation_fraction": 0.25, "save_total_limit": 5, "learning_rate": 0.01})
-        history = json.loads((train.output_dir / "checkpoint-4" / "trainer_state.json").read_text())
-        chosen = Path(history["best_model_checkpoint"])
-        assert_same(stored_adapter(train.output_dir), stored_adapter(chosen))
-        assert_same(train.weights(), load_file(chosen / "model.safetensors"))
-
     @pytest.mark.ci
     @pytest.mark.slow
     def test_checkpointing_by_trainers_own_option(self, train: Runner) -> None:
