@@ -190,6 +190,11 @@ class WindowedConfig(DecoderConfig):
         if sliding_window is not None and sliding_window < 1:
             raise ValueError(f"sliding_window is {sliding_window}; allowed is 1 or more positions, or null for all")
         types = layer_types or []
+        if len({*types}) == 1:  # all layers are alike: the window alone says it
+            if types[0] == SLIDING:
+                layer_types = None
+            elif sliding_window is None:
+                types, layer_types = [], None
         if unknown := sorted({*types} - LAYER_TYPES):
             raise ValueError(f"layer_types has {', '.join(unknown)}; allowed are {', '.join(sorted(LAYER_TYPES))}")
         if SLIDING in types and sliding_window is None:
@@ -197,7 +202,11 @@ class WindowedConfig(DecoderConfig):
         self.sliding_window = sliding_window
         self.layer_types = layer_types
         super().__init__(**kwargs)
-        if types and len(types) != (count := getattr(self, "num_layers", len(types))):
+        if types and sliding_window is not None and SLIDING not in types:
+            raise ValueError(
+                f"sliding_window is {sliding_window}, and layer_types has no {SLIDING}: leave one of them out"
+            )
+        if types and len(types) != (count := getattr(self, "num_layers", 1)):
             raise ValueError(f"layer_types has {len(types)} entries, and there are {count} draft layers: give one each")
 
     def window(self, layer: int) -> int | None:

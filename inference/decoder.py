@@ -64,10 +64,9 @@ class Decoder:
             - "chain" or "chain:LENGTH"
             - "gamma" or "gamma:LENGTH": a chain of the length that decodes fastest, or none
             - a YAML file with a static tree, a list of rank paths, or a `TreePolicy`
-        acceptance: "exact" (the default), "rejection" (Leviathan et al.; siblings without replacement),
-            "block_verification" (of chains), "typical" (Medusa; lossy), or an `AcceptanceRule`. A greedy target always
-            gets "exact". When sampling, "rejection" and "block_verification" keep the target's distribution, but their
-            texts depend on the drafts.
+        acceptance: "exact" (the default), "rejection" (Leviathan et al.; siblings without replacement), "typical"
+            (Medusa; lossy), or an `AcceptanceRule`. A greedy target always gets "exact". When sampling, "rejection"
+            keeps the target's distribution, but its texts depend on the drafts.
         is_coupled: at temperature > 0 and with exact acceptance, let the drafter read the target's own Gumbel noise.
             More drafts are accepted, and the text is the same either way.
         batch_invariant: compute every token's scores in the same way, bit by bit, in passes of any number of tokens and

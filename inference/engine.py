@@ -209,6 +209,8 @@ class Engine:
                 ended.append(place)
                 state.is_whole = state.is_whole and row.error is None
         self.is_finished = len(ended) == len(state.rows)
+        if self.is_finished and self.planner is not None:
+            self.planner.store()
         if not ended or self.is_finished:  # then the cache stays as it is, for the next call
             return
         if not self.step.rows_may_leave:

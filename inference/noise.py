@@ -46,7 +46,7 @@ def gumbel_noise(row_seeds: Tensor, positions: Tensor, token_ids: int | Tensor) 
     num_rows = max(1, _IN_CACHE // max(1, len(columns)))
     if positions.device.type != "cpu" or torch.compiler.is_compiling() or first.numel() <= num_rows:
         return _gumbel(columns, first, second)
-    parts = zip(first.view(-1, 1).split(num_rows), second.view(-1, 1).split(num_rows), strict=True)
+    parts = zip(first.reshape(-1, 1).split(num_rows), second.reshape(-1, 1).split(num_rows), strict=True)
     return torch.cat([_gumbel(columns, *keys) for keys in parts]).view(*first.shape[:2], -1)
 
 

@@ -284,7 +284,7 @@ def _check_shape(reading: Reading) -> None:
     if (count := published.setting("num_target_layers", reading.target.num_layers)) != reading.target.num_layers:
         reading.problems.append(f"num_target_layers is {count}, and the target has {reading.target.num_layers}")
     if published.setting("use_swa", False):
-        reading.problems.append("the layers attend to a sliding window, which heads here do not have")
+        reading.problems.append("use_swa is not read: windows are read from sliding_window and layer_types")
     if (size := published.setting("draft_vocab_size", total)) != total:
         reading.problems.append(f"draft_vocab_size is {size}; block drafters here score the target's {total} tokens")
 

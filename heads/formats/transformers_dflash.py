@@ -50,12 +50,12 @@ class TransformersDFlash(DFlash):
         return (
             *super().limits(config, has_own_mask),
             (bool(config.markov_rank or config.has_confidence), "it knows DFlash only, without DSpark's parts"),
-            (config.sliding_window is not None, "its window reaches as far behind the block as before it"),
+            (config.sliding_window is not None, "its window reaches as far after the block as before it"),
         )
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         exported = super().write(config, tensors, target)
-        own = exported.config.pop("dflash_config", {})
+        own = exported.config.pop("dflash_config")
         # Its class has tokens of another model as defaults.
         tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         keys = {

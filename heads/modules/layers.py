@@ -239,8 +239,8 @@ class DraftCache(RowState):
                 )
             return
         # A pass may have overwritten what a longer row held before its window.
-        written = source.lengths + EXTEND_CHUNK
-        self.begins.copy_(torch.maximum(source.begins, written - source.num_held).index_select(0, here))
+        lost = torch.maximum(source.begins, source.lengths + EXTEND_CHUNK - source.num_held)
+        self.begins.copy_(torch.minimum(lost.index_select(0, here), self.lengths))
         slots = (self.lengths[:, None] - width + torch.arange(width, device=here.device)).clamp(min=0)
         for plane, other in ((self.keys, source.keys), (self.values, source.values)):
             found = other[here[:, None], :, source.num_scratch + slots % source.num_held]

@@ -20,7 +20,7 @@ from draftsmith.training.reporting.examples import Example
 logger = logging.getLogger(__name__)
 
 TEMPLATES = Path(__file__).parent / "templates"
-_NO_PLOTS = 'No curves: matplotlib is not installed (pip install "draftsmith[bench]").'
+_NO_PLOTS = 'No curves: matplotlib is not installed (pip install "draftsmith[train]").'
 # Name of a plot -> key of the log lines, and the label of its curve.
 _PLOTS = {
     "loss": {"loss": "training", "eval_loss": "held out"},

@@ -140,24 +140,21 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
 def _read_windows(reading: Reading, num_layers: int) -> dict[str, Any]:
     """Settings of `WindowedConfig`. Configs of other models keep a number that no layer uses."""
     published, problems = reading.published, reading.problems
-    types, is_used = published.setting("layer_types"), published.setting("use_sliding_window")
-    if published.setting("sliding_window") is None or is_used is False:
+    types, is_used = published.setting("layer_types"), published.setting("use_sliding_window", True)
+    if published.setting("sliding_window") is None or not is_used:
         if isinstance(types, list) and SLIDING in types:
             problems.append(f"layer_types has {SLIDING}, and the config has no sliding_window in use")
         return {}
     window = reading.integer("sliding_window")
     if types is None:
-        if is_used is None:
-            problems.append(
-                f"sliding_window is {window}, and neither layer_types nor use_sliding_window says which layers have it"
-            )
-        return {"sliding_window": window}
+        problems.append(
+            f"sliding_window is {window}, and no layer_types says which layers have it: add them to the config"
+        )
+        return {}
     if not isinstance(types, list) or len(types) != num_layers or not {*types} <= LAYER_TYPES:
         problems.append(f"layer_types is {types!r}; heads here have {num_layers} of {', '.join(sorted(LAYER_TYPES))}")
         return {}
-    if SLIDING not in types:
-        return {}
-    return {"sliding_window": window, "layer_types": None if {*types} == {SLIDING} else types}
+    return {"sliding_window": window, "layer_types": types} if SLIDING in types else {}
 
 
 def _read_rope(reading: Reading) -> dict[str, Any]:

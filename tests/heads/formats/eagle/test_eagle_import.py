@@ -55,7 +55,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("eagle", {"vocab_size": 256}, "vocab_size is 256"),
     ("eagle", {"num_key_value_heads": 3}, "3 num_key_value_heads"),
     ("eagle", {"hidden_act": "silly"}, "hidden_act is 'silly'"),
-    ("eagle", {"sliding_window": 512}, "neither layer_types nor use_sliding_window"),
+    ("eagle", {"sliding_window": 512}, "no layer_types says which layers"),
     ("eagle", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
     ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
     ("eagle3", {"draft_vocab_size": 50}, "draft_vocab_size is 50"),
