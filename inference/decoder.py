@@ -33,6 +33,7 @@ from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import Runner, Step
 from draftsmith.inference.streaming.token_stream import TokenStream
+from draftsmith.inference.targets.probing.invariance import check_compiling
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.options import TreeOption, resolve_policy
 from draftsmith.inference.trees.policy import TreePolicy
@@ -118,6 +119,8 @@ class Decoder:
         self.target = Target.of(target).with_packed_weights() if pack_weights else Target.of(target)
         if batch_invariant:
             self.target = self.target.batch_invariant()
+            if compile:
+                check_compiling(self.target)
         self.drafter = None if drafter is None else drafter.for_target(self.target)
         rule = resolve_rule(acceptance)
         self.policy = _resolve_policy(tree, self.target, self.drafter, rule)

@@ -155,8 +155,7 @@ class Target:
         """
         if self.is_packed:
             return self
-        known = replace(self.capabilities, first_layers={}, is_known_invariant=[])
-        packed = Target(pack(self.model), capabilities=known)
+        packed = Target(pack(self.model), capabilities=self.capabilities.of_a_twin())
         if not packed.is_packed:
             raise ValueError(
                 "pack_weights packs linear layers on a CPU, in float32, and in bfloat16 with AVX-512; this target "
@@ -200,22 +199,18 @@ class Target:
 
     def batch_invariant(self) -> Target:
         """This target in batch-invariant mode: a token's scores do not depend, in a single bit, on the number of tokens
-        in the pass, on its place in a tree, or on the other rows of the batch.
-
-        Attention adds in float64 (`attend_exactly`), passes have at least 4 tokens, more in tiny models, and products
-        have at most as many rows as one kernel of this machine computes (`split_rows`).
+        in the pass, on its place in a tree, or on the other rows of the batch. Attention adds in float64
+        (`attend_exactly`), passes have 4 tokens and more, and products the rows of one kernel (`split_rows`).
 
         Raises:
-            ValueError: the model's attention cannot be replaced, or a pass shows that its scores still depend on the
-                other tokens.
+            ValueError: the model's attention cannot be replaced, or its scores still depend on other tokens.
         """
         if self.min_pass_tokens > 1:
             return self
         check_supported(self._causal_lm, has_attention_interface=self.backbone.has_attention_interface)
         mode = copy.copy(self)
         if (tile := find_tile(self.dtype, self.device.type)) is not None:
-            known = replace(self.capabilities, first_layers={}, is_known_invariant=[])
-            mode = Target(split_rows(self.model, tile), capabilities=known)
+            mode = Target(split_rows(self.model, tile), capabilities=self.capabilities.of_a_twin())
         mode.masks = TreeMasks(self.masks.windows, torch.float64, self.masks.without)
         mode.min_pass_tokens = count_min_pass_tokens(self._causal_lm)
         if not mode.capabilities.is_known_invariant:

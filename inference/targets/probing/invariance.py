@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.cache.kv_cache import Span
+from draftsmith.inference.kernels.split_rows import find_tile
 from draftsmith.inference.targets.masks import plant
 from draftsmith.inference.targets.model_config import find_attention
 from draftsmith.inference.targets.refusals import draw_ids
@@ -46,6 +47,15 @@ def count_min_pass_tokens(causal_lm: Any) -> int:
     """
     smallest: int = min(weight.numel() for weight in causal_lm.parameters() if weight.dim() == 2)
     return max(LEAST_ROWS, SMALL_PRODUCT // smallest + 1)
+
+
+def check_compiling(target: Any) -> None:
+    """Refuses (ValueError) compiled products that depend on the number of their rows, however few there are."""
+    if target.dtype != torch.float32 and find_tile(target.dtype, target.device.type) is not None:
+        raise ValueError(
+            f"batch_invariant=True cannot be kept with compile=True in {target.dtype} on this CPU, whose compiled "
+            "products (AMX) depend on the number of rows: leave compile out, or load the target in float32"
+        )
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,8 +71,13 @@ class Capabilities:
     takes_packed_masks: bool = False
     first_layers: dict[int, nn.Module] = field(default_factory=dict, compare=False)
     is_known_invariant: list[bool] = field(default_factory=list, compare=False)
+
     recurrence: Recurrence | None = None
     proven_media: set[frozenset[str]] = field(default_factory=set, compare=False)
+
+    def of_a_twin(self) -> Capabilities:
+        """Those of a model with the same weights whose layers compute in another way."""
+        return replace(self, first_layers={}, is_known_invariant=[])
 
 
 def probe_model(
