@@ -65,7 +65,8 @@ def _make_twin(module: M, find_kind: Callable[[nn.Module], type[nn.Module]], kno
 
 def _can_pack(module: nn.Module) -> bool:
     """Whether this is a plain linear layer on the CPU, not one that a hook or a quantiser has changed."""
-    if type(module) is not nn.Linear or "forward" in vars(module) or type(module.weight) is not nn.Parameter:
+    is_linear = type(module) is nn.Linear or "most_rows" in vars(module)  # or `SplitLinear`
+    if not is_linear or "forward" in vars(module) or type(module.weight) is not nn.Parameter:
         return False
     if module.weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False

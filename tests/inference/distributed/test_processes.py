@@ -37,7 +37,7 @@ def start_ranks(*arguments: str) -> list[subprocess.Popen[str]]:
 @pytest.mark.ci
 @pytest.mark.slow
 def test_texts_are_the_same_and_a_killed_server_ends_the_run() -> None:
-    ranks = start_ranks("12")
+    ranks = start_ranks("12", "--kill")
     try:
         output = ranks[0].communicate(timeout=300)[0]
         ranks[1].communicate(timeout=60)

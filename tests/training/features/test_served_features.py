@@ -111,7 +111,7 @@ def test_a_server_that_gets_another_model(train: Runner, server: StatesServer) -
         ({"target_device_map": "auto"}, "got target_device_map auto with a server for the states"),
         (
             {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 4},
-            "with features_endpoint the target, which decodes them, is elsewhere",
+            "features_endpoint excludes both: the target is elsewhere",
         ),
     ],
 )
