@@ -116,7 +116,7 @@ def test_texts_are_those_of_transformers(
         assert torch.equal(found, replies[list(rows), : found.shape[1]])
         assert (replies[list(rows), found.shape[1] :] == tokenizer.pad_token_id).all()
         stats += output.stats
-    assert stats.acceptance_length > 1.1
+    assert stats.acceptance_length > (1.1 if tree == "chain:3" else 1.5)  # a chain has the candidate of one of them
 
 
 def test_heads_train(heads: DraftHeads) -> None:

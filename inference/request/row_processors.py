@@ -10,7 +10,9 @@ Legend: B rows of the batch as it was given, L length of the row's text, V vocab
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -89,16 +91,43 @@ def _is_transformers_own(thing: Any) -> bool:
 
 
 def _copy_together(things: Sequence[Any]) -> list[Any]:
-    """Deep copies of processors or criteria. Models and tokenizers among their attributes are shared, not copied."""
+    """Deep copies of processors or criteria. Models and tokenizers that they hold are shared, not copied."""
     try:
-        held = (part for one in things for part in getattr(one, "__dict__", {}).values())
-        return copy.deepcopy(list(things), {id(part): part for part in held if isinstance(part, _SHARED)})
+        seen = set(map(id, things))  # the things themselves are copied, even if they are models
+        shared = {id(held): held for one in things for part in _parts_of(one) for held in _find_shared(part, seen)}
+        return copy.deepcopy(list(things), shared)
     except Exception as error:
         names = ", ".join(type(one).__name__ for one in things)
         raise ValueError(
             f"{names} may keep a state, so each row of a batch needs a copy, and copying failed: {error!r}. Decode "
             "one row at a time, or give the class a __deepcopy__"
         ) from error
+
+
+def _find_shared(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yields the models and tokenizers that an object holds, at any depth."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, _SHARED):
+        yield value
+        return
+    for part in _parts_of(value):
+        yield from _find_shared(part, seen)
+
+
+def _parts_of(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value.values()]
+    if isinstance(value, (list, tuple, set)):
+        return [*value]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if isinstance(value, (type, types.FunctionType, types.ModuleType, Tensor)):
+        return []
+    return [*getattr(value, "__dict__", {}).values()]
 
 
 def _cut_context(processor: Any, index: int, batch_size: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import transformers
 from packaging import version
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PrefixConstrainedLogitsProcessor, PreTrainedModel
 
 from draftsmith.inference import NgramDrafter, Target, generate
 from draftsmith.inference.request.row_processors import processors_of_row
@@ -71,8 +72,9 @@ def test_padding_is_not_penalised(options: dict[str, Any], side: str, caplog: py
     assert "right-padding" not in caplog.text
 
 
-def test_padding_may_be_anything() -> None:
-    inputs = pad_prompts(PROMPTS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_may_be_anything(side: str) -> None:
+    inputs = pad_prompts(PROMPTS, side)
     options = {**GREEDY, "repetition_penalty": 1.3}
     expected = generate(target(), None, **inputs, **options).sequences
     ids = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
@@ -105,20 +107,32 @@ def test_criteria_may_count_rows() -> None:
 class RowSteps:
     """Allows other tokens in each row, and every other time others again; what it remembers lies in `memory`."""
 
-    def __init__(self, memory: Any) -> None:
+    def __init__(self, memory: Any, count: Callable[[Any], int]) -> None:
         self.memory = memory
+        self.count = count
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.memory.inner.number += 1
-        step = self.memory.inner.number
+        step = self.count(self.memory)
         for row in range(len(scores)):
             scores[row, (row + step) % 3 :: 3] = float("-inf")  # in place
         return scores
 
 
-def test_processors_may_count_rows_and_remember() -> None:
+def count_in_object(memory: Any) -> int:
+    memory.inner.number += 1
+    return int(memory.inner.number)
+
+
+def count_in_tensor(memory: Tensor) -> int:
+    return int(memory.add_(1))
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_processors_may_count_rows_and_remember(is_nested: bool) -> None:
     def make() -> RowSteps:
-        return RowSteps(SimpleNamespace(inner=SimpleNamespace(number=0)))
+        if is_nested:
+            return RowSteps(SimpleNamespace(inner=SimpleNamespace(number=0)), count_in_object)
+        return RowSteps(torch.tensor(0), count_in_tensor)
 
     inputs = pad_prompts(PROMPTS)
     options = {**GREEDY, "eos_token_id": [EOS, 21, 50, 61, 77, 100], "pad_token_id": 0}
@@ -131,7 +145,7 @@ class Asking:
     """Holds what cannot, or should not, be copied."""
 
     def __init__(self, held: Any) -> None:
-        self.held = held
+        self.held = {"somewhere": [held]}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores[:1]
@@ -140,9 +154,64 @@ class Asking:
 def test_models_are_shared_and_what_cannot_be_copied_is_refused() -> None:
     layer, processor = nn.Linear(2, 2), Asking(None)
     (own,) = processors_of_row([Asking(layer)], 1, 3)
-    assert own.processor.held is layer  # type: ignore[attr-defined]
+    assert own.processor.held["somewhere"][0] is layer  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"Asking may keep a state, .* copying failed: .*Decode one row at a time"):
         processors_of_row([Asking(threading.Lock())], 0, 2)
     inputs = pad_prompts(PROMPTS)
     with pytest.raises(ValueError, match=rf"Asking got scores of shape \(4, {VOCAB_SIZE}\) and returned shape \(1, "):
         generate(target(), None, **inputs, logits_processor=[processor], **GREEDY)
+
+
+class Counting(nn.Module):
+    """A processor that is a module, and another's state."""
+
+    def __init__(self, memory: dict[str, int]) -> None:
+        super().__init__()
+        self.memory = memory
+
+    def forward(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.memory["calls"] = self.memory.get("calls", 0) + 1
+        return scores
+
+
+class Reading(Counting):
+    def forward(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.index_fill(1, torch.tensor(self.memory["calls"] % VOCAB_SIZE), float("-inf"))
+
+
+def test_processors_share_their_memory_within_a_row() -> None:
+    memory: dict[str, int] = {}
+    rows = [processors_of_row([Counting(memory), Reading(memory)], row, 2) for row in range(2)]
+    ids, scores = torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, VOCAB_SIZE)
+    for number in (1, 2):
+        for count, read in rows:
+            count(ids, scores)
+            assert read(ids, scores)[0].isinf().nonzero().tolist() == [[number]]
+    assert not memory
+
+
+def test_criteria_may_remember() -> None:
+    class Sticky:
+        done: Any = False
+
+        def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
+            self.done = self.done | (ids[:, -1] == 94)
+            return torch.as_tensor(self.done)
+
+    inputs = pad_prompts(PROMPTS)
+    options = {**GREEDY, "pad_token_id": 0, "eos_token_id": 1}
+    assert model().generate(**inputs, **options)[0, 19] == 94
+    expected = model().generate(**inputs, **options, stopping_criteria=[Sticky()])
+    output = generate(target(), NgramDrafter(), **inputs, **options, stopping_criteria=[Sticky()]).sequences
+    assert torch.equal(output, expected)
+
+
+def test_subclasses_of_transformers_own_are_shown_the_batch() -> None:
+    class Prefix(PrefixConstrainedLogitsProcessor):
+        pass
+
+    processor = Prefix(lambda row, ids: [row + 2], num_beams=1)
+    ids, scores = torch.tensor([[3, 4, 5]]), torch.ones(1, 8)
+    for row in range(3):
+        (own,) = processors_of_row([processor], row, 3)
+        assert own(ids, scores)[0].isfinite().nonzero().tolist() == [[row + 2]]
