@@ -12,6 +12,7 @@ from transformers.generation.logits_process import (
     LogitNormalization,
     LogitsProcessorList,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -148,6 +149,19 @@ def test_random_trees_equal_the_python_walk(do_sample: bool, processors: list[An
     assert {1, 2, 3, 4} <= set(counts)  # every depth was reached
 
 
+def test_the_docstrings_example() -> None:
+    """the=0, cat=1, dog=2, sat=3, ran=4, away=5."""
+    parents = torch.tensor([[-1, 0, 0, 1, 1]])
+    tree = TokenTree(torch.tensor([[0, 1, 2, 3, 4]]), parents, compute_depths(parents), torch.zeros(1, 5), max_depth=2)
+    logits = torch.zeros(1, 5, 6)
+    for node, token in enumerate([1, 4, 0, 0, 5]):
+        logits[0, node, token] = 1.0
+    acceptance = accept_exact(Sampler(), tree, logits, torch.tensor([9]))
+    assert acceptance.path.tolist() == [[0, 1, 4]]
+    assert acceptance.counts.tolist() == [3]
+    assert acceptance.next_tokens.tolist() == [[1, 4, 5]]
+
+
 def test_greedy_ties_go_to_the_first_token_in_any_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.zeros(1, 1, 50, dtype=dtype)
@@ -207,6 +221,13 @@ class TestSampler:
         assert noise is not None
         assert torch.equal(noise, gumbel_noise(seeds, torch.tensor([[11, 12, 13], [5, 6, 7]]), VOCAB))
         assert Sampler().draw_noise(torch.tensor([10]), 3, VOCAB) is None
+
+    def test_allowed_tokens_are_those_of_the_row(self) -> None:
+        processor = PrefixConstrainedLogitsProcessor(lambda row, text: [row + 5], num_beams=1)
+        tree = TokenTree.from_root(torch.tensor([1, 2]))
+        sampler = Sampler([processor], texts=texts_of([[1], [2]]))
+        accepted = accept_exact(sampler, tree, torch.zeros(2, 1, 9), torch.tensor([0, 0]))
+        assert accepted.next_tokens.tolist() == [[5], [6]]
 
     def test_drafts_are_warped_by_what_ignores_columns_and_prefix(self) -> None:
         processors = [

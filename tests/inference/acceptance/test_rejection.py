@@ -144,6 +144,14 @@ def test_tokens_per_step_of_token_rejection(gamma: int) -> None:
     assert mean == pytest.approx(expected, abs=4 * gamma / math.sqrt(NUM_DRAWS))
 
 
+def test_siblings_that_are_all_there_is_are_always_accepted() -> None:
+    """Two tokens, both drafted: the second has all of what is left of p."""
+    p, q = torch.full((2, VOCAB, VOCAB), -torch.inf)
+    p[:, :2], q[:, :2] = torch.tensor([0.9, 0.1]).log(), torch.tensor([0.2, 0.8]).log()
+    _, mean = draw_pairs(accept_by_rejection, make_sampler(), StaticTree([[0], [1]]), p, MarkovDrafter(q))
+    assert mean == pytest.approx(2, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     "processors", [[], [RepetitionPenaltyLogitsProcessor(2.0)], ["Recorder"]], ids=["none", "stock", "own"]
 )
@@ -249,6 +257,11 @@ def test_rules_are_checked() -> None:
         RULES["rejection"].check(StaticTree([[0], [2]]))
     with pytest.raises(ValueError, match="epsilon=2"):
         typical(epsilon=2)
+
+
+def test_typical_says_that_it_is_lossy(caplog: pytest.LogCaptureFixture) -> None:
+    typical().check(DynamicTree())
+    assert "is lossy" in caplog.text
 
 
 def test_only_exact_acceptance_lets_drafts_read_the_targets_noise() -> None:
