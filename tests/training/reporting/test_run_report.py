@@ -99,7 +99,7 @@ class TestReport:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         text = render_report("t", summary={}, history=[{"step": 1, "loss": 2.0}], options={}, data={})
         assert "<img" not in text
-        assert "pip install &#34;draftsmith[bench]&#34;" in text
+        assert "pip install &#34;draftsmith[train]&#34;" in text
         assert "matplotlib is not installed" in caplog.text
 
     def test_what_goes_wrong_here_leaves_the_heads(
