@@ -18,7 +18,7 @@ from draftsmith.inference.trees.token_tree import TokenTree
 
 # (depth, top_k, nodes), root included: twice as many nodes each time, few for CPUs and batches, many where passes are
 # flat. One width, so that each tree holds those before it; a beam of 4 costs about as much as one of 1.
-SIZES = ((1, 4, 2), (2, 4, 4), (3, 4, 8), (4, 4, 16), (6, 4, 32))
+SIZES = ((1, 4, 2), (1, 4, 4), (2, 4, 8), (3, 4, 16), (6, 4, 32))
 MAX_GAMMA = 8
 
 
