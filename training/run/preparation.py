@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -90,6 +91,24 @@ def prepare_run(*parts: Any) -> PreparedRun:
         ValueError, OSError: for options, files and folders that are wrong.
     """
     options = RunOptions.collect(parts)
+    with _no_empty_folder(Path(options.training.output_dir)):  # Trainer makes it
+        return _prepare(options)
+
+
+@contextmanager
+def _no_empty_folder(folder: Path) -> Iterator[None]:
+    """After an error the folders that were made for a run, and have no files, go."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for place in missing:
+                place.rmdir()
+        raise
+
+
+def _prepare(options: RunOptions) -> PreparedRun:
     args = options.training
     if options.placement.target_device_map is not None and args.n_gpu > 1:
         args._n_gpu = 1  # the other GPUs hold parts of the target
