@@ -42,7 +42,9 @@ def one_line_interrupt(program: str, *, kept: str = "") -> Iterator[None]:
         again = shlex.join([*words, *sys.argv[1:]])
         left = str(interrupt) or (kept and f"{kept}. Continue{as_launched(again)}")
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"\n{program}: interrupted" + (f"; {left}\n" if left else f". Again{as_launched(again)}\n"))
+            sys.stderr.write(
+                f"\n{program}: interrupted" + (f"; {left}\n" if left else f". Again{as_launched(again)}\n")
+            )
         sys.exit(130)
 
 
