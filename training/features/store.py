@@ -206,8 +206,8 @@ def read_settings(folder: Path) -> StoreSettings:
         )
     if not isinstance(values.get("num_shards"), int):
         raise ValueError(
-            f"{folder}/index.json has num_shards {values.get('num_shards')!r}: an earlier release stored these features "
-            "while it trained. Extract them into another folder (draftsmith features --output_dir FOLDER)"
+            f"{folder}/index.json has num_shards {values.get('num_shards')!r}: an earlier release stored these "
+            "features while it trained. Extract them into another folder (draftsmith features --output_dir FOLDER)"
         )
     return StoreSettings(**{**values, "target": TargetIdentity(**values["target"])})
 

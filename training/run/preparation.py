@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ import yaml
 from transformers import EarlyStoppingCallback, TrainerState, set_seed
 
 from draftsmith.heads import DraftHeads, create_heads
-from draftsmith.heads.checkpoint import is_published
+from draftsmith.heads.checkpoint import is_published, no_empty_folder
 from draftsmith.heads.config import name_of_target
 from draftsmith.heads.formats.registry import check_place
 from draftsmith.inference import Target
@@ -91,21 +90,8 @@ def prepare_run(*parts: Any) -> PreparedRun:
         ValueError, OSError: for options, files and folders that are wrong.
     """
     options = RunOptions.collect(parts)
-    with _no_empty_folder(Path(options.training.output_dir)):  # Trainer makes it
+    with no_empty_folder(Path(options.training.output_dir)):  # Trainer makes it
         return _prepare(options)
-
-
-@contextmanager
-def _no_empty_folder(folder: Path) -> Iterator[None]:
-    """After an error the folders that were made for a run, and have no files, go."""
-    missing = [place for place in (folder, *folder.parents) if not place.exists()]
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            for place in missing:
-                place.rmdir()
-        raise
 
 
 def _prepare(options: RunOptions) -> PreparedRun:
