@@ -198,7 +198,7 @@ class TestRefusals:
         index = tmp_path / "features" / "index.json"
         index.write_text(json.dumps({**json.loads(index.read_text()), "num_shards": None, "data_hash": None}))
         for use in (lambda: train(features=index.parent), extract):
-            with pytest.raises(ValueError, match="num_shards None: .* Extract them into another folder"):
+            with pytest.raises(ValueError, match=r"num_shards None: .* Extract them into another folder"):
                 use()
 
     @pytest.mark.parametrize(
