@@ -67,9 +67,9 @@ def main() -> None:
         options["tokenizer"] = tokenizer
         if args.temperature:
             options |= {"temperature": args.temperature, "seed": args.seed}
-        drafters = ((None, None), (heads, args.tree))
-        decoders = [Decoder(target, drafter, tree=tree, compile=args.compile) for drafter, tree in drafters]
-        recordings = record_side_by_side(*decoders, input_ids, repeats=args.repeats, **options)
+        plainly = Decoder(target, compile=args.compile)
+        drafting = Decoder(target, heads, tree=args.tree, compile=args.compile)
+        recordings = record_side_by_side(plainly, drafting, input_ids, repeats=args.repeats, **options)
         plain, drafted = recordings
         if plain.token_ids != drafted.token_ids:
             raise ValueError(f"the two texts differ in {args.dtype}: give another --prompt, or --dtype float32")

@@ -285,7 +285,7 @@ def measure_with_progress(
                 f"{number}/{len(runnable)} {contender.label}: about {speed:.1f} tokens/s, ready after "
                 f"{contender.warm_up_seconds:.0f} s"
             )
-        limit = None
+        limit: float | None = None
         if minutes:
             limit = max(60 * minutes - (time.perf_counter() - start), (1 - WARM_UP_SHARE) * 60 * minutes)
             settings = replace(settings, repeats=min(settings.repeats, max(1, int(limit / seconds))))

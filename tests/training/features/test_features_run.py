@@ -197,9 +197,11 @@ class TestRefusals:
         extract()
         index = tmp_path / "features" / "index.json"
         index.write_text(json.dumps({**json.loads(index.read_text()), "num_shards": None, "data_hash": None}))
-        for use in (lambda: train(features=index.parent), extract):
-            with pytest.raises(ValueError, match=r"num_shards None: .* Extract them into another folder"):
-                use()
+        message = r"num_shards None: .* Extract them into another folder"
+        with pytest.raises(ValueError, match=message):
+            train(features=index.parent)
+        with pytest.raises(ValueError, match=message):
+            extract()
 
     @pytest.mark.parametrize(
         ("options", "message"),
