@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +40,39 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
     """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file, and heads are saved into a folder: give another name")
-    # Inside the directory: its parent could be another file system (a mounted volume), or not ours to write.
-    scratch = directory / SCRATCH
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
-        yield scratch
-        files = sorted(
-            (file for file in scratch.rglob("*") if file.is_file()), key=lambda file: (file.suffix == ".json", file)
-        )
-        for file in files:
-            place = directory / file.relative_to(scratch)
-            place.parent.mkdir(exist_ok=True)
-            file.replace(place)
-        written = {file.name for file in files if _WEIGHTS.fullmatch(file.name)}
-        for file in directory.iterdir() if written else ():
-            if _WEIGHTS.fullmatch(file.name) and file.name not in written:
-                file.unlink()
-    finally:
+    with no_empty_folder(directory):
+        # Inside the directory: its parent could be another file system (a mounted volume), or not ours to write.
+        scratch = directory / SCRATCH
         shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        try:
+            yield scratch
+            files = sorted(
+                (file for file in scratch.rglob("*") if file.is_file()), key=lambda file: (file.suffix == ".json", file)
+            )
+            for file in files:
+                place = directory / file.relative_to(scratch)
+                place.parent.mkdir(exist_ok=True)
+                file.replace(place)
+            written = {file.name for file in files if _WEIGHTS.fullmatch(file.name)}
+            for file in directory.iterdir() if written else ():
+                if _WEIGHTS.fullmatch(file.name) and file.name not in written:
+                    file.unlink()
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def no_empty_folder(folder: Path) -> Iterator[None]:
+    """After an error, `folder` and its parents go if they were not there before and have no files."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for place in missing:
+                place.rmdir()
+        raise
 
 
 def is_published(path: str, **hub: Any) -> bool:

@@ -69,7 +69,8 @@ class BenchmarkArguments:
     )
     minutes: float = option(
         default=3.0,
-        help="Minutes for each report, of as many prompts as fit; 0 = all. --num_prompts sets their number instead.",
+        help="Minutes for each report, compiling included, of as many prompts as fit; 0 = all. --num_prompts sets "
+        "their number instead.",
     )
     max_new_tokens: int = option(default=128, help="Tokens decoded for each prompt (fewer after an EOS).")
     temperature: list[float] = option(default_factory=lambda: [0.0], help="Sampling temperatures; 0 = greedy.")
@@ -92,8 +93,8 @@ class BenchmarkArguments:
     )
     compile: bool | None = option(
         default=None,
-        help="Compile drafters and plain decoding; none = only where compiled decoding is faster: on a CPU with "
-        "less than 1 GB of weights. Plain decoding and generate then run eagerly too.",
+        help="Compile drafters and plain decoding, as --minutes allow; none = only where compiled decoding is faster: "
+        "on a CPU with less than 1 GB of weights. Plain decoding and generate then run eagerly too.",
         metadata={"nargs": "?", "const": True},
     )
     pack_weights: bool = option(

@@ -167,17 +167,18 @@ def write_checked(
         again: DraftHeads = DraftHeads.from_pretrained(scratch, target=target)
         mine, theirs = heads.state_dict(), again.state_dict()
         changed = [name for name in mine if name not in theirs or not torch.equal(mine[name], theirs[name])]
-        settings, others = (_without_notes(one.config.to_dict()) for one in (heads, again))
+        settings, others = (_comparable(one.config.to_dict()) for one in (heads, again))
         changed += [key for key in settings if settings[key] != others.get(key)]
         if changed:
             raise ValueError(f"{known.title} does not give {', '.join(changed)} back: please report this")
 
 
-def _without_notes(value: Any) -> Any:
-    """A config without `_NOTES`, which a config inside it (`stock_layer`) has as well."""
-    if not isinstance(value, dict):
-        return value
-    return {key: _without_notes(one) for key, one in value.items() if key not in _NOTES}
+def _comparable(value: Any) -> Any:
+    """A config without `_NOTES`, which a config inside it (`stock_layer`) has as well, and numbers as float32: GGUF
+    stores 1e-5 so, and targets from GGUF files have it so."""
+    if isinstance(value, dict):
+        return {key: _comparable(one) for key, one in value.items() if key not in _NOTES}
+    return torch.tensor(value).item() if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ if not __package__:  # launched as a file: not training/ itself, whose modules h
 GROUPS = {
     "Target and heads": "config target served_by head_type head_overrides init_heads",
     "Conversations to learn from": "dataset eval_dataset max_length features",
-    "Training": "num_train_epochs max_steps per_device_train_batch_size learning_rate loss_type lora_r bf16 use_cpu",
+    "Training": "time_budget num_train_epochs max_steps per_device_train_batch_size learning_rate loss_type lora_r "
+    "bf16 use_cpu",
     "Results and checkpoints": "output_dir save_steps eval_steps resume_from_checkpoint report_to push_to_hub",
 }
 

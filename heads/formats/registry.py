@@ -108,4 +108,5 @@ def find_format(name: str, kind: str) -> Format:
     raise ValueError(
         f"{kind} heads are not written as {name}, which takes {', '.join(kinds)}: "
         + (f"choose {' or '.join(others)}" if others else "no engine serves them, so decode with draftsmith")
+        + ". transformers runs them as custom_generate"
     )

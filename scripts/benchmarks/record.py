@@ -1,9 +1,9 @@
 """Draws an animated SVG of one reply, plain and drafted side by side, with measured times.
 
-    python scripts/benchmarks/record.py --target examples/chat-13m --heads examples/heads/mtp \\
-        --dtype bfloat16 --output docs/images/demo.svg
+    python scripts/benchmarks/record.py --target outputs/smollm2-135m --heads examples/heads/smollm2-135m-eagle3 \\
+        --output docs/images/demo.svg
 
-Both decoders are this library's, compiled, and take turns in one process.
+Both decoders are this library's, and take turns in one process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from draftsmith.inference import Decoder
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.scripts.measuring.environment import describe_machine
 from draftsmith.scripts.shared.model_loading import encode_messages, load_heads, load_target
-from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
+from draftsmith.scripts.shared.side_by_side import REPEATS, Recording, record_side_by_side
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
@@ -38,16 +38,19 @@ Piece = tuple[float, str, bool]  # seconds, text, is it drafted
 
 @dataclass
 class RecordArguments:
-    target: str = option(default="examples/chat-13m", help="The target: a folder or a hub id.")
-    heads: str = option(default="examples/heads/mtp", help="Draft heads: a folder or a hub id.")
-    prompt: str = option(default="What do you think about football?", help="The prompt.")
-    tree: str = option(default="dynamic:3,2,6", help="Token tree.")
-    temperature: float = option(default=0.7, help="Sampling temperature; 0 = greedy.")
+    target: str = option(default="outputs/smollm2-135m", help="The target: a folder or a hub id.")
+    heads: str = option(default="examples/heads/smollm2-135m-eagle3", help="Draft heads: a folder or a hub id.")
+    prompt: str = option(default="What is a good way to learn a language?", help="The prompt.")
+    tree: str = option(default="dynamic:3,2,8", help="Token tree.")
+    temperature: float = option(default=0.0, help="Sampling temperature; 0 = greedy.")
     seed: int = option(default=3, help="Seed of the sampling.")
-    max_new_tokens: int = option(default=96, help="Longest reply in tokens.")
-    dtype: str = option(default="float32", help="Dtype of target and heads.")
+    max_new_tokens: int = option(default=64, help="Longest reply in tokens.")
+    dtype: str = option(default="bfloat16", help="Dtype of target and heads.")
     threads: int = option(default=1, help="CPU threads.")
-    slow_down: float = option(default=8.0, help="Seconds of the picture per measured second.")
+    pack_weights: bool = option(default=True, help="On a CPU: pack the weights for faster steps.")
+    compile: bool = option(default=False, help="Compile both decoders.")
+    repeats: int = option(default=REPEATS, help="Recordings of each decoder; the one of median duration is drawn.")
+    slow_down: float = option(default=2.0, help="Seconds of the picture per measured second.")
     output: str = option(default="docs/images/demo.svg", help="The SVG file to write.")
 
 
@@ -56,21 +59,26 @@ def main() -> None:
         (args,) = ProgramParser([RecordArguments], doc=__doc__).read()
         torch.set_num_threads(args.threads)
         target, tokenizer = load_target(args.target, dtype=args.dtype)
+        if args.pack_weights:
+            target = target.with_packed_weights()
         heads = load_heads(args.heads, target)
         input_ids = encode_messages(tokenizer, [{"role": "user", "content": args.prompt}]).to(target.device)
         options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
         options["tokenizer"] = tokenizer
         if args.temperature:
             options |= {"temperature": args.temperature, "seed": args.seed}
-        decoders = Decoder(target, compile=True), Decoder(target, heads, tree=args.tree, compile=True)
-        recordings = record_side_by_side(*decoders, input_ids, **options)
+        plainly = Decoder(target, compile=args.compile)
+        drafting = Decoder(target, heads, tree=args.tree, compile=args.compile)
+        recordings = record_side_by_side(plainly, drafting, input_ids, repeats=args.repeats, **options)
         plain, drafted = recordings
         if plain.token_ids != drafted.token_ids:
-            raise ValueError("the two texts differ: the dtype is too narrow for this prompt; give --dtype float32")
-        name = Path(args.heads).name
+            raise ValueError(f"the two texts differ in {args.dtype}: give another --prompt, or --dtype float32")
+        ending = ", compiled" * args.compile
+        names = [f"{Path(args.target).name}, plain decoding{ending}", f"{Path(args.heads).name} heads{ending}"]
         machine = describe_machine(target.device)
         hardware = f"{machine['gpu'] or machine['cpu']}, {args.threads} thread{'s' * (args.threads > 1)}, {args.dtype}"
-        picture = draw(recordings, tokenizer, ["plain decoding, compiled", f"{name} heads, compiled"], args, hardware)
+        hardware += ", packed weights" * args.pack_weights
+        picture = draw(recordings, tokenizer, names, args, hardware)
         write_text(Path(args.output), picture)
         print(
             f"Wrote {args.output}: {plain.tokens_per_second:.0f} and {drafted.tokens_per_second:.0f} tokens/s, "
@@ -97,7 +105,7 @@ def draw(recordings: list[Recording], tokenizer: Any, names: list[str], args: Re
         speed = f"{one.tokens_per_second:.0f} tokens/s" + (f", {ratio:.2f} × plain decoding" if place else "")
         shown = _appearing(one.seconds * args.slow_down, cycle)
         body.append(_text(left, height - 42, speed, COLOURS["text"], weight="bold", inside=shown))
-    note = f"Measured on {hardware}; shown {args.slow_down:g} × slower. Green: drafted and accepted. Same text."
+    note = f"Measured on {hardware}; shown {args.slow_down:g} × slower. Green: accepted drafts. Same text."
     body.append(_text(MARGIN, height - 16, note, COLOURS["dim"], size=11, fit=False))
     return "\n".join(
         [

@@ -24,6 +24,7 @@ from draftsmith.scripts.measuring.contenders import (
 from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.measure import (
     PLAIN,
+    TRANSFORMERS,
     Batch,
     Contender,
     Prompt,
@@ -42,6 +43,7 @@ from draftsmith.scripts.shared.model_loading import bind_heads, load_assistant, 
 
 Heads = dict[str, DraftHeads]
 SMALL_MODEL = "small model"
+WARM_UP_SHARE = 2 / 3  # of --minutes: nothing more is compiled after it
 SMALL_BYTES = 10**9  # a pass over more weights than this takes a CPU far longer than its dispatch
 
 
@@ -213,7 +215,7 @@ def measure_combination(
     prompts, num_too_long = subject.prompts[path]
     if single_texts is not None:
         prompts, minutes = prompts[: len(single_texts)], 0.0
-    prompts = measure_with_progress(contenders, prompts, settings, minutes=minutes)
+    prompts, settings = measure_with_progress(contenders, prompts, settings, minutes=minutes)
     single_texts = (
         single_texts or texts_of_one_row(contenders, settings) or _decode_one_by_one(target, prompts, settings)
     )
@@ -240,19 +242,20 @@ def _decode_one_by_one(target: Target, prompts: Sequence[Prompt], settings: Sett
 
 def measure_with_progress(
     contenders: Sequence[Contender], prompts: Sequence[Prompt], settings: Settings, *, minutes: float = 0.0
-) -> list[Prompt]:
+) -> tuple[list[Prompt], Settings]:
     """Warms up, then measures. The standard error gets a line for each contender as it is ready, the time that decoding
     will take, and a line for each repeat; a terminal also a bar.
 
     Args:
-        minutes: all together; prompts are left out if they would take longer. 0 = no limit.
+        minutes: all together. Compiled contenders are left out (they get a `problem`), then prompts, then repeats, if
+            they would take longer. 0 = no limit.
 
     Returns:
-        The prompts that were decoded.
+        The prompts that were decoded, and the settings with the repeats that were made.
     """
     runnable = [contender for contender in contenders if not contender.problem]
     batches = make_batches(prompts, settings.batch_size)
-    start, seconds = time.perf_counter(), 0.0
+    start, seconds, longest = time.perf_counter(), 0.0, 0.0
     with Progress(console=Console(stderr=True), transient=True) as progress:
 
         def note(text: str) -> None:
@@ -262,19 +265,32 @@ def measure_with_progress(
             num_batches = len(make_batches(prompts, settings.batch_size))
             return f"{seconds * settings.repeats * num_batches / 60:.1f} minutes"
 
-        slow = "; compiling takes up to a minute each" if any(one.is_compiled for one in runnable) else ""
+        slow = "; compiling takes minutes" if any(one.is_compiled for one in runnable) else ""
         note(f"warming up {len(runnable)} ways to decode{slow}")
         task = progress.add_task("")
-        for number, contender in enumerate(runnable, 1):
+        for number, contender in enumerate(order_warm_ups(runnable), 1):
             progress.update(task, description=f"warming up: {escape(contender.label)}")
+            used = time.perf_counter() - start
+            # Plain decoding is compiled if heads are: compiled heads beside eager decoding would mislead.
+            is_optional = contender.is_compiled and not (longest and contender.name.startswith(PLAIN))
+            if minutes and is_optional and used + longest > WARM_UP_SHARE * 60 * minutes:
+                contender.problem = f"compiling does not fit into --minutes {minutes:g}; --compile false needs none"
+                note(f"{number}/{len(runnable)} {contender.label}: left out, {contender.problem}")
+                continue
             speed = warm_up(contender, batches, settings)
             seconds += settings.batch_size * settings.max_new_tokens / speed
+            if contender.is_compiled:
+                longest = max(longest, contender.warm_up_seconds)
             note(
                 f"{number}/{len(runnable)} {contender.label}: about {speed:.1f} tokens/s, ready after "
                 f"{contender.warm_up_seconds:.0f} s"
             )
-        limit = max(60 * minutes - (time.perf_counter() - start), 60 * minutes / 3) if minutes else None
+        limit: float | None = None
+        if minutes:
+            limit = max(60 * minutes - (time.perf_counter() - start), (1 - WARM_UP_SHARE) * 60 * minutes)
+            settings = replace(settings, repeats=min(settings.repeats, max(1, int(limit / seconds))))
         chosen = [*prompts[: count_prompts(seconds, len(prompts), settings, limit)]]
+        runnable = [contender for contender in runnable if not contender.problem]
         num_runs = settings.repeats * len(make_batches(chosen, settings.batch_size)) * len(runnable)
         all_of_them = f"; --minutes 0 decodes all, in about {tell_time(seconds, prompts)}"
         note(
@@ -289,4 +305,19 @@ def measure_with_progress(
             on_run=lambda: progress.advance(task),
             on_repeat=lambda number: note(f"repeat {number} of {settings.repeats} is decoded"),
         )
-    return chosen
+    return chosen, settings
+
+
+def order_warm_ups(contenders: Sequence[Contender]) -> list[Contender]:
+    """What is not compiled first. Then, as time may run out: drafters, plain decoding, transformers.
+
+    >>> compiled = [Contender(name, is_compiled=True) for name in (TRANSFORMERS, PLAIN, "heads")]
+    >>> [contender.name for contender in order_warm_ups([*compiled, Contender("n-grams")])]
+    ['n-grams', 'heads', 'plain decoding', 'transformers generate']
+    """
+
+    def place(contender: Contender) -> int:
+        baselines = [contender.name.startswith(name) for name in (PLAIN, TRANSFORMERS)]
+        return contender.is_compiled and 1 + (baselines.index(True) + 1 if any(baselines) else 0)
+
+    return sorted(contenders, key=place)

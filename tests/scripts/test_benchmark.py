@@ -70,7 +70,8 @@ def test_contenders_take_turns_in_rotating_order() -> None:
 
     contenders = [recording(name) for name in "ab"] + [Contender("c", problem="too deep")]
     prompts = [prompt(0), prompt(1), prompt(2)]
-    assert measure_with_progress(contenders, prompts, Settings(max_new_tokens=100, repeats=2)) == prompts
+    chosen, _ = measure_with_progress(contenders, prompts, Settings(max_new_tokens=100, repeats=2))
+    assert chosen == prompts
     assert calls[:4] == [("a", 32)] * 2 + [("b", 32)] * 2, "warming up comes first and is short"
     assert [name for name, _ in calls[4:]] == ["a", "b", "b", "a", "a", "b"] + ["b", "a", "a", "b", "b", "a"]
     assert [len(runs) for runs in contenders[0].runs] == [3, 3]
@@ -85,13 +86,34 @@ def test_as_many_prompts_as_the_time_allows(capsys: pytest.CaptureFixture[str]) 
 
     contenders = [Contender("a", decode=decode), Contender("b", "chain:2", decode=decode)]
     prompts, settings = [prompt(index) for index in range(9)], Settings(max_new_tokens=100, repeats=2)
-    assert measure_with_progress(contenders, prompts, settings, minutes=4.0) == prompts[:5]
+    assert measure_with_progress(contenders, prompts, settings, minutes=4.0) == (prompts[:5], settings)
     assert [len(runs) for runs in contenders[0].runs] == [5, 5]
     told = capsys.readouterr().err
     for words in ("1/2 a: about 10.0 tokens/s", "2/2 b, chain:2: about 10.0 tokens/s", "5 of 9 prompts", "--minutes 0"):
         assert words in told
-    assert measure_with_progress(contenders, prompts, settings, minutes=1e-6) == prompts[:1]
-    assert measure_with_progress(contenders, prompts, replace(settings, batch_size=2), minutes=4.0) == prompts[:4]
+    assert measure_with_progress(contenders, prompts, settings, minutes=0.5) == (
+        prompts[:1],
+        replace(settings, repeats=1),
+    )
+    assert measure_with_progress(contenders, prompts, replace(settings, batch_size=2), minutes=4.0)[0] == prompts[:4]
+
+
+def test_what_cannot_be_compiled_in_the_time_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first drafter is compiled in any case, and plain decoding with it; these take 100 s each."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+
+    def decode(batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
+        now[0] += 50.0 if max_new_tokens is None else 0.0
+        return Run([[1] * 10], 1.0, 10)
+
+    names = (f"{TRANSFORMERS}, compiled", f"{PLAIN}, compiled", "heads", "other heads")
+    contenders = [Contender(name, decode=decode, is_compiled=True) for name in names]
+    settings = Settings(max_new_tokens=100, repeats=3)
+    chosen, made = measure_with_progress(contenders, [prompt(0), prompt(1)], settings, minutes=4.0)
+    assert [bool(contender.problem) for contender in contenders] == [True, False, False, True]
+    assert "--minutes 4" in contenders[0].problem
+    assert (len(chosen), made.repeats) == (1, 3)
 
 
 def test_a_tree_too_deep_for_its_heads_is_reported_not_raised(target: Target) -> None:

@@ -40,7 +40,19 @@ def one_line_interrupt(program: str, *, kept: str = "") -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the second one ends at once, whatever still has to be closed
         words = program.split() if " " in program else ["python", sys.argv[0]]
         again = shlex.join([*words, *sys.argv[1:]])
-        left = str(interrupt) or (kept and f"{kept}. Continue: {again}")
+        left = str(interrupt) or (kept and f"{kept}. Continue{as_launched(again)}")
         if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"\n{program}: interrupted" + (f"; {left}\n" if left else f". Again: {again}\n"))
+            sys.stderr.write(
+                f"\n{program}: interrupted" + (f"; {left}\n" if left else f". Again{as_launched(again)}\n")
+            )
         sys.exit(130)
+
+
+def as_launched(command: str) -> str:
+    """What follows "Continue" before a command of this run: a launcher's options are not known here.
+
+    >>> as_launched("draftsmith train --config c.yaml")
+    ': draftsmith train --config c.yaml'
+    """
+    is_launched = os.environ.get("WORLD_SIZE", "1") != "1"
+    return f", with the same launcher: -m {command}" if is_launched else f": {command}"

@@ -24,6 +24,7 @@ from transformers import TrainerState
 from draftsmith.inference import Decoder, GenerationStats
 from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.features.sharded_target import count_held
+from draftsmith.training.options.one_line_errors import as_launched
 from draftsmith.training.reporting.examples import Example, Prompt, decode_examples, decode_prompt
 from draftsmith.training.reporting.model_card import render_card
 from draftsmith.training.reporting.report import count_rows, render_report
@@ -264,7 +265,8 @@ def describe_interrupted(output_dir: Path, step: int) -> str:
     if newest is None:
         return ""
     config = shlex.quote(str(output_dir / "training_config.yaml"))
-    return f"{newest} is kept. Continue: draftsmith train --config {config} --resume_from_checkpoint true"
+    command = f"draftsmith train --config {config} --resume_from_checkpoint true"
+    return f"{newest} is kept. Continue{as_launched(command)}"
 
 
 def measure_drafting(meter: AcceptanceMeter) -> dict[str, float]:

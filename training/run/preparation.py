@@ -16,7 +16,7 @@ import yaml
 from transformers import EarlyStoppingCallback, TrainerState, set_seed
 
 from draftsmith.heads import DraftHeads, create_heads
-from draftsmith.heads.checkpoint import is_published
+from draftsmith.heads.checkpoint import is_published, no_empty_folder
 from draftsmith.heads.config import name_of_target
 from draftsmith.heads.formats.registry import check_place
 from draftsmith.inference import Target
@@ -90,6 +90,11 @@ def prepare_run(*parts: Any) -> PreparedRun:
         ValueError, OSError: for options, files and folders that are wrong.
     """
     options = RunOptions.collect(parts)
+    with no_empty_folder(Path(options.training.output_dir)):  # Trainer makes it
+        return _prepare(options)
+
+
+def _prepare(options: RunOptions) -> PreparedRun:
     args = options.training
     if options.placement.target_device_map is not None and args.n_gpu > 1:
         args._n_gpu = 1  # the other GPUs hold parts of the target

@@ -1,6 +1,7 @@
 """Takes the pictures of the chat page in docs/images.
 
-draftsmith serve --target examples/chat-13m --heads examples/heads/eagle3 examples/heads/mtp --dtype float32
+draftsmith serve --target outputs/smollm2-135m --heads examples/heads/smollm2-135m-eagle3 \\
+    examples/heads/smollm2-135m-mtp --dtype bfloat16 --pack_weights true
 python -m tests.inference.serving.take_pictures http://127.0.0.1:8000
 """
 
@@ -15,20 +16,20 @@ from playwright.sync_api import sync_playwright
 from tests.conftest import REPOSITORY
 
 PROMPT = "What is a good way to learn a language?"
-WARM_UPS = 2  # replies before the one in the picture
+WARM_UPS = 1  # replies before the one in the picture
 
 
 def take_picture(page: Any, name: str) -> None:
     if page.locator("#open-settings").is_visible():
         page.click("#open-settings")
-    page.get_by_label("Tree").select_option("dynamic:4,4,16")  # so that there are deep drafts to show
+    page.get_by_label("Tree").select_option("dynamic:3,2,8")  # so that there are deep drafts to show
     page.get_by_label("Max tokens").fill("64")
     page.get_by_label("Compare").set_checked(name == "page")
     for _ in range(WARM_UPS + 1):
         page.click("#new")
         page.get_by_label("Message").fill(PROMPT)
         page.get_by_label("Message").press("Enter")
-        page.locator("#send").wait_for(state="visible", timeout=120_000)
+        page.locator("#send").wait_for(state="visible", timeout=900_000)
     page.locator("[data-depth='3']").nth(1).hover()
     page.screenshot(path=REPOSITORY / "docs" / "images" / f"{name}.png")
 

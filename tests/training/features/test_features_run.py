@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -189,6 +190,18 @@ class TestRefusals:
         ):
             with pytest.raises(ValueError, match=message):
                 extract(**options)
+
+    def test_a_store_that_an_earlier_release_filled_in_training(
+        self, train: Runner, extract: Extract, tmp_path: Path
+    ) -> None:
+        extract()
+        index = tmp_path / "features" / "index.json"
+        index.write_text(json.dumps({**json.loads(index.read_text()), "num_shards": None, "data_hash": None}))
+        message = r"num_shards None: .* Extract them into another folder"
+        with pytest.raises(ValueError, match=message):
+            train(features=index.parent)
+        with pytest.raises(ValueError, match=message):
+            extract()
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -107,6 +107,19 @@ def test_budgets_that_cannot_be_kept(train: Runner, options: dict[str, Any], mes
         train(**options)
 
 
+def test_a_refused_budget_leaves_no_folder(train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "measure_pace", lambda *_: SLOW)
+    folder = train.output_dir / "new" / "heads"
+    options = {"time_budget": "60s", "max_steps": -1, "num_train_epochs": 1, "output_dir": folder}
+    with pytest.raises(ValueError, match="heads need at least"):
+        train(**options)
+    assert not folder.parent.exists()
+    folder.mkdir(parents=True)  # one that was there stays
+    with pytest.raises(ValueError, match="heads need at least"):
+        train(**options)
+    assert folder.exists()
+
+
 def test_the_numbers() -> None:
     assert SLOW.fit(2 * 3600) == 195
     assert Pace(370, 12288, 100).fit(2 * 3600) == 100, "the options ask for less"

@@ -77,6 +77,9 @@ def test_ctrl_c_saves_a_checkpoint_from_which_the_run_goes_on(
     assert newest.is_dir()
     words = shlex.split(describe_interrupted(train.output_dir, 10**6).partition("Continue: ")[2])
     assert words[:3] == ["draftsmith", "train", "--config"]
+    with monkeypatch.context() as patch:  # another number of processes would be another run
+        patch.setenv("WORLD_SIZE", "2")
+        assert "Continue, with the same launcher: -m draftsmith train" in describe_interrupted(train.output_dir, 10**6)
     monkeypatch.setattr(sys, "argv", words[1:])
     assert train_heads.main() == 0
     assert_same(expected, train.weights())
