@@ -92,7 +92,7 @@ def launch(config: str, train: Runner, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("config", "distributed", "sharding"),
     [
-        pytest.param("multi_gpu", {"distributed_type": "MULTI_CPU"}, "none", marks=pytest.mark.ci),
+        ("multi_gpu", {"distributed_type": "MULTI_CPU"}, "none"),
         ("fsdp2", {"distributed_type": "FSDP"}, "fsdp2"),
         pytest.param(
             "deepspeed_zero2", {"distributed_type": "DEEPSPEED", "zero_stage": 2}, "none", marks=needs_deepspeed
@@ -106,12 +106,7 @@ def launch(config: str, train: Runner, **options: Any) -> str:
     ],
 )
 def test_two_processes_train_as_one(
-    config: str,
-    distributed: dict[str, Any],
-    sharding: str,
-    train: Runner,
-    alone: Result,
-    target_path: Path,
+    config: str, distributed: dict[str, Any], sharding: str, train: Runner, alone: Result, target_path: Path
 ) -> None:
     """With twice the batch; and a run that is resumed half-way gives the very same weights and metrics, also where each
     process now holds half of the target's layers (split heads cut batches into as many documents either way).
