@@ -38,8 +38,7 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 NUM_TOKENS = 16
 
 pytestmark = pytest.mark.skipif(
-    not PLACE.is_dir(),
-    reason=f"{PLACE} is absent: `make smollm2` makes it; DRAFTSMITH_SMOLLM2 names another folder",
+    not PLACE.is_dir(), reason=f"{PLACE} is absent: `make smollm2` makes it; DRAFTSMITH_SMOLLM2 names another folder"
 )
 
 

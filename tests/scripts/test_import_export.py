@@ -347,10 +347,7 @@ def test_uploading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     with pytest.raises(SystemExit, match="the connection broke"):
         call(export_heads, **options)
     assert f"If that fails, repeat it: {command}" in capsys.readouterr().out
-    with pytest.raises(
-        SystemExit,
-        match=re.escape(command),
-    ):
+    with pytest.raises(SystemExit, match=re.escape(command)):
         call(export_heads, **options)
     (output / ".incomplete").mkdir()
     with pytest.raises(SystemExit) as refusal:

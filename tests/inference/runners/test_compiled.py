@@ -153,10 +153,7 @@ def check_compiled_drafter(target: Target, kind: str) -> None:
     ("rule", "tree"),
     slow_but(
         {"rejection"},
-        {
-            "rejection": ("rejection", StaticTree([[0], [1], [0, 0]])),
-            "typical": ("typical", DynamicTree(2, 2, 5)),
-        },
+        {"rejection": ("rejection", StaticTree([[0], [1], [0, 0]])), "typical": ("typical", DynamicTree(2, 2, 5))},
     ),
 )
 def test_compiled_rules_accept_what_they_accept_eagerly(rule: str, tree: Any, caplog: pytest.LogCaptureFixture) -> None:
