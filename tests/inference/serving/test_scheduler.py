@@ -157,7 +157,7 @@ def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: py
     monkeypatch.setattr(DecodeState, "append", note)
     scheduler = Scheduler(target, drafters_of(tiny_heads("eagle3", target)), tree="auto", limits=LIMITS)
     draws = random.Random(2)
-    options = [{"max_new_tokens": draws.randrange(5, 90), "do_sample": bool(draws.randrange(2))} for _ in range(12)]
+    options = [{"max_new_tokens": draws.randrange(5, 90), "do_sample": bool(draws.randrange(2))} for _ in range(7)]
     arrivals = [Arrival(target, [3 + number], each, seed=number) for number, each in enumerate(options)]
     serve(scheduler, arrivals, num_first=3, chance=0.0)
     end(scheduler)

@@ -109,7 +109,7 @@ def kill(train: Runner, options: dict[str, Any], last: int, first_step: int = 0)
 @pytest.mark.parametrize(
     ("options", "kills"),
     [
-        pytest.param(EAGLE, 2, id="eagle", marks=[needs_muon, pytest.mark.ci]),
+        pytest.param(EAGLE, 1, id="eagle", marks=[needs_muon, pytest.mark.ci]),
         pytest.param(BLOCK, 3, id="block"),
         pytest.param(STREAM, 1, id="stream"),
         pytest.param(JOINT, 2, id="heads and adapters"),
