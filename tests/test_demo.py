@@ -45,7 +45,7 @@ def args(tmp_path: Path) -> demo.DemoArguments:
             "num_eval_prompts=1",
             "eval_max_new_tokens=4",
         ],
-        max_new_tokens=24,
+        max_new_tokens=12,
         repeats=1,
         compile=False,
     )

@@ -50,34 +50,33 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "ngrams": lambda _: NgramDrafter(),
     "small model": lambda _: SmallModelDrafter(tiny_target("gemma3")),
 }
-PROCESSORS = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[5], [7, 8]], "min_new_tokens": 9}
+PROCESSORS = {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[5], [7, 8]], "min_new_tokens": 4}
 
 
 @pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 def test_a_step_reads_nothing_on_the_host(make: Callable[[Target], Drafter], monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first one, which may write tables down. On the CPU `tolist` and `numpy` read memory directly, past the
     dispatcher."""
-    target, call, num_strict = target_of("gemma3"), Step.__call__, 0
+    target, call, begun = target_of("llama", num_hidden_layers=2), Step.__call__, list[Step]()
 
     def refuse(tensor: torch.Tensor) -> None:
         raise AssertionError("a tensor's values are read on the host")
 
-    def strictly(step: Step, *args: Any, **options: Any) -> Any:
-        nonlocal num_strict
-        num_strict += 1
+    def run(step: Step, *args: Any, **options: Any) -> Any:
+        begun.append(step)
+        if begun.count(step) == 1:
+            return call(step, *args, **options)
         with RefuseHostReads(), monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "tolist", refuse)
             patch.setattr(torch.Tensor, "numpy", refuse)
             return call(step, *args, **options)
 
+    monkeypatch.setattr(Step, "__call__", run)
     prompts = pad_prompts([random_prompt(9 - row, seed=row) for row in range(3)])
-    sampled = {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "max_new_tokens": 12, **PROCESSORS}
+    sampled = {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "max_new_tokens": 5, **PROCESSORS}
     for tree in ("dynamic:3,2,6", [[0], [1], [0, 0], [0, 1], [1, 0]]):
-        decoder = Decoder(target, make(target), tree=tree)
-        for step in (call, strictly):
-            monkeypatch.setattr(Step, "__call__", step)
-            decoder.generate(**prompts, **sampled)
-    assert num_strict > 4
+        Decoder(target, make(target), tree=tree).generate(**prompts, **sampled)
+    assert len(begun) > 4
 
 
 def add_nothing(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -80,8 +80,8 @@ def test_compiled_text_is_the_eager_text(target: Target, tree: Any, name: str) -
 @pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_alone")
-def test_compiled_trees_of_chosen_sizes() -> None:
-    target, settings = Target(tiny_target("llama", num_hidden_layers=1)), SETTINGS["sampled"]
+def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
+    settings = SETTINGS["sampled"]
     prompt = random_prompt(12)
     expected = Decoder(target).generate(prompt, max_new_tokens=60, **settings).sequences
     drafter = HostDrafter([expected[0]], VOCAB_SIZE)
