@@ -25,7 +25,7 @@ def test_every_cell_runs(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(REPOSITORY / name)
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "smollm2-135m").symlink_to(PLACE)
-    sources = {"install": "import os, sys\npython = sys.executable", "parameters": f"NUM_TOKENS, STEPS = 16, {STEPS!r}"}
+    sources = {"install": "import os, sys\npython = sys.executable", "parameters": f"NUM_TOKENS, STEPS = 8, {STEPS!r}"}
     for cell in notebook.cells:
         for tag in cell.metadata.get("tags", []):
             cell.source = sources[tag]

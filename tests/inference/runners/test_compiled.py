@@ -296,16 +296,6 @@ def test_every_level_runs_one_compiled_function(
     assert called.count("begin_draft") == compiled.stats.num_verify_steps
 
 
-def test_eager_steps_never_reach_the_compiler(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("torch.compile was called")
-
-    monkeypatch.setattr(torch, "compile", refuse)
-    step = Step(target, None, None)
-    assert step.num_nodes == step.path_width == 1
-    Decoder(target).generate(random_prompt(4), max_new_tokens=4, do_sample=False)
-
-
 @pytest.mark.slow
 def test_two_compiled_decoders_keep_their_models_apart(target: Target) -> None:
     """Guards on modules are dropped, and both models have one class and one shape."""

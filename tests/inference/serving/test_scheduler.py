@@ -167,15 +167,6 @@ def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: py
     assert all(one.row is not None and not one.row.drafts for one in arrivals)
 
 
-def test_more_lanes_than_fit_take_turns(oracle: Scheduler) -> None:
-    trees = ["chain:2", "chain:3", None, "chain:4", "dynamic:2,2,4", "chain:2"]
-    arrivals = draw_arrivals(oracle.target, 6)
-    for arrival, tree in zip(arrivals, trees, strict=True):
-        arrival.lane = ("draft", tree)
-    serve(oracle, arrivals, num_first=6)
-    assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
-
-
 def test_a_row_without_a_lane_is_not_passed_for_ever(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two lanes are busy for as long as others may pass; then one of them empties."""
     monkeypatch.setattr("draftsmith.inference.serving.scheduler.PATIENCE_SECONDS", 0.0)
