@@ -77,7 +77,6 @@ def test_compiled_text_is_the_eager_text(target: Target, tree: Any, name: str) -
     assert min(output.stats.accepted_histogram) > 0, "not every depth was reached"
 
 
-@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_alone")
 def test_compiled_trees_of_chosen_sizes(target: Target) -> None:

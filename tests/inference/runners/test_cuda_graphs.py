@@ -253,7 +253,7 @@ def test_another_batch_size_takes_other_graphs() -> None:
 OTHER_LENGTHS = ["eagle3-0", "kangaroo-0", "small model", "medusa-0"]
 
 
-@pytest.mark.parametrize("name", slow_but({"kangaroo-0", "eagle3-0"}, OTHER_LENGTHS))
+@pytest.mark.parametrize("name", slow_but({"kangaroo-0"}, OTHER_LENGTHS))
 def test_prompts_of_other_lengths_share_the_graphs(name: str) -> None:
     """Of a single token the drafter reads nothing before its first draft."""
     target = Target(tiny_target("llama"))
