@@ -176,6 +176,7 @@ def test_a_row_without_a_lane_is_not_passed_for_ever(oracle: Scheduler, monkeypa
     serve(oracle, arrivals, num_first=len(arrivals))
     starts = [one.row.started for one in arrivals if one.row is not None and one.row.started is not None]
     assert starts[2] == min(starts[2:])
+    assert len(oracle._lanes) == oracle.limits.max_lanes == 2
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
 
 
