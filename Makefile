@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Two workers suit two cores; each worker's tensor code then stays on one thread.
+# Two workers suit two cores; each worker's tensor code then stays on one thread. Each begins with half of the files, so
+# that it makes the models of a file once.
 WORKERS ?= auto
-PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
+PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help install demo smollm2 llama-cpp docs test test-all test-slow test-engines lossless check format bench gpu recording clean
 help: ## list the targets

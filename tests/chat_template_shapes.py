@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-CALL = {
-    "id": "abcdefghi",
-    "type": "function",
-    "function": {"name": "look", "arguments": '{"at": "é", "is_far": true}'},
-}
+CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": '{"at": "é", "is_far": true}'}}
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 PLAIN = [
     {"role": "system", "content": "Be brief."},

@@ -45,7 +45,7 @@ def args(tmp_path: Path) -> demo.DemoArguments:
             "num_eval_prompts=1",
             "eval_max_new_tokens=4",
         ],
-        max_new_tokens=24,
+        max_new_tokens=12,
         repeats=1,
         compile=False,
     )
@@ -69,11 +69,7 @@ def test_the_training_command_is_one_that_the_trainer_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ("--time_budget=soon", "time_budget 'soon'"),
-        ("--tree=dynamc", "tree is 'dynamc'"),
-    ],
+    ("option", "message"), [("--time_budget=soon", "time_budget 'soon'"), ("--tree=dynamc", "tree is 'dynamc'")]
 )
 def test_wrong_options_end_it_before_training(option: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "train", lambda *_: pytest.fail("it trains"))

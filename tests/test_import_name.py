@@ -53,9 +53,11 @@ def test_a_checkout_without_links(tmp_path: Path) -> None:
     for name in FOLDERS:
         (tmp_path / name).symlink_to(REPOSITORY / name)
         (package / name).write_text(f"../../{name}")
-    code = "import draftsmith.scripts.cli, draftsmith; print(draftsmith.chain(2).num_nodes, draftsmith.__file__)"
+    code = "import draftsmith.scripts.cli, importlib.util as find; print(draftsmith.__file__)\n"
+    code += f"for name in {FOLDERS}: print(find.find_spec('draftsmith.' + name).origin)"  # an import would take seconds
     done = run("-c", code, cwd=tmp_path, path=tmp_path / "src")
-    assert done.stdout == f"3 {package / '__init__.py'}\n", done.stderr
+    places = [package, *(REPOSITORY / name for name in FOLDERS)]
+    assert [Path(line).resolve() for line in done.stdout.split()] == [place / "__init__.py" for place in places], done
 
 
 @pytest.mark.slow

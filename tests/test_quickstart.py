@@ -13,6 +13,9 @@ nbformat = pytest.importorskip("nbformat", reason="nbformat reads the notebook (
 nbclient = pytest.importorskip("nbclient", reason="nbclient runs the notebook (extra: dev)")
 
 
+STEPS = "2 --max_samples 200 --max_eval_samples 4 --num_eval_prompts 1 --eval_max_new_tokens 4"
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 def test_every_cell_runs(tmp_path: Path) -> None:
@@ -22,7 +25,7 @@ def test_every_cell_runs(tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(REPOSITORY / name)
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "smollm2-135m").symlink_to(PLACE)
-    sources = {"install": "import os, sys\npython = sys.executable", "parameters": "NUM_TOKENS, STEPS = 16, 2"}
+    sources = {"install": "import os, sys\npython = sys.executable", "parameters": f"NUM_TOKENS, STEPS = 8, {STEPS!r}"}
     for cell in notebook.cells:
         for tag in cell.metadata.get("tags", []):
             cell.source = sources[tag]

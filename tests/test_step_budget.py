@@ -71,10 +71,7 @@ class StepProfile:
 
 @pytest.mark.parametrize(
     ("heads", "budget"),
-    [
-        ("mtp", Budget(calls=450, functions=110, files=20)),
-        (None, Budget(calls=165, functions=75, files=14)),
-    ],
+    [("mtp", Budget(calls=450, functions=110, files=20)), (None, Budget(calls=165, functions=75, files=14))],
 )
 def test_a_step_stays_within_its_budget(heads: str | None, budget: Budget, chat_target: PreTrainedModel) -> None:
     drafter = heads and DraftHeads.from_pretrained(REPOSITORY / "examples" / "heads" / heads)

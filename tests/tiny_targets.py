@@ -51,10 +51,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-yarn": _llama_with_rope("yarn", factor=8.0, original_max_position_embeddings=32),
     # RoPE whose scale depends on the longest position of a pass: exact below the switch only.
-    "llama-dynamic": (
-        "llama",
-        {**_llama_with_rope("dynamic", factor=2.0)[1], "max_position_embeddings": ROPE_SWITCH},
-    ),
+    "llama-dynamic": ("llama", {**_llama_with_rope("dynamic", factor=2.0)[1], "max_position_embeddings": ROPE_SWITCH}),
     "llama-longrope": _llama_with_rope(
         "longrope",
         factor=4.0,

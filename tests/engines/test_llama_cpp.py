@@ -19,8 +19,8 @@ from tests.conftest import REPOSITORY
 from tests.engines.chains import decode_chains
 from tests.llama_cpp_server import start_server
 
-NUM_PROMPTS, MAX_NEW_TOKENS, DEPTH = 12, 64, 4
-LEAST_DRAFTED = 600
+NUM_PROMPTS, MAX_NEW_TOKENS, DEPTH = 5, 48, 4
+LEAST_DRAFTED = 150
 
 
 @dataclass(frozen=True)

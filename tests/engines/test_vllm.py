@@ -70,10 +70,7 @@ def test_p_eagle(
     compare_with_engine(heads, texts, DEPTH, result, f"parallel, {format_name}")
 
 
-BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "DFlash": ("vllm", {}),
-    "speculators": ("speculators", {}),
-}
+BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {"DFlash": ("vllm", {}), "speculators": ("speculators", {})}
 
 
 @pytest.mark.parametrize(("format_name", "settings"), BLOCKS.values(), ids=BLOCKS)

@@ -77,10 +77,6 @@ def test_the_way_of_published_heads(target: Target, texts: Texts, run_vllm: Call
     heads = DraftHeads.from_pretrained(trained, dtype=torch.float32)
     assert not torch.equal(heads.state_dict()["fc.weight"], theirs.state_dict()["fc.weight"])
     result = run_vllm(
-        heads=str(served),
-        method="eagle3",
-        num_drafts=DEPTH,
-        prompts=texts.prompts,
-        max_new_tokens=texts.max_new_tokens,
+        heads=str(served), method="eagle3", num_drafts=DEPTH, prompts=texts.prompts, max_new_tokens=texts.max_new_tokens
     )
     compare_with_engine(heads.bind(target), texts, DEPTH, result, "published EAGLE-3 heads, trained further")

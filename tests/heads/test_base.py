@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import subprocess
-import sys
-import textwrap
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import modeling_utils
 
 import draftsmith.heads as heads_package
 from draftsmith.heads import DraftHeads, create_heads
@@ -21,8 +21,8 @@ from draftsmith.heads.config import FORMAT_VERSION
 from draftsmith.heads.kinds.eagle3 import Eagle3Heads
 from draftsmith.heads.kinds.medusa import MedusaHeads
 from draftsmith.inference import Target
-from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
+from tests.processes import start_process
 
 KNOWN_KINDS = ", ".join(sorted(heads_package.HEAD_TYPES))
 NEXT = FORMAT_VERSION + 1
@@ -98,6 +98,24 @@ class TestLoading:
             DraftHeads.from_pretrained(saved)
 
 
+def save_and_die(folder: Path, moment: str) -> None:
+    def die_while_writing(tensors: dict[str, Tensor], path: str, **kwargs: Any) -> None:
+        Path(path).write_bytes(bytes(1000))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_after_the_first_rename(path: Path, place: Path) -> None:
+        os.replace(path, place)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if moment == "writing":
+        modeling_utils.safe_save_file = die_while_writing
+    else:
+        Path.replace = die_after_the_first_rename  # type: ignore[assignment, method-assign]
+    heads = DraftHeads.from_pretrained(folder)
+    heads.fc.weight.data.fill_(2.0)
+    heads.save_pretrained(folder)
+
+
 class TestSaving:
     def test_what_the_trainer_passes(self, target: Target, tmp_path: Path) -> None:
         heads = tiny_heads("medusa", target)
@@ -131,41 +149,12 @@ class TestSaving:
     @pytest.mark.slow  # a process of its own
     def test_a_kill(self, saved: Path) -> None:
         """Kills a process while it writes the weights, and another one between two renames; then saves once more."""
-        program = """
-            import os, pathlib, signal, sys
-            import transformers.modeling_utils
-            from draftsmith.heads import DraftHeads
-
-            def die_while_writing(tensors, path, **kwargs):
-                pathlib.Path(path).write_bytes(bytes(1000))
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            def die_after_the_first_rename(self, place):
-                os.replace(self, place)
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            def save_and_die(moment):
-                if moment == "writing":
-                    transformers.modeling_utils.safe_save_file = die_while_writing
-                else:
-                    pathlib.Path.replace = die_after_the_first_rename
-                heads = DraftHeads.from_pretrained(sys.argv[1])
-                heads.fc.weight.data.fill_(2.0)
-                heads.save_pretrained(sys.argv[1])
-
-            for moment in ("writing", "renaming"):
-                if os.fork() == 0:
-                    save_and_die(moment)
-                _, status = os.wait()
-                assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
-                is_new = DraftHeads.from_pretrained(sys.argv[1]).fc.weight.eq(2.0).all().item()
-                print("seen", moment, is_new, flush=True)
-        """
-        command = [sys.executable, "-c", textwrap.dedent(program), str(saved)]
-        result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stderr
-        seen = [line for line in result.stdout.splitlines() if line.startswith("seen")]  # deepspeed prints as well
-        assert seen == ["seen writing False", "seen renaming True"]
+        for moment in ("writing", "renaming"):
+            process = start_process(save_and_die, saved, moment)
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+            is_new = DraftHeads.from_pretrained(saved).fc.weight.eq(2.0).all()
+            assert is_new == (moment == "renaming")
         assert (saved / ".incomplete").exists()
         DraftHeads.from_pretrained(saved).save_pretrained(saved)
         left = ["config.json", "model.safetensors", "token_counts.safetensors"]

@@ -30,23 +30,14 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"feature_loss_weight": 0.0},
         {"feature_layers": [5]},
     ],
-    "eagle3": [
-        {"num_key_value_heads": 3},
-        {"draft_vocab_size": 129},
-        {"ttt_steps": 0},
-        {"feature_layers": [1, 2, 1]},
-    ],
+    "eagle3": [{"num_key_value_heads": 3}, {"draft_vocab_size": 129}, {"ttt_steps": 0}, {"feature_layers": [1, 2, 1]}],
     "hydra": [
         {"use_prefix_attention": True, "head_dim": 7},
         {"num_heads": 0},
         {"num_layers": 0},
         {"feature_layers": [2, 6]},
     ],
-    "kangaroo": [
-        {"exit_layer": 6},
-        {"exit_layer": 2, "feature_layers": [3]},
-        {"confidence_threshold": 1.5},
-    ],
+    "kangaroo": [{"exit_layer": 6}, {"exit_layer": 2, "feature_layers": [3]}, {"confidence_threshold": 1.5}],
     "medusa": [{"num_heads": 0}, {"num_layers": -1}, {"feature_layers": [2, 6]}, {"feature_layers": [7]}],
     "mtp": [{"num_steps": 0}, {"feature_layers": [2, 6]}],
     "parallel": [
@@ -84,8 +75,7 @@ def test_settings_that_do_not_go_together(target: Target, kind: str, overrides: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "key", "meant"),
-    [("block", "blok_size", "block_size"), ("eagle", "draft_vocab_size", "target_vocab_size")],
+    ("kind", "key", "meant"), [("block", "blok_size", "block_size"), ("eagle", "draft_vocab_size", "target_vocab_size")]
 )
 def test_a_key_that_does_not_exist(target: Target, kind: str, key: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"'{key}' .* '{meant}'"):

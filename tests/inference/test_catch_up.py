@@ -132,11 +132,7 @@ def eager_catching_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("name", slow_but({"eagle3", "kangaroo", "staged"}, list(DRAFTERS)))
 @pytest.mark.parametrize("can_leave", [True, False])
 def test_texts_while_drafting_stops_and_goes_on(
-    name: str,
-    can_leave: bool,
-    eager_catching_up: list[int],
-    trees: list[TokenTree],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, can_leave: bool, eager_catching_up: list[int], trees: list[TokenTree], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows end at different times and leave, or stay without growing; then the next turn goes on from the cache."""
     target = target_of("gemma3", initializer_range=0.3)

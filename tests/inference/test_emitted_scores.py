@@ -19,11 +19,7 @@ STATIC = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
 
 @pytest.mark.parametrize(
     ("tree", "options"),
-    [
-        ("static", {}),
-        ("dynamic", {"repetition_penalty": 1.3}),
-        ("dynamic", {"suppress_tokens": [5, 9]}),
-    ],
+    [("static", {}), ("dynamic", {"repetition_penalty": 1.3}), ("dynamic", {"suppress_tokens": [5, 9]})],
     ids=str,
 )
 def test_greedy_scores_are_transformers(tree: str, options: dict[str, Any]) -> None:

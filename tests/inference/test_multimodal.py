@@ -68,10 +68,9 @@ class TestGreedyText:
         assert torch.equal((others != expected).any(1), has_medium), "another image gives another text"
         assert all(len(row.unique()) > 8 for row in new), "the texts keep changing"
 
-    @pytest.mark.parametrize("tree", ["dynamic:4,4,16", TREE], ids=["dynamic", "static"])
-    def test_drafted_text_is_plain(self, family: str, tree: Any) -> None:
+    def test_drafted_text_is_plain(self, family: str) -> None:
         output = generate(
-            multimodal_target(family), scripted(family), **prompts_with_media(family, ROWS), tree=tree, **OPTIONS
+            multimodal_target(family), scripted(family), **prompts_with_media(family, ROWS), tree=TREE, **OPTIONS
         )
         assert torch.equal(output.sequences, expected_text(family))
         assert output.stats.acceptance_length > 1.5
@@ -106,8 +105,8 @@ def drafter_of(kind: str, target: Target) -> Drafter:
 
 
 @pytest.mark.parametrize("kind", ["ngram", "small model", "eagle3", "mtp", "medusa", "kangaroo"])
-@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
-def test_every_drafter_reads_prompts_with_images(family: str, kind: str) -> None:
+def test_every_drafter_reads_prompts_with_images(kind: str) -> None:
+    family = "qwen2_5_vl"
     target, inputs = multimodal_target(family), prompts_with_media(family, ROWS)
     tree = "chain:3" if kind == "ngram" else "dynamic:3,4,12"
     drafter = drafter_of(kind, target)

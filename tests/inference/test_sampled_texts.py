@@ -39,13 +39,7 @@ TREES: dict[str, TreePolicy] = {
     "static": StaticTree([[0], [1], [0, 0], [1, 0]]),
     "dynamic": DynamicTree(2, 3, 8),
 }
-CASES = [
-    ("exact", "chain"),
-    ("exact", "static"),
-    ("exact", "dynamic"),
-    ("rejection", "chain"),
-    ("rejection", "static"),
-]
+CASES = [("exact", "chain"), ("exact", "static"), ("exact", "dynamic"), ("rejection", "chain"), ("rejection", "static")]
 PROMPT = torch.tensor([[2, 5, 3]])
 
 

@@ -47,11 +47,7 @@ def static_trees(draw: st.DrawFn, *, has_all_ranks: bool) -> TreePolicy:
 
 def dynamic_trees() -> st.SearchStrategy[TreePolicy]:
     return st.builds(
-        DynamicTree,
-        st.integers(1, MAX_DEPTH),
-        st.integers(1, 5),
-        st.integers(2, 30),
-        root_factor=st.integers(1, 3),
+        DynamicTree, st.integers(1, MAX_DEPTH), st.integers(1, 5), st.integers(2, 30), root_factor=st.integers(1, 3)
     )
 
 

@@ -16,11 +16,7 @@ from tests.lossless.matrix.cells import BATCHES, FACTORS, Cell, calls_of, makes_
 from tests.lossless.matrix.covering import cover
 from tests.lossless.matrix.drafters import POLICIES
 from tests.lossless.matrix.references import reference_of
-from tests.lossless.matrix.results import (
-    DIFFERENT,
-    TOKENS_AT_LEAST,
-    run_cell,
-)
+from tests.lossless.matrix.results import DIFFERENT, TOKENS_AT_LEAST, run_cell
 from tests.tiny_targets import FAMILIES, LEFT_OUT
 
 NEW_TOKENS = 16

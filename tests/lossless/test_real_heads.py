@@ -76,7 +76,7 @@ def test_chat_greedy(kind: str, policy: str) -> None:
     target = chat_target(torch.float32)
     decoder = Decoder(target, chat_heads(kind, target), tree=POLICIES[policy])
     prompt = chat_prompts()[policy == "dynamic"]
-    assert check_greedy(target, decoder, prompt, max_new_tokens=60) > 1.2
+    assert check_greedy(target, decoder, prompt, max_new_tokens=40) > 1.2
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_chat_sampled(kind: str, policy: str, is_coupled: bool, settings: list[d
     target = chat_target(torch.float32)
     decoder = Decoder(target, chat_heads(kind, target), tree=POLICIES[policy], is_coupled=is_coupled)
     for seed, options in enumerate(settings):
-        options = {"max_new_tokens": 40, "do_sample": True, "seed": seed, **options}
+        options = {"max_new_tokens": 24, "do_sample": True, "seed": seed, **options}
         expected = plain_text(target, seed, tuple(options.items()))
         assert torch.equal(decoder.generate(chat_prompts()[seed], **options).sequences, expected), options
 
@@ -119,8 +119,8 @@ def test_chat_bfloat16_flips_are_near_ties() -> None:
     target = chat_target(torch.bfloat16)
     decoder = Decoder(target, chat_heads("eagle3", target), tree=POLICIES["dynamic"])
     for prompt in chat_prompts()[:2]:
-        expected = target.model.generate(prompt, do_sample=False, max_new_tokens=60)
-        output = decoder.generate(prompt, do_sample=False, max_new_tokens=60)
+        expected = target.model.generate(prompt, do_sample=False, max_new_tokens=40)
+        output = decoder.generate(prompt, do_sample=False, max_new_tokens=40)
         difference = explain_difference(target.model, expected[0], output.sequences[0])
         if difference is not None:
             _, gap, sentence = difference

@@ -80,11 +80,7 @@ def test_from_conversations_to_a_tree_that_decodes(
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_nodez": 3}, "num_nodez"),
-        ({"num_ranks": 0}, "got --num_ranks 0: give at least 1"),
-    ],
+    ("changes", "message"), [({"num_nodez": 3}, "num_nodez"), ({"num_ranks": 0}, "got --num_ranks 0: give at least 1")]
 )
 def test_options_that_cannot_work_end_it_before_anything_is_loaded(
     options: dict[str, Any], changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch

@@ -81,11 +81,7 @@ def test_commands_change_how_replies_are_decoded(chat: Chat) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("/tree oak", "tree is 'oak'"),
-        ("/heads ./nowhere", "got ./nowhere: there is no such folder"),
-    ],
+    ("line", "words"), [("/tree oak", "tree is 'oak'"), ("/heads ./nowhere", "got ./nowhere: there is no such folder")]
 )
 def test_a_command_that_cannot_be_run_changes_nothing(chat: Chat, line: str, words: str) -> None:
     replies, notes = chat(line, "Hi", max_new_tokens=4)

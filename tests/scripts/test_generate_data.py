@@ -162,12 +162,7 @@ class KilledError(Exception):
 
 
 def test_a_broken_run_goes_on_where_it_stopped(
-    run: Run,
-    script: Any,
-    expected: dict[str, Any],
-    prompts: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, script: Any, expected: dict[str, Any], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broken off after some conversations, by a kill within a line; then as two processes; then counted anew."""
     output = tmp_path / "out.jsonl"
@@ -241,16 +236,7 @@ def test_own_conversations_are_the_same_in_any_number_of_processes(run: Run, tmp
     options = ("--mode", "self", "--max_turns", 2, "--num_conversations")
     told = run(one, *options, 24, "--keep_truncated")
     for index in (1, 0):
-        run(
-            two,
-            *options,
-            24,
-            "--keep_truncated",
-            "--num_shards",
-            2,
-            "--shard_index",
-            index,
-        )
+        run(two, *options, 24, "--keep_truncated", "--num_shards", 2, "--shard_index", index)
     assert results(one) == results(two)
     rows = [json.loads(line) for line in one.read_text().splitlines()]
     roles = [[message["role"] for message in row["messages"]] for row in rows]
@@ -333,12 +319,7 @@ def test_a_full_disk_loses_nothing(run: Run, expected: dict[str, Any], prompts: 
     ],
 )
 def test_wrong_files_end_it_in_one_line(
-    options: list[str],
-    message: str,
-    tmp_path: Path,
-    prompts: Path,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
+    options: list[str], message: str, tmp_path: Path, prompts: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is wrong with files is said before the target is loaded."""
     (tmp_path / "bad.jsonl").write_text("3\n")

@@ -10,12 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
 from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.run.preparation import prepare_run
-from draftsmith.training.run.stopping import TrainingStoppedError
 
 # What a run does to its folder: every such event is a moment at which it can be killed.
 FILE_EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -65,6 +63,12 @@ def run_and_die(
     count_file.write_text(str(moments.passed))
 
 
+def run_rank_and_die(arguments: list[str], output_dir: Path, last: int | None, count_file: Path) -> None:
+    """One of several processes; only the second is killed."""
+    rank = os.environ["RANK"]
+    run_and_die(arguments, output_dir, last if rank == "1" else None, count_file.with_name(count_file.name + rank))
+
+
 class FullDisk(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """From some step on, the kernel lets this process write no file beyond so many bytes."""
 
@@ -84,26 +88,3 @@ def run_with_full_disk(arguments: list[str], step: int, num_bytes: int, message_
         run.finish()
     except (OSError, RuntimeError) as error:
         message_file.write_text(str(error))
-
-
-def run_with_bad_states(arguments: list[str]) -> None:
-    """Trains; on the last of several processes the target's states are infinite."""
-    run = prepare_run(*parse_arguments(arguments))
-    if run.trainer.args.process_index == run.trainer.args.world_size - 1:
-        with torch.no_grad():
-            run.trainer.target.model.model.norm.weight[0] = torch.inf
-    try:
-        run.finish()
-    except TrainingStoppedError as error:
-        sys.exit(f"process {run.trainer.args.process_index} {error}")
-
-
-# One of several processes: `bad_states OPTIONS...`, or LAST COUNT_FILE OUTPUT_DIR OPTIONS...
-if __name__ == "__main__":
-    words = sys.argv[1:]
-    if words[0] == "bad_states":
-        run_with_bad_states(words[1:])
-    else:
-        is_killed = words[0] != "never" and os.environ["RANK"] == "1"
-        last = int(words[0]) if is_killed else None
-        run_and_die(words[3:], Path(words[2]), last, Path(words[1] + os.environ["RANK"]))

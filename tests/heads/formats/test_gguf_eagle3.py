@@ -46,8 +46,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    "settings",
-    slow_but({"reduced"}, dict(zip(["full", "reduced", "residual", "fc", "linear"], SETTINGS, strict=True))),
+    "settings", slow_but({"reduced"}, dict(zip(["full", "reduced", "residual", "fc", "linear"], SETTINGS, strict=True)))
 )
 def test_round_trip(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
     heads = plain_eagle3(target, **settings)

@@ -16,13 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    PreTrainedModel,
-)
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedModel
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.kinds.mtp import MTPHeads

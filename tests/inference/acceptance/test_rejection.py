@@ -17,10 +17,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
 from draftsmith.inference.acceptance.rejection import DRAFT_STREAM, accept_by_rejection
@@ -43,10 +40,7 @@ from tests.tiny_targets import tiny_target
 NUM_DRAWS, VOCAB, FALSE_ALARM = 200_000, 6, 1e-6
 TEXT = torch.tensor([2, 3, 0])
 WIDE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
-LOSSLESS = {
-    "exact": accept_exact,
-    "rejection": accept_by_rejection,
-}
+LOSSLESS = {"exact": accept_exact, "rejection": accept_by_rejection}
 
 
 class MarkovDrafter:

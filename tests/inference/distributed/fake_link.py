@@ -21,12 +21,7 @@ class FakeLink:
     """
 
     def __init__(
-        self,
-        make_server: Callable[[], Server],
-        num_servers: int,
-        *,
-        seed: int = 0,
-        most_delay: int = 8,
+        self, make_server: Callable[[], Server], num_servers: int, *, seed: int = 0, most_delay: int = 8
     ) -> None:
         self.ranks = tuple(range(1, num_servers + 1))
         self.servers = {rank: make_server() for rank in self.ranks}

@@ -1,9 +1,6 @@
 """A program for three ranks: rank 0 decodes and compares with plain decoding; the others serve a tiny target.
 
-    ranks.py NUM_TEXTS [--kill | --hang]
-
-Every message is delayed by a random time. With `--kill` there are two more texts, in the middle of which the server of
-rank 2 dies; with `--hang` it stops answering.
+Every message is delayed by a random time. In the middle of two more texts the server of rank 2 dies.
 """
 
 from __future__ import annotations
@@ -11,7 +8,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 from typing import Any
 
@@ -40,63 +36,54 @@ def delay_messages(rank: int) -> None:
 
 
 class FailingServer(TargetServer):
-    """Fails in the text after `num_texts` others."""
+    """Dies in the text after `num_texts` others."""
 
-    def __init__(self, target: PreTrainedModel, num_texts: int, fault: str) -> None:
+    def __init__(self, target: PreTrainedModel, num_texts: int) -> None:
         super().__init__(target)
-        self.num_left, self.fault = num_texts, fault
+        self.num_left = num_texts
 
     def begin(self, prompt: Prompt) -> None:
         self.num_left -= 1
         super().begin(prompt)
 
     def answer(self, task: Task) -> Answer:
-        if self.num_left < 0 and self.fault == "--kill":
+        if self.num_left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.num_left < 0 and self.fault == "--hang":
-            time.sleep(60)
         return super().answer(task)
 
 
-def decode(num_texts: int, fault: str) -> None:
-    timeout = 3.0 if fault == "--hang" else 60.0
+def decode(num_texts: int) -> None:
     target = Target(tiny_target("llama"))
     plain, same, overtaken = Decoder(target, None), 0, 0
     script = ScriptedDrafter(
         [torch.zeros(1, dtype=torch.long)], target.vocab_size, ranks=(0, 0, 0, 0, 0, 1, 9), is_strict=False
     )
     drafters = (script, NgramDrafter(), SmallModelDrafter(tiny_target("llama", 5)), tiny_heads("eagle3", target))
-    with DistributedDecoder(target, script, lookahead=2, max_ahead=6, timeout=timeout) as first:
+    with DistributedDecoder(target, script, lookahead=2, max_ahead=6) as first:
         for number in range(num_texts):
             prompt = random_prompt(4 + number % 9, number)
             call = {"do_sample": True, "top_k": 20, "seed": number} if number % 2 else {"do_sample": False}
             expected = plain.generate(prompt, max_new_tokens=NUM_NEW, **call).sequences
             script.texts = [expected[0]]
             drafter = drafters[max(0, number % 6 - 2)]
-            decoder = DistributedDecoder(target, drafter, lookahead=2, max_ahead=6, timeout=timeout, link=first.link)
+            decoder = DistributedDecoder(target, drafter, lookahead=2, max_ahead=6, link=first.link)
             output = decoder.generate(prompt, max_new_tokens=NUM_NEW, **call)
             same += torch.equal(output.sequences, expected)
             received = [one.received for one in decoder.timeline.verifications if one.received is not None]
             overtaken += received != sorted(received)
         print(f"{same} of {num_texts} texts are the same, and in {overtaken} answers overtook others", flush=True)
-        if fault:
-            for _ in range(2):  # the first text may not need rank 2; the second begins when all have answered
-                first.generate(random_prompt(5), max_new_tokens=NUM_NEW)
+        for _ in range(2):  # the first text may not need rank 2; the second begins when all have answered
+            first.generate(random_prompt(5), max_new_tokens=NUM_NEW)
 
 
-def main() -> None:
+def run(num_texts: int) -> None:
     torch.set_num_threads(1)
-    num_texts, fault = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
     rank = int(os.environ["RANK"])
     delay_messages(rank)
     if rank == 0:
-        decode(num_texts, fault)
+        decode(num_texts)
     elif rank == 2:
-        server = FailingServer(tiny_target("llama"), num_texts, fault)
+        server = FailingServer(tiny_target("llama"), num_texts)
         serve(server, Greeting.of_target(server.target))
     else:
         serve_target(tiny_target("llama"))
-
-
-if __name__ == "__main__":
-    main()

@@ -26,11 +26,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": SAMPLED,
     "penalties": {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 20},
-    "sampled with penalties": {
-        **SAMPLED,
-        "repetition_penalty": 1.3,
-        "eos_token_id": 3,
-    },
+    "sampled with penalties": {**SAMPLED, "repetition_penalty": 1.3, "eos_token_id": 3},
 }
 
 

@@ -33,10 +33,7 @@ FRAMES: dict[str, tuple[Message, bytes]] = {
         Greeting("Llåma", 2, 50, "float32"),
         frame_of(1, integers(6) + b"Ll\xc3\xa5ma" + integers(2, 50, 7) + b"float32"),
     ),
-    "prompt": (
-        PROMPT,
-        frame_of(2, integers(2, 7, 8, 3, 0, 7, 8, 5, 1, -3, 6) + b'["\xc3\xa9"]' + integers(2, 2, 4)),
-    ),
+    "prompt": (PROMPT, frame_of(2, integers(2, 7, 8, 3, 0, 7, 8, 5, 1, -3, 6) + b'["\xc3\xa9"]' + integers(2, 2, 4))),
     "greedy prompt": (Prompt([7], [7], 5, None), frame_of(2, integers(1, 7, 1, 7, 5, 0, 2) + b"[]" + integers(0))),
     "task": (Task(1, 4, 5, [7, 8]), frame_of(3, integers(1, 4, 5, 2, 7, 8))),
     "answer": (

@@ -110,11 +110,7 @@ class Batch:
         self.ends = list(ends)
         has_features = len(self.drafter.feature_layers) > 0
         return self.drafter.extend(
-            self.state,
-            features if has_features else None,
-            tokens[:, 1:],
-            torch.tensor(counts),
-            max_slots=max(ends),
+            self.state, features if has_features else None, tokens[:, 1:], torch.tensor(counts), max_slots=max(ends)
         )
 
     def draft(self, ends: Sequence[int], seed: int) -> list[DraftLogits]:

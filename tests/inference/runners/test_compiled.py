@@ -77,7 +77,6 @@ def test_compiled_text_is_the_eager_text(target: Target, tree: Any, name: str) -
     assert min(output.stats.accepted_histogram) > 0, "not every depth was reached"
 
 
-@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced_alone")
 def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
@@ -153,10 +152,7 @@ def check_compiled_drafter(target: Target, kind: str) -> None:
     ("rule", "tree"),
     slow_but(
         {"rejection"},
-        {
-            "rejection": ("rejection", StaticTree([[0], [1], [0, 0]])),
-            "typical": ("typical", DynamicTree(2, 2, 5)),
-        },
+        {"rejection": ("rejection", StaticTree([[0], [1], [0, 0]])), "typical": ("typical", DynamicTree(2, 2, 5))},
     ),
 )
 def test_compiled_rules_accept_what_they_accept_eagerly(rule: str, tree: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -297,16 +293,6 @@ def test_every_level_runs_one_compiled_function(
     num_levels = 1 if isinstance(tree, list) else 2
     assert called.count(name) == num_levels * compiled.stats.num_verify_steps
     assert called.count("begin_draft") == compiled.stats.num_verify_steps
-
-
-def test_eager_steps_never_reach_the_compiler(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("torch.compile was called")
-
-    monkeypatch.setattr(torch, "compile", refuse)
-    step = Step(target, None, None)
-    assert step.num_nodes == step.path_width == 1
-    Decoder(target).generate(random_prompt(4), max_new_tokens=4, do_sample=False)
 
 
 @pytest.mark.slow

@@ -129,12 +129,9 @@ DRAFTERS: dict[str, Callable[[Target], Drafter | None]] = {
 }
 
 
-# By default heads that draft level by level and all at once, and n-grams. The test of rules has Medusa, the test with
-# windows Kangaroo.
-QUICK = {"eagle3-0", "block-0", "ngrams"}
-
-
-@pytest.mark.parametrize("name", slow_but(QUICK, list(DRAFTERS)))
+# By default heads that draft level by level. The test of rules has Medusa, the test with windows Kangaroo, and
+# tests/inference/test_host_reads.py all kinds.
+@pytest.mark.parametrize("name", slow_but({"eagle3-0"}, list(DRAFTERS)))
 def test_steps_on_the_stand_in_device(name: str) -> None:
     stand_in = StandIn(DRAFTERS[name], num_layers=5 if name == "kangaroo-1" else 2)
     for step in [*STEPS.values()][:: 1 if name in EVERY_STEP else 2]:

@@ -188,9 +188,8 @@ def test_threads_share_a_target_and_heads(kind: str) -> None:
     found: dict[int, torch.Tensor] = {}
 
     def decode(number: int) -> None:
-        for _ in range(2):
-            # The model itself: every thread binds the heads to a target of its own.
-            found[number] = generate(MODEL, drafter, prompts[number], **GREEDY).sequences
+        # The model itself: every thread binds the heads to a target of its own.
+        found[number] = generate(MODEL, drafter, prompts[number], **GREEDY).sequences
 
     threads = [threading.Thread(target=decode, args=(number,)) for number in range(len(prompts))]
     for thread in threads:

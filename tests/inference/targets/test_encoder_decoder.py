@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-)
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from draftsmith.inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain, generate
 from draftsmith.inference.cache.kv_cache import KVCache, Span

@@ -34,9 +34,7 @@ HALVES = (torch.bfloat16, torch.float16)
     [
         *(
             pytest.param(
-                family,
-                torch.bfloat16,
-                marks=() if family in ("llama", "mixtral", "gpt_oss") else pytest.mark.slow,
+                family, torch.bfloat16, marks=() if family in ("llama", "mixtral", "gpt_oss") else pytest.mark.slow
             )
             for family in FAMILIES
         ),

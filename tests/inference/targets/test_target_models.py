@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaForCausalLM,
-)
+from transformers import LlamaForCausalLM
 
 from draftsmith.inference import Decoder, DynamicTree
 from draftsmith.inference.cache.kv_cache import Span

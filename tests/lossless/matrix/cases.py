@@ -13,15 +13,7 @@ from torch import Tensor
 
 from draftsmith.inference import Decoder, GenerationStats, TreePolicy
 from tests.lossless.matrix.drafters import Drafting, drafter_of, policy_of
-from tests.lossless.matrix.references import (
-    PAD,
-    SAMPLING,
-    Row,
-    do_sample,
-    prompt_of,
-    reference_of,
-    target_of,
-)
+from tests.lossless.matrix.references import PAD, SAMPLING, Row, do_sample, prompt_of, reference_of, target_of
 from tests.lossless.near_tie import assert_same_text, picking_scores
 from tests.lossless.restless import make_restless
 from tests.lossless.watched_commits import Commits, watch_commits
@@ -133,10 +125,7 @@ def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outc
     seed = [row.seed for row in call.rows] if do_sample(case.sampling) else None
     on_step = watch if len(prompts) == 1 else None
     started = time.perf_counter()
-    with (
-        patch("draftsmith.inference.prefill.PREFILL_CHUNK", case.prefill_chunk),
-        watch_commits(outcome.commits),
-    ):
+    with patch("draftsmith.inference.prefill.PREFILL_CHUNK", case.prefill_chunk), watch_commits(outcome.commits):
         output = decoder.generate(**inputs, do_sample=do_sample(case.sampling), seed=seed, on_step=on_step, **options)
     outcome.seconds += time.perf_counter() - started
 

@@ -8,11 +8,7 @@ import torch
 from draftsmith.heads import create_heads
 from draftsmith.inference import Target, chain
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.scripts.measuring.roofline import (
-    Work,
-    count_round,
-    count_weight_bytes,
-)
+from draftsmith.scripts.measuring.roofline import Work, count_round, count_weight_bytes
 from tests.tiny_targets import NUM_LAYERS, VOCAB_SIZE, random_prompt, tiny_target
 
 # Of one layer of the tiny Llama: q and o 32 x 32, k and v 16 x 32, three of the MLP 64 x 32; then two norms.

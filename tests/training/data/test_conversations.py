@@ -214,11 +214,7 @@ def test_parquet_files_read_as_json_does(tmp_path: Path) -> None:
     files = [write_parquet(tmp_path / "a.parquet", table), write(tmp_path / "b.jsonl", rows)]
     tables, lines = (load_conversations([file])["conversation"][:] for file in files)
     assert tables == lines
-    assert json.loads(tables[2])["messages"][1] == {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": calls,
-    }
+    assert json.loads(tables[2])["messages"][1] == {"role": "assistant", "content": "", "tool_calls": calls}
     assert load_conversations([str(tmp_path)])["conversation"][:] == [*tables, *lines]
 
 

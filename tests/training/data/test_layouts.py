@@ -157,12 +157,7 @@ def test_turns_keep_what_templates_read() -> None:
         "messages": [
             {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": ADD},
-            {
-                "role": "assistant",
-                "content": "",
-                "reasoning_content": "Hm.",
-                "tool_calls": [call],
-            },
+            {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [call]},
             {"role": "tool", "content": "2", "tool_call_id": "c1", "name": "look"},
             {"role": "tool", "content": "2"},
             {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},

@@ -12,13 +12,7 @@ from draftsmith.training.data.layouts import parse_record
 from draftsmith.training.data.learned_turns import EMPTY, LEFT_OUT, UNLEARNED, UNWRITTEN
 from tests.chat_template_shapes import SHAPES
 from tests.training.chat_templates import CHATML, FORGETTING, THINKING
-from tests.training.conversation_cases import (
-    HARMONY_TEMPLATE,
-    MARKED_TEMPLATE,
-    TWO_TURNS,
-    learned_text,
-    to_dataset,
-)
+from tests.training.conversation_cases import HARMONY_TEMPLATE, MARKED_TEMPLATE, TWO_TURNS, learned_text, to_dataset
 
 USER = {"role": "user", "content": "Where?"}
 GOOD = {"role": "assistant", "content": "There."}

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from draftsmith.heads import DraftHeads
-from tests.processes import run_python
+from draftsmith.training import train_heads
+from tests.conftest import REPOSITORY
+from tests.processes import end_ranks, run_python, start_ranks
 from tests.training.runner import Runner, assert_same, write_conversations
 
 pytestmark = pytest.mark.slow
@@ -76,9 +82,8 @@ def read(train: Runner) -> Result:
     return Result(train.weights(), losses, json.loads((train.output_dir / "training_record.json").read_text()))
 
 
-def command(config: str, train: Runner, **options: Any) -> list[str]:
-    arguments = train.arguments(**{**OPTIONS, "per_device_train_batch_size": 2, **options})
-    return [*launcher(config), "training/train_heads.py", *arguments]
+def arguments(train: Runner, **options: Any) -> list[str]:
+    return train.arguments(**{**OPTIONS, "per_device_train_batch_size": 2, **options})
 
 
 def launcher(config: str) -> list[str]:
@@ -86,13 +91,38 @@ def launcher(config: str) -> list[str]:
 
 
 def launch(config: str, train: Runner, **options: Any) -> str:
-    return run_python(*command(config, train, **options))
+    return run_python(*launcher(config), "training/train_heads.py", *arguments(train, **options))
+
+
+def go_on(config: str, train: Runner, **options: Any) -> str:
+    """Resumes with the environment that `accelerate launch` makes of the file, without its imports."""
+    words = ["--config_file", str(REPOSITORY / "configs" / "accelerate" / f"{config}.yaml"), "train_heads.py"]
+    args, file, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if args.use_deepspeed:
+        args.deepspeed_fields_from_accelerate_config = ",".join(file.deepspeed_config)
+        _, environment = prepare_deepspeed_cmd_env(args)
+    else:
+        environment = prepare_multi_gpu_env(args)
+    output = train.output_dir.with_name("rank")
+    words = arguments(train, resume_from_checkpoint=True, **options)
+    ended = end_ranks(start_ranks(2, output, run_program, environment, words))
+    told = "".join(output.with_name(f"rank{rank}").read_text() for rank in range(2))
+    assert ended == [0, 0], told
+    return told
+
+
+def run_program(environment: dict[str, str], words: list[str]) -> None:
+    own = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    os.environ.update({name: value for name, value in environment.items() if name not in own})
+    os.chdir(REPOSITORY)
+    sys.argv = ["train_heads.py", *words]
+    sys.exit(train_heads.main())
 
 
 @pytest.mark.parametrize(
     ("config", "distributed", "sharding"),
     [
-        pytest.param("multi_gpu", {"distributed_type": "MULTI_CPU"}, "none", marks=pytest.mark.ci),
+        ("multi_gpu", {"distributed_type": "MULTI_CPU"}, "none"),
         ("fsdp2", {"distributed_type": "FSDP"}, "fsdp2"),
         pytest.param(
             "deepspeed_zero2", {"distributed_type": "DEEPSPEED", "zero_stage": 2}, "none", marks=needs_deepspeed
@@ -106,12 +136,7 @@ def launch(config: str, train: Runner, **options: Any) -> str:
     ],
 )
 def test_two_processes_train_as_one(
-    config: str,
-    distributed: dict[str, Any],
-    sharding: str,
-    train: Runner,
-    alone: Result,
-    target_path: Path,
+    config: str, distributed: dict[str, Any], sharding: str, train: Runner, alone: Result, target_path: Path
 ) -> None:
     """With twice the batch; and a run that is resumed half-way gives the very same weights and metrics, also where each
     process now holds half of the target's layers (split heads cut batches into as many documents either way).
@@ -137,7 +162,7 @@ def test_two_processes_train_as_one(
     newest = train.output_dir / "checkpoint-4"
     assert {path.name for path in newest.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
     (newest / "trainer_state.json").unlink()
-    output = launch(config, train, resume_from_checkpoint=True, shard_target=sharding)
+    output = go_on(config, train, shard_target=sharding)
     assert output.count("checkpoint-4 is skipped: trainer_state.json is missing") == 1
     resumed = read(train)
     assert_same(resumed.weights, whole.weights)

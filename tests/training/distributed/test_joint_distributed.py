@@ -18,12 +18,7 @@ pytest.importorskip("peft", reason="peft is an optional extra")
 # peft asks transformers by a name that transformers has deprecated.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")]
 
-JOINT: dict[str, Any] = {
-    "lora_r": 4,
-    "heads_loss_weight": 0.2,
-    "warmup_steps": 0,
-    "learning_rate": 0.002,
-}
+JOINT: dict[str, Any] = {"lora_r": 4, "heads_loss_weight": 0.2, "warmup_steps": 0, "learning_rate": 0.002}
 
 
 @pytest.mark.parametrize("config", ["multi_gpu", pytest.param("deepspeed_zero2", marks=needs_deepspeed)])

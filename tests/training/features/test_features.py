@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference import Target
-from draftsmith.training.features.sources import (
-    StoredFeatures,
-    Texts,
-    TextsCollator,
-    look_ahead,
-)
+from draftsmith.training.features.sources import StoredFeatures, Texts, TextsCollator, look_ahead
 from draftsmith.training.features.store import FeatureStore
-from tests.training.feature_cases import (
-    COLLATE,
-    ROWS,
-    store_rows,
-)
+from tests.training.feature_cases import COLLATE, ROWS, store_rows
 
 
 @pytest.fixture(scope="module")

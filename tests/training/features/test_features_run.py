@@ -24,14 +24,7 @@ from draftsmith.training.features.store import FeatureStore
 from draftsmith.training.options.command_line import parse_arguments
 from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import count_computed
-from tests.training.runner import (
-    TEMPLATE,
-    WORDS,
-    Runner,
-    assert_same,
-    save_chat_target,
-    write_conversations,
-)
+from tests.training.runner import TEMPLATE, WORDS, Runner, assert_same, save_chat_target, write_conversations
 
 # One row at a time, so that every pass has the shape it has online: what is stored is then the same bit for bit.
 ALONE: dict[str, Any] = {
@@ -146,18 +139,9 @@ class TestRefusals:
         stored = {"features": tmp_path / "features"}
         medusa = {"head_type": "medusa", "head_overrides": None, **stored}
         for options, message in (
-            (
-                {**medusa, "target": other_target},
-                "states of another target .* differ in weights_hash",
-            ),
-            (
-                {**medusa, "target_dtype": "bfloat16"},
-                r"differ in dtype float32 \(now bfloat16\), .*--target_dtype",
-            ),
-            (
-                stored,
-                "holds hidden.2, last, and these eagle3 heads read .* extract again with --head_type eagle3",
-            ),
+            ({**medusa, "target": other_target}, "states of another target .* differ in weights_hash"),
+            ({**medusa, "target_dtype": "bfloat16"}, r"differ in dtype float32 \(now bfloat16\), .*--target_dtype"),
+            (stored, "holds hidden.2, last, and these eagle3 heads read .* extract again with --head_type eagle3"),
             (medusa, r"lacks \d+ of the \d+ training texts of this run: train with the data, the max_length"),
             ({"features": tmp_path / "nowhere"}, "holds no features .* draftsmith features --output_dir"),
         ):

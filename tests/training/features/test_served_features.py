@@ -37,10 +37,7 @@ def wait_for_threads() -> None:
 
 
 def test_heads_learn_as_online(
-    train: Runner,
-    server: StatesServer,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    train: Runner, server: StatesServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same losses; requests run ahead of training, and no file stays. Of the target only embedding, norm and LM
     head are here, and the acceptance length is not measured."""

@@ -229,13 +229,7 @@ class TestRuns:
     @pytest.mark.slow
     def test_resuming_changes_nothing(self, train: Runner) -> None:
         """Dropout draws random numbers."""
-        options = {
-            **JOINT,
-            "max_steps": 6,
-            "lora_dropout": 0.1,
-            "save_strategy": "steps",
-            "save_steps": 2,
-        }
+        options = {**JOINT, "max_steps": 6, "lora_dropout": 0.1, "save_strategy": "steps", "save_steps": 2}
         train(**options)
         expected = train.weights(), stored_adapter(train.output_dir)
         resumed = train.output_dir.with_name("resumed")
@@ -272,10 +266,7 @@ class TestRuns:
         train(**{**JOINT, "max_steps": 4})
         first = stored_adapter(train.output_dir)
         again = {"init_heads": train.output_dir, "head_type": None, "head_overrides": None, "max_steps": 2}
-        for name, options in {
-            "frozen": dict.fromkeys(("lora_r", "heads_loss_weight")),
-            "trained": {},
-        }.items():
+        for name, options in {"frozen": dict.fromkeys(("lora_r", "heads_loss_weight")), "trained": {}}.items():
             folder = train.output_dir.with_name(name)
             train(**{**JOINT, **again, **options}, output_dir=folder)
             same = all(torch.equal(weight, first[key]) for key, weight in stored_adapter(folder).items())

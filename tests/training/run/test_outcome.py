@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from draftsmith.scripts import cli
 from draftsmith.training import train_heads
-from tests.processes import run_python
 from tests.training.runner import Runner, interrupt_at_step
 
 
@@ -41,7 +41,7 @@ class TestLastWords:
         assert "draftsmith bench" in other
         words = shlex.split(command.removeprefix("next: "))
         assert words[:2] == ["draftsmith", "chat"]
-        run_python("-m", *words[:-1], "word1", "--max_new_tokens", "3")
+        assert cli.main([*words[1:-1], "word1", "--max_new_tokens", "3"]) == 0
 
 
 class TestBadInput:

@@ -98,14 +98,11 @@ def test_a_second_ctrl_c_ends_at_once(
 
 
 @pytest.mark.ci
-@pytest.mark.slow  # processes of their own
+@pytest.mark.slow
 def test_ctrl_c_in_a_process_of_its_own(train: Runner) -> None:
-    """While it trains, and when it has been continued."""
     words = ["train", *train.arguments(max_steps=100_000, logging_steps=1)]
-    steps = [0]
-    for _ in range(2):
-        _, found, again = re.split(r"interrupted; |\. Continue: ", interrupt(words, when=r"step [\d,]+ of 100,000 "))
-        steps.append(int(re.findall(r"checkpoint-(\d+)", found)[0]))
-        assert (train.output_dir / f"checkpoint-{steps[-1]}" / "optimizer.pt").is_file()
-        words = shlex.split(again)[1:]
-    assert steps[2] > steps[1] > 0
+    _, found, again = re.split(r"interrupted; |\. Continue: ", interrupt(words, when=r"step [\d,]+ of 100,000 "))
+    step = int(re.findall(r"checkpoint-(\d+)", found)[0])
+    assert step > 0
+    assert (train.output_dir / f"checkpoint-{step}" / "optimizer.pt").is_file()
+    assert shlex.split(again)[:3] == ["draftsmith", "train", "--config"]

@@ -19,14 +19,7 @@ from draftsmith.training.run.preparation import prepare_run
 from draftsmith.training.run.trainer import HeadsTrainer
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
-from tests.training.runner import (
-    WORDS,
-    Runner,
-    assert_same,
-    interrupt_at_step,
-    save_chat_target,
-    write_conversations,
-)
+from tests.training.runner import WORDS, Runner, assert_same, interrupt_at_step, save_chat_target, write_conversations
 
 
 class TestARun:
@@ -94,10 +87,7 @@ class TestARun:
 
     @pytest.mark.parametrize(
         ("options", "evaluations"),
-        [
-            ({"eval_strategy": "no"}, 1),
-            ({"eval_strategy": "no", "validation_fraction": 0.0}, 0),
-        ],
+        [({"eval_strategy": "no"}, 1), ({"eval_strategy": "no", "validation_fraction": 0.0}, 0)],
     )
     def test_evaluates_its_last_step_once(
         self, train: Runner, options: dict[str, Any], evaluations: int, monkeypatch: pytest.MonkeyPatch
@@ -186,10 +176,7 @@ class TestBadInput:
             ('{"turns": ["a"]}\n{"turn": ["a"]}', r"prompts\.jsonl, line 2: .*'turn'"),
             ('{"turns": ["a"]', r"prompts\.jsonl, line 1"),
             ('{"turns": ["' + "word1 " * 300 + '"]}', r"303 tokens.*\b256\b"),
-            (
-                '{"turns": ["word1"], "tools": [{"name": "look"}], "id": "p7"}',
-                r"prompts\.jsonl: .*p7: .* tools",
-            ),
+            ('{"turns": ["word1"], "tools": [{"name": "look"}], "id": "p7"}', r"prompts\.jsonl: .*p7: .* tools"),
             (None, r"eval_prompts .*prompts\.jsonl"),
         ],
     )

@@ -15,13 +15,7 @@ from torch import Tensor
 from draftsmith.training.run import preparation
 from draftsmith.training.run.trainer import HeadsTrainer
 from tests.params import slow_but
-from tests.training.runner import (
-    WORDS,
-    Runner,
-    assert_same,
-    interrupt_at_step,
-    write_conversations,
-)
+from tests.training.runner import WORDS, Runner, assert_same, interrupt_at_step, write_conversations
 
 # Kinds that draw in training, with settings that let every row draw: block anchors, dropped rows, feature noise.
 DRAWN = {

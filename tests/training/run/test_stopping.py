@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.run.outcome import PreparedRun
 from draftsmith.training.run.preparation import prepare_run
 from draftsmith.training.run.stopping import TrainingStoppedError
+from tests.processes import start_process
 from tests.training.killed_run import run_with_full_disk
 from tests.training.runner import Runner, assert_same
 
@@ -71,11 +71,7 @@ class TestFullDisk:
         num_bytes = (train.output_dir / "checkpoint-8" / "optimizer.pt").stat().st_size - 100
         train.output_dir.rename(tmp_path / "uninterrupted")
         message = tmp_path / "message"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.training.killed_run"])
-        process = context.Process(target=run_with_full_disk, args=(train.arguments(**SAVED), 5, num_bytes, message))
-        process.start()
-        process.join()
+        start_process(run_with_full_disk, train.arguments(**SAVED), 5, num_bytes, message).join()
         assert message.read_text()
         assert {folder.name for folder in train.output_dir.iterdir()} == {
             "checkpoint-2",

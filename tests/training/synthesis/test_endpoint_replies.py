@@ -109,12 +109,7 @@ def test_answers_are_judged(
 
 
 @pytest.mark.parametrize(
-    ("owner", "top_k", "sent"),
-    [
-        ("vllm", 0, {"top_k": -1}),
-        ("llamacpp", 0, {"top_k": 0, "min_p": 0.0}),
-        (None, 0, {}),
-    ],
+    ("owner", "top_k", "sent"), [("vllm", 0, {"top_k": -1}), ("llamacpp", 0, {"top_k": 0, "min_p": 0.0}), (None, 0, {})]
 )
 def test_all_tokens_means_all_where_a_server_would_draw_from_fewer(
     owner: str | None, top_k: int, sent: dict[str, float], server: OpenAIServer, connect: Callable[..., Any]

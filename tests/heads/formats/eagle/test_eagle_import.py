@@ -15,14 +15,7 @@ from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.registry import find_format, recognize
 from draftsmith.inference import Target, generate
-from tests.heads.formats.eagle.checkpoints import (
-    CHECKPOINTS,
-    change,
-    heads_of,
-    publish,
-    read,
-    refusal,
-)
+from tests.heads.formats.eagle.checkpoints import CHECKPOINTS, change, heads_of, publish, read, refusal
 from tests.heads.formats.round_trip import assert_damage_is_named, assert_lost_keys_are_refused
 from tests.heads.test_contract import assert_same_tensors
 from tests.heads.tiny_heads import tiny_heads

@@ -27,12 +27,7 @@ def recurrence_of(target: Target) -> Any:
 
 @pytest.mark.parametrize(
     ("family", "continues", "drafts_in_one"),
-    [
-        ("qwen3_5", True, False),
-        ("lfm2", True, True),
-        ("nemotron_h", True, False),
-        ("mamba", False, False),
-    ],
+    [("qwen3_5", True, False), ("lfm2", True, True), ("nemotron_h", True, False), ("mamba", False, False)],
 )
 def test_what_is_found(family: str, continues: bool, drafts_in_one: bool) -> None:
     target = target_of(family)

@@ -137,10 +137,7 @@ def row(**changed: Any) -> dict[str, Any]:
 
 
 def test_the_tables_show_both_logits_of_a_difference_and_both_speeds() -> None:
-    found = [
-        {"prompt": "a", "place": 4, "logits": [1.25, 1.5]},
-        {"prompt": "b", "place": 2, "logits": [None, 1.0]},
-    ]
+    found = [{"prompt": "a", "place": 4, "logits": [1.25, 1.5]}, {"prompt": "b", "place": 2, "logits": [None, 1.0]}]
     sampled = row(temperature=1.0)
     del sampled["differences"]
     lengths, speeds = make_grids([row(), row(differences=found), sampled], ["eager", "packed"])
