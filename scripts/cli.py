@@ -27,6 +27,7 @@ PROGRAMS = {
         "store a target's hidden states, for training without the target",
     ),
     "train": ("draftsmith.training.train_heads", "train draft heads (several processes: accelerate launch)"),
+    "diagnose": ("draftsmith.scripts.diagnose", "say why heads accept few drafts, and what to do"),
     "import": ("draftsmith.scripts.import_heads", "turn heads that another project trained into heads of this library"),
     "export": ("draftsmith.scripts.export_heads", "write heads as vLLM, SGLang, llama.cpp or their authors read them"),
     "tree": ("draftsmith.scripts.build_tree", "build the best static tree for trained heads"),

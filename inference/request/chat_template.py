@@ -30,6 +30,7 @@ _FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, A
 # A template's key for the thoughts of a message: the first one in nearly all, the second in gpt-oss.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _MAX_REASON = 300
+_DATE = re.compile(r"\d{1,2} [A-Z][a-z]{2,8} \d{4}|\d{4}-\d\d-\d\d")
 
 
 class ConversationError(ValueError):
@@ -58,6 +59,18 @@ def encode_prompt(
     """
     text = ChatRenderer(tokenizer, messages, tools=tools, variables=variables).render(messages, is_prompt=True)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def render_probe(tokenizer: Any) -> str:
+    """A short conversation as a prompt, which shows the template, its default system prompt and its thinking mode; ""
+    for a template that rejects it, or none. The date, which some templates write, is left out."""
+    messages = [{"role": role, "content": text} for role, text in (("user", "A"), ("assistant", "B"), ("user", "C"))]
+    if not tokenizer.chat_template:
+        return ""
+    try:
+        return _DATE.sub("DATE", ChatRenderer(tokenizer, messages).render(messages, is_prompt=True))
+    except ConversationError:
+        return ""
 
 
 @dataclass(frozen=True)

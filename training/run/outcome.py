@@ -22,6 +22,7 @@ from torch import nn
 from transformers import TrainerState
 
 from draftsmith.inference import Decoder, GenerationStats
+from draftsmith.inference.request.chat_template import render_probe
 from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.features.sharded_target import count_held
 from draftsmith.training.options.one_line_errors import as_launched
@@ -65,6 +66,7 @@ class PreparedRun:
         metrics = self._measure()
         trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
         record = {**make_record(trainer, metrics, seconds), "data": dict(self.counts)}
+        record["chat_format"] = render_probe(self.tokenizer)
         if isinstance(trainer.measure_acceptance, AcceptanceMeter):
             record |= measure_drafting(trainer.measure_acceptance)
         if trainer.args.process_index == 0:

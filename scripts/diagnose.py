@@ -1,0 +1,183 @@
+"""Says why heads accept few drafts: what is wrong, how it shows, what to do.
+
+    draftsmith diagnose --target examples/chat-13m --heads outputs/heads
+    draftsmith diagnose --target T --heads H --dataset outputs/replies.jsonl.gz --prompts YOURS.jsonl --html page.html
+
+The target writes a few texts, and the heads draft them, as the decoder and as training does. With the training
+conversations it also sees who wrote the replies, what is learned, and which system prompt they have.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import yaml
+from torch import Tensor
+
+from draftsmith.inference import Target
+from draftsmith.inference.request.chat_template import ConversationError, render_probe
+from draftsmith.scripts.conversion.conventions import question_prompts
+from draftsmith.scripts.diagnosis.breakdown import break_down
+from draftsmith.scripts.diagnosis.checks import Case, find_faults
+from draftsmith.scripts.diagnosis.conventions import find_better
+from draftsmith.scripts.diagnosis.evidence import gather_evidence
+from draftsmith.scripts.diagnosis.page import describe, render_html, render_text
+from draftsmith.scripts.diagnosis.speed import measure_speed
+from draftsmith.scripts.diagnosis.training_data import TrainingData, read_data
+from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
+from draftsmith.scripts.shared.model_loading import (
+    DTYPE_HELP,
+    DTYPES,
+    encode_messages,
+    fit_tree,
+    load_heads,
+    load_target,
+)
+from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.data.options import option
+from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.synthesis.prompts import read_prompts
+
+GROUPS = {
+    "heads": "target heads draft_vocab_size tree",
+    "texts": "dataset prompts num_prompts max_new_tokens",
+    "machine": "dtype device speed",
+    "output": "html",
+}
+MAX_LENGTH = 2048  # of a training row, where no training_config.yaml says it
+
+
+@dataclass
+class DiagnoseArguments:
+    """Options of `draftsmith diagnose`."""
+
+    target: str = option(help="The target: a folder, a hub id or a GGUF file.")
+    heads: str = option(help="Its heads: a folder, a hub id or a GGUF file.")
+    dataset: list[str] = option(
+        default_factory=list,
+        help="The training conversations (files, folders or hub ids); none = those that the heads' "
+        "training_config.yaml names, if they are here.",
+    )
+    prompts: str | None = option(
+        default=None,
+        help="Prompts like yours: conversations, or JSON lines of {'turns': [...]}; none = those of the training "
+        "conversations, or a few questions.",
+    )
+    num_prompts: int = option(default=16, help="Prompts to decode.")
+    max_new_tokens: int = option(default=96, help="Tokens to decode for each prompt, at T = 0 and at T = 1.")
+    tree: str | None = option(default=None, help="The tree that you decode with, to compare with the default one.")
+    draft_vocab_size: int | None = option(default=None, help=SIZE_HELP)
+    draft_vocab_data: list[str] = option(default_factory=list, help=DATA_HELP)
+    speed: bool = option(default=True, help="Measure drafting beside plain decoding.")
+    html: str | None = option(default=None, help="HTML file to write the page to.")
+    dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
+    device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"got {name} {getattr(self, name)}: give 1 or more")
+
+
+def main(argv: list[str] | None = None) -> int:
+    with one_line_errors("draftsmith diagnose"):
+        (args,) = ProgramParser([DiagnoseArguments], doc=__doc__, groups=GROUPS).read(argv)
+        page = diagnose(args)
+    print(render_text(page), end="")
+    if args.html is not None:
+        write_text(Path(args.html), render_html(page))
+        print(f"wrote {args.html}")
+    return 0
+
+
+def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
+    """What the page shows."""
+    vocabulary = DraftVocabulary.of(args)
+    target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
+    heads = load_heads(args.heads, target)
+    if vocabulary is not None:
+        vocabulary.limit(heads, tokenizer)
+    view = heads.for_target(target)
+    record, config = _read_json(args.heads), _read_config(args.heads)
+    max_length = config.get("max_length") if config else None
+    data = _find_data(args, config, target, tokenizer)
+    prompts, system = _find_prompts(args, data, tokenizer)
+    print(f"decoding {len(prompts)} prompts of up to {args.max_new_tokens} tokens ...", file=sys.stderr)
+    evidence = gather_evidence(target, view, prompts, max_new_tokens=args.max_new_tokens)
+    texts = [text.ids[None].to(target.device) for text in evidence.texts]
+    conventions = find_better(heads, target, texts, [text.prompt_length for text in evidence.texts])
+    tree = None if args.tree is None else fit_tree(args.tree, heads.max_depth)
+    measured = prompts[: max(1, len(prompts) // 2)]
+    case = Case(
+        target,
+        view,
+        args.target,
+        args.heads,
+        evidence,
+        conventions,
+        render_probe(tokenizer),
+        record=record,
+        system=system,
+        data=data,
+        max_length=max_length,
+        speed=measure_speed(target, heads, measured, max_new_tokens=args.max_new_tokens, tree=tree)
+        if args.speed
+        else None,
+    )
+    return describe(case, find_faults(case), break_down(evidence, tokenizer))
+
+
+def _read_json(heads: str) -> dict[str, Any]:
+    """The record of the training, if there is one."""
+    file = Path(heads) / "training_record.json"
+    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return record
+
+
+def _read_config(heads: str) -> dict[str, Any]:
+    """The options of the training, if they are there."""
+    file = Path(heads) / "training_config.yaml"
+    config: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return config
+
+
+def _find_data(args: Any, config: dict[str, Any], target: Target, tokenizer: Any) -> TrainingData | None:
+    """The training conversations: those that were given, or those of the record that are still here."""
+    dataset = args.dataset or [name for name in config.get("dataset") or [] if Path(name).exists()]
+    if not dataset or not tokenizer.chat_template:
+        return None
+    return read_data(dataset, target, tokenizer, max_length=config.get("max_length") or MAX_LENGTH)
+
+
+def _find_prompts(args: Any, data: TrainingData | None, tokenizer: Any) -> tuple[list[Tensor], str]:
+    """The prompts, [1, L] int64 each, and their system prompt."""
+    if args.prompts is None and data is None:
+        return question_prompts(tokenizer)[: args.num_prompts], ""
+    if args.prompts is None:
+        assert data is not None
+        chosen = data.prompts
+    else:
+        chosen = [one.messages_before_reply() for one in read_prompts(args.prompts, option="--prompts")]
+    encoded, systems = [], []
+    for messages in islice(chosen, args.num_prompts):
+        try:
+            encoded.append(encode_messages(tokenizer, messages))
+        except ConversationError:
+            continue
+        systems.append(messages[0]["content"] if messages[0]["role"] == "system" else "")
+    if not encoded:
+        raise ValueError("the chat template rejects all prompts: give others with --prompts")
+    return encoded, max(set(systems), key=systems.count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""`draftsmith diagnose` with planted faults: each is found, and named first. Without one, nothing is reported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.inference import Decoder, GenerationStats, Target
+from draftsmith.inference.request.chat_template import render_probe
+from draftsmith.scripts import diagnose as program
+from draftsmith.scripts.diagnosis import evidence as gathering
+from draftsmith.scripts.diagnosis.checks import check_depths
+from draftsmith.scripts.diagnosis.evidence import Evidence, Text
+from draftsmith.scripts.diagnosis.speed import Speed
+from draftsmith.scripts.shared.model_loading import encode_messages
+from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.params import slow_but
+
+HEADS = REPOSITORY / "examples" / "heads"
+QUESTIONS = (
+    "What are the benefits of exercise?",
+    "Write a story about a dog.",
+    "How does a rainbow form?",
+    "Tell me about the sea.",
+    "Give me ideas for dinner.",
+    "Why do birds sing?",
+)
+TOKENS = 3_023_804
+
+
+@pytest.fixture(scope="module")
+def replies(chat_target: Any, chat_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations whose replies the target wrote, at T = 1."""
+    decoder, lines = Decoder(Target.of(chat_target), None), []
+    for number, question in enumerate(QUESTIONS):
+        messages = [{"role": "user", "content": question}]
+        prompt = encode_messages(chat_tokenizer, messages)
+        output = decoder.generate(prompt, do_sample=True, temperature=1.0, top_k=0, seed=number, max_new_tokens=48)
+        reply = chat_tokenizer.decode(output.sequences[0, prompt.shape[1] :], skip_special_tokens=True)
+        lines.append({"messages": [*messages, {"role": "assistant", "content": reply}]})
+    return write(tmp_path_factory.mktemp("replies") / "replies.jsonl", lines)
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def change(path: Path, edit: Callable[[list[dict[str, Any]]], None]) -> Path:
+    """The conversations of a file with the same change in each."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        edit(line["messages"])
+    return write(path.with_name("changed.jsonl"), lines)
+
+
+@pytest.fixture
+def plant(tmp_path: Path, chat_tokenizer: Any) -> Callable[..., Path]:
+    """Copies heads with changes of their config, their tensors and their record."""
+
+    def copy_heads(kind: str, record: dict[str, Any] | None = None, **config: Any) -> Path:
+        folder = tmp_path / kind
+        shutil.copytree(HEADS / kind, folder)
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**settings, **config}))
+        own = {"training": {"tokens": TOKENS}, "chat_format": render_probe(chat_tokenizer), **(record or {})}
+        (folder / "training_record.json").write_text(json.dumps(own))
+        return folder
+
+    return copy_heads
+
+
+def diagnose(heads: Path, dataset: Path, **options: Any) -> list[str]:
+    """The faults that are found."""
+    settings = {"dtype": "float32", "speed": False, "max_new_tokens": 32, **options}
+    args = program.DiagnoseArguments(target=str(CHAT_TARGET), heads=str(heads), dataset=[str(dataset)], **settings)
+    return [finding.fault for finding in program.diagnose(args)["findings"]]
+
+
+@pytest.fixture(autouse=True)
+def _targets_are_shared(chat_target: Any, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "load_target", lambda *args, **options: (Target.of(chat_target), chat_tokenizer))
+
+
+@pytest.mark.parametrize("kind", slow_but({"mtp"}, {"mtp": "mtp", "eagle3": "eagle3"}))
+def test_nothing_is_reported_of_heads_without_a_fault(kind: str, plant: Callable[..., Path], replies: Path) -> None:
+    assert diagnose(plant(kind), replies) == []
+
+
+def test_shifted_feature_layers(plant: Callable[..., Path], replies: Path) -> None:
+    layers = json.loads((HEADS / "eagle3" / "config.json").read_text())["feature_layers"]
+    shifted = [layer + 1 for layer in layers]
+    first = diagnose(plant("eagle3", feature_layers=shifted), replies)[0]
+    assert first == f"A setting is wrong: the heads fit better where feature layers are {layers}"
+
+
+def test_a_norm_too_many(plant: Callable[..., Path], replies: Path) -> None:
+    first = diagnose(plant("eagle3", norm_output=True), replies)[0]
+    assert first == "A setting is wrong: the heads fit better where norm_output is false"
+
+
+@pytest.mark.slow  # as feature layers
+def test_rotary_positions_of_another_model(plant: Callable[..., Path], replies: Path) -> None:
+    other = {"rope_type": "default", "rope_theta": 20.0}
+    first = diagnose(plant("eagle3", rope_parameters=other), replies)[0]
+    assert first == "A setting is wrong: the heads fit better where positions rotate as in the target"
+
+
+def test_heads_of_a_sister_model(plant: Callable[..., Path], replies: Path) -> None:
+    """Its states have the same shape, and their numbers mean something else."""
+    folder = plant("mtp")
+    tensors = load_file(folder / "model.safetensors")
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(0))
+    name = next(name for name, tensor in tensors.items() if tensor.shape == (256, 512))
+    tensors[name] = torch.cat([tensors[name][:, order], tensors[name][:, 256 + order]], dim=1).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert diagnose(folder, replies)[0] == "The heads do not know this target's states"
+
+
+def test_untrained_depths() -> None:
+    """Half of the drafts of depth 1 are right, and of depth 2 none."""
+    hits = torch.tensor([[True, False] * 60, [False] * 120])
+    text = Text(torch.arange(120), 1, hits, torch.ones_like(hits), {}, torch.zeros(120), torch.zeros(120))
+    found = Evidence([text], GenerationStats(), GenerationStats(), torch.zeros(1), 1.0)
+    (finding,) = check_depths(SimpleNamespace(evidence=found))  # type: ignore[arg-type]
+    assert finding.fault == "Depth 2 was not trained"
+
+
+def test_a_vocabulary_of_other_data(plant: Callable[..., Path], replies: Path, tmp_path: Path) -> None:
+    other = change(replies, lambda messages: messages[1].update(content="0123 4567 " * 30))
+    found = diagnose(plant("mtp"), replies, draft_vocab_size=512, draft_vocab_data=[str(other)])
+    assert found[0] == "The draft vocabulary lacks tokens that the target writes"
+
+
+def test_another_template(plant: Callable[..., Path], replies: Path) -> None:
+    record = {"chat_format": "<|user|>A<|assistant|>B<|user|>C<|assistant|>"}
+    assert diagnose(plant("mtp", record), replies) == ["Prompts are written in another chat format than in training"]
+
+
+def test_another_system_prompt(plant: Callable[..., Path], replies: Path, tmp_path: Path) -> None:
+    pirate = {"role": "system", "content": "You are a pirate."}
+    trained = change(replies, lambda messages: messages.insert(0, pirate))
+    found = diagnose(plant("mtp"), trained, prompts=str(replies))
+    assert found[0] == "The training conversations have another system prompt"
+
+
+def test_replies_of_another_author(plant: Callable[..., Path], replies: Path) -> None:
+    backwards = change(
+        replies, lambda messages: messages[1].update(content=" ".join(messages[1]["content"].split()[::-1]))
+    )
+    assert diagnose(plant("mtp"), backwards) == ["Someone else wrote the training replies"]
+
+
+def test_half_the_tokens(plant: Callable[..., Path], replies: Path) -> None:
+    record = {"training": {"tokens": TOKENS // 2}}
+    assert diagnose(plant("mtp", record), replies) == ["The heads have seen few tokens"]
+
+
+def test_a_decoder_that_drafts_otherwise(
+    plant: Callable[..., Path], replies: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training forward of heads whose steps are one token off."""
+    read = gathering.read_text
+
+    def shift(*args: Any) -> Any:
+        text = read(*args)
+        text.hits[:] = text.hits.roll(1, dims=1)
+        return text
+
+    monkeypatch.setattr(gathering, "read_text", shift)
+    assert diagnose(plant("mtp"), replies, num_prompts=6)[0] == "Training and decoding draft different tokens"
+
+
+def test_a_slow_machine_and_the_page(
+    plant: Callable[..., Path],
+    replies: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(program, "measure_speed", lambda *args, **options: Speed(0.9, [(2, 1.5)], "chain:4", 0.7))
+    page = tmp_path / "page.html"
+    options = ["--heads", str(plant("mtp")), "--dataset", str(replies), "--html", str(page), "--num_prompts", "2"]
+    assert program.main(["--target", str(CHAT_TARGET), "--max_new_tokens", "24", *options]) == 0
+    shown = capsys.readouterr().out
+    for text in (shown, page.read_text(encoding="utf-8")):
+        assert "1. The tree chain:4 does not fit this machine" in text
+        assert "2. Drafting gains nothing on this machine" in text
+        assert "2 nodes 1.50" in text
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(SystemExit, match="got num_prompts 0"):
+        program.main(["--target", "T", "--heads", "H", "--num_prompts", "0"])
+
+
+def test_evidence_without_texts_has_no_agreement() -> None:
+    assert Evidence([], None, None, torch.zeros(0), 1.0).agreement == (0.0, 0)  # type: ignore[arg-type]
