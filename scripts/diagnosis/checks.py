@@ -260,7 +260,7 @@ def check_tokens(case: Case) -> Iterator[Finding]:
     if tokens and tokens < USUAL_TOKENS:
         yield Finding(
             "The heads have seen few tokens",
-            f"{tokens:,}; {USUAL_TOKENS / 1e6:.0f} million are usual. "
+            f"{tokens:,}, and {USUAL_TOKENS / 1e6:.0f} million are usual; "
             f"{describe_expected(tokens, case.evidence.greedy.acceptance_length)}",
             f"train on: draftsmith train --target {shlex.quote(case.target_name)} --init_heads "
             f"{shlex.quote(case.heads_name)} --dataset MORE.jsonl.gz",

@@ -25,7 +25,7 @@ def describe(case: Case, findings: list[Finding], tables: dict[str, Table]) -> d
         "summary": [
             f"{evidence.greedy.acceptance_length:.2f} tokens a pass at T = 0, {evidence.sampled.acceptance_length:.2f} "
             f"at T = 1, in chains of {evidence.num_depths} ({len(evidence.texts)} prompts, {num_tokens} tokens)",
-            f"the decoder accepts what the training forward has right in {share:.0%} of {steps} steps",
+            f"The decoder accepts what the training forward has right in {share:.0%} of {steps} steps",
         ],
         "findings": findings,
         "tables": tables,
@@ -37,22 +37,22 @@ def describe(case: Case, findings: list[Finding], tables: dict[str, Table]) -> d
 def _describe_speed(case: Case) -> list[str]:
     if case.speed is None:
         return []
-    lines = [f"the default tree decodes {case.speed.auto:.2f} times as fast as plain decoding here"]
+    lines = [f"The default tree decodes {case.speed.auto:.2f} times as fast as plain decoding here"]
     costs = (f"{nodes} nodes {ratio:.2f}" for nodes, ratio in case.speed.costs)
     if case.speed.costs:
-        lines.append("a step costs, in plain steps: " + ", ".join(costs))
-        lines.append("a tree gains when it accepts more tokens a pass than its step costs, by their ratio")
+        lines.append("A step costs, in plain steps: " + ", ".join(costs))
+        lines.append("A tree gains when it accepts more tokens a pass than its step costs, by their ratio")
     return lines
 
 
 def _describe_expected(case: Case) -> list[str]:
     tokens = case.record.get("training", {}).get("tokens")
-    known = "the heads have no training_record.json" if tokens is None else f"these heads have seen {tokens:,} tokens"
+    known = "The heads have no training_record.json" if tokens is None else f"These heads have seen {tokens:,} tokens"
     bounds = [
         f"{most / 1e6:g} M: {least:g} to {high:g}" if least > 1 else f"{most / 1e6:g} M: below {high:g}"
         for most, least, high in EXPECTED[:-1]
     ]
-    return [known, f"usual in a chain of {CHAIN}, up to so many tokens: " + "; ".join(bounds)]
+    return [known, f"Usual in a chain of {CHAIN}, up to so many tokens: " + "; ".join(bounds)]
 
 
 def render_text(page: dict[str, Any]) -> str:
