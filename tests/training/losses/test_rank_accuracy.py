@@ -55,7 +55,7 @@ def test_equals_a_loop_over_positions(
                     if slot < 0 or slot + step.shift >= length or not loss_mask[slot + step.shift]:
                         continue
                     wanted = int(target.lm_head(encoded.last_hidden[0, slot + step.shift - 1]).argmax())
-                    ranking = step.head(step.hidden[0, place]).argsort(descending=True)[:NUM_RANKS].tolist()
+                    ranking = step.score(step.hidden[0, place]).argsort(descending=True)[:NUM_RANKS].tolist()
                     positions[depth] = positions.get(depth, 0) + 1
                     counts = hits.setdefault(depth, [0] * NUM_RANKS)
                     for rank, column in enumerate(ranking):
