@@ -4,8 +4,11 @@ candidates.
 Legend: B batch, W frontier nodes, K depths, D hidden size, R rank, k candidates, C scored tokens, V target vocabulary.
 
 The k best tokens of a row are its candidates. After a token a, candidate b of row t has the score
-U_t(b) + (A[a] * H h_t) . B[b], where U_t are DFlash's logits and h_t is the row's state. So one pass of the draft layers
-gives every node of a tree its own distribution, over k tokens.
+
+    U_t(b) + (A[a] * H h_t) . B[b],
+
+where U_t are DFlash's logits and h_t is the row's state. So one pass of the draft layers gives every node of a tree its
+own distribution, over k tokens.
 """
 
 from __future__ import annotations
@@ -96,9 +99,10 @@ class DFlash2Heads(BlockHeads):
     def grow_from(cls, heads: DraftHeads, **overrides: Any) -> Self:
         """DFlash 2 that drafts, before it is trained, what the DFlash heads draft."""
         if type(heads) is not BlockHeads or heads.config.markov_rank or heads.config.has_confidence:
+            parts = " with parts of DSpark (markov_rank, has_confidence)" if type(heads) is BlockHeads else ""
             raise ValueError(
-                f"dflash2 heads start from DFlash's, and these are {heads.config.head_type} heads"
-                f"{' with parts of DSpark (markov_rank, has_confidence)' * (type(heads) is BlockHeads)}: start new heads"
+                f"dflash2 heads start from DFlash's, and these are {heads.config.head_type} heads{parts}: start new "
+                "heads, without --init_heads"
             )
         foreign = {*vars(PreTrainedConfig()), "model_type", "head_type"}
         kept = {key: value for key, value in vars(heads.config).items() if key not in foreign}

@@ -1,7 +1,7 @@
 """Convolutions along a drafted block, around the sublayers of a draft layer (DFlash 2, Inco AI and z-lab 2026).
 
-Legend: B batch, Q rows of a pass (whole blocks of N), N block size, D hidden size, J taps, G groups of channels with one
-correction.
+Legend: B batch, Q rows of a pass (whole blocks of N), N block size, D hidden size, J taps, G groups of channels that
+share a correction.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("dflash", "block-2"): "is_causal is true, which these readers do not know",
     ("sglang", "block-1"): "the mask was trained, and these readers take it from the target's own embeddings",
     ("sglang", "block-2"): "is_causal is true, which these readers do not know",
+    **{(name, "dflash2-1"): "predicts_at_anchor is True" for name in ("dflash", "sglang", "vllm")},
     **{
         (name, f"mtp-{index}"): "engines serve MTP only in checkpoints of families that have it"
         for name in ("vllm", "sglang")
