@@ -98,8 +98,9 @@ class DFlash2Heads(BlockHeads):
     @classmethod
     def grow_from(cls, heads: DraftHeads, **overrides: Any) -> Self:
         """DFlash 2 that drafts, before it is trained, what the DFlash heads draft."""
-        if type(heads) is not BlockHeads or heads.config.markov_rank or heads.config.has_confidence:
-            parts = " with parts of DSpark (markov_rank, has_confidence)" if type(heads) is BlockHeads else ""
+        is_block = heads.config.head_type == cls.grows_from
+        if not is_block or heads.config.markov_rank or heads.config.has_confidence:
+            parts = " with parts of DSpark (markov_rank, has_confidence)" if is_block else ""
             raise ValueError(
                 f"dflash2 heads start from DFlash's, and these are {heads.config.head_type} heads{parts}: start new "
                 "heads, without --init_heads"

@@ -43,7 +43,7 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
             "num_layers": 1,
             "conv_kernel_size": 3,
             "selector_rank": 6,
-            "selector_top_k": 5,
+            "selector_top_k": 12,
             "predicts_at_anchor": True,
             "sliding_window": 5,
         },

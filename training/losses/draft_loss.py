@@ -78,10 +78,7 @@ def draft_loss(
 
     A step's `confidence` adds the binary cross-entropy with the chance 1 - TV(p, q) that the drafted token is accepted
     (DSpark, eq. 8); without a distribution, with whether the best drafted token is the target's own.
-
-    A step with a selector (`rescore`) adds the cross-entropy over its candidates (DFlash 2). Its label is the data's
-    token for losses of only the data's tokens (as in NVIDIA's Automodel), and otherwise the target's best token (as in
-    speculators). Then top1, top5 and the weights of `d_pace` are those of the selector's drafts.
+    A step with a selector adds `Selection.loss`. Then top1, top5 and `d_pace` are about the selector's drafts.
     """
     mixture = parse_loss(loss_type)
     is_d_pace = depth_weights == D_PACE

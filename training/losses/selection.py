@@ -1,4 +1,7 @@
-"""The loss of a selector, which orders a step's candidates (DFlash 2): the cross-entropy over them.
+"""The loss of a selector, which orders a step's candidates (DFlash 2): the cross-entropy over them, with weight 1.
+
+Its label is the data's token for losses of only the data's tokens (as in NVIDIA's Automodel), and otherwise the
+target's best token (as in speculators).
 
 Legend: M scored positions, C draft vocabulary, k candidates.
 """
