@@ -41,6 +41,12 @@ def embedding_of(target: Target) -> Tensor:
     return table
 
 
+def find_token(mask: Tensor, target: Target) -> int | None:
+    """The token whose embedding the mask [D] is; None = it has one of its own."""
+    same = (embedding_of(target).to(mask) == mask).all(dim=1).nonzero()
+    return int(same[0, 0]) if same.numel() else None
+
+
 def write_tensors(
     tensors: Mapping[str, Tensor], target: Target, names: Mapping[str, str]
 ) -> tuple[int, dict[str, Tensor]]:
@@ -48,11 +54,10 @@ def write_tensors(
     mask's: then the mask is in the place of a token that texts have seldom."""
     written = {names.get(name, name): x for name, x in tensors.items() if name != "mask_embedding"}
     mask = tensors["mask_embedding"].detach()
-    table = embedding_of(target).to(mask)
-    if (same := (table == mask).all(dim=1).nonzero()).numel():
-        return int(same[0, 0]), written
+    if (same := find_token(mask, target)) is not None:
+        return same, written
     token = seldom_token(target)
-    table = table.clone()
+    table = embedding_of(target).to(mask).clone()
     table[token] = mask
     return token, {**written, EMBEDDING: table}
 

@@ -13,6 +13,7 @@ from draftsmith.heads.formats.eagle.engines import SGLangEagle3, VLLMEagle3
 from draftsmith.heads.formats.eagle.speculators_format import Speculators
 from draftsmith.heads.formats.format import Format
 from draftsmith.heads.formats.hydra import Hydra
+from draftsmith.heads.formats.llama_cpp.gguf_dflash import GgufDFlash
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from draftsmith.heads.formats.medusa import Medusa, VLLMMedusa
 from draftsmith.heads.formats.published import Published
@@ -25,6 +26,7 @@ from draftsmith.inference.targets.target import Target
 # one name write different kinds of heads for one engine.
 FORMATS: tuple[Format, ...] = (
     GgufEagle3(),
+    GgufDFlash(),
     DFlash2Speculators(),
     DFlash2(),
     TransformersDFlash(),
