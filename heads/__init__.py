@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DraftHeadsConfig
 from draftsmith.heads.kinds.block import BlockHeads
+from draftsmith.heads.kinds.dflash2 import DFlash2Heads
 from draftsmith.heads.kinds.eagle import EagleHeads
 from draftsmith.heads.kinds.eagle3 import Eagle3Heads
 from draftsmith.heads.kinds.hydra import HydraHeads
@@ -25,6 +26,7 @@ from draftsmith.inference.targets.target import Target
 
 for _kind in (
     BlockHeads,
+    DFlash2Heads,
     EagleHeads,
     Eagle3Heads,
     HydraHeads,

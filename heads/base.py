@@ -63,6 +63,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             `lm_head`. None: neither, so `limit_vocabulary` is refused.
         runs_target_layers: whether drafted tokens pass through layers of the target and so have features. Then one step
             of `unroll` serves every depth, and it reads features up to t + 1.
+        grows_from: the kind of heads that the classmethod `grow_from` turns into heads of this kind, with the same
+            drafts; None = the kind has no such method.
     """
 
     config_class = DraftHeadsConfig
@@ -76,6 +78,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     estimates_states: ClassVar[bool] = False
     borrows_lm_head: bool | None = None
     runs_target_layers: ClassVar[bool] = False
+    grows_from: ClassVar[str | None] = None
     can_copy_rows = True
 
     def __init__(self, config: DraftHeadsConfig) -> None:

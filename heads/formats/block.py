@@ -12,13 +12,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from pickle import UnpicklingError
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
+from draftsmith.heads.formats.block_mask import (
+    EMBEDDING,
+    embedding_of,
+    find_fixed_mask,
+    take_mask,
+    take_vocabulary,
+    write_tensors,
+)
 from draftsmith.heads.formats.eagle.llama_keys import (
     Reading,
     name_dtype,
@@ -29,8 +34,7 @@ from draftsmith.heads.formats.eagle.llama_keys import (
 from draftsmith.heads.formats.eagle.speculators_format import speculators_keys
 from draftsmith.heads.formats.format import Exported, Format, Imported
 from draftsmith.heads.formats.published import OWN_KEY, Published
-from draftsmith.heads.formats.tensors import as_wide_as, count_rows, is_targets_table, rename, take_copies
-from draftsmith.heads.modules.vocabulary import seldom_token
+from draftsmith.heads.formats.tensors import rename, take_copies
 from draftsmith.inference.targets.target import Target
 
 _NAMES = {
@@ -39,8 +43,6 @@ _NAMES = {
     "confidence.weight": "confidence_head.proj.weight",
     "confidence.bias": "confidence_head.proj.bias",
 }
-_EMBEDDING = "embed_tokens.weight"
-_MASK_FILE = "mask_embedding.pt"
 # Keys of ours that published configs have no place for.
 _OWN = ("num_anchors", "loss_decay", "confidence_threshold")
 
@@ -52,6 +54,7 @@ class DFlash(Format):
     title: ClassVar[str] = "a block drafter in the published DFlash or DSpark format"
     kinds = ("block",)
     layer_offset: ClassVar[int] = 1
+    names: ClassVar[dict[str, str]] = _NAMES
 
     def matches(self, published: Published) -> bool:
         return re.search("DFlash|DSpark", published.architectures, re.IGNORECASE) is not None
@@ -68,14 +71,14 @@ class DFlash(Format):
             settings["feature_layers"] = layers
         settings |= {name: value for name in _OWN if (value := published.own_setting(name)) is not None}
         tensors = dict(published)
-        mask = _take_mask(reading, tensors)
-        settings["mask_token_id"] = _find_fixed_mask(reading, mask)
+        mask = take_mask(reading, tensors)
+        settings["mask_token_id"] = find_fixed_mask(reading, mask)
         own = {name: target.lm_head_weight() for name in ("lm_head.weight", "verifier_lm_head.weight")}
         reading.problems += take_copies(tensors, own)
-        _take_vocabulary(tensors, target, reading.problems)
-        reading.tensors = rename(tensors, {**{name: name for name in tensors}, **_NAMES}) | mask
-        reading.names = {**_NAMES, "mask_embedding": _EMBEDDING}
-        return reading.finish("block", settings)
+        take_vocabulary(tensors, target, reading.problems)
+        reading.tensors = rename(tensors, {**{name: name for name in tensors}, **self.names}) | mask
+        reading.names = {**self.names, "mask_embedding": EMBEDDING}
+        return reading.finish(self.kinds[0], settings)
 
     def _read_block(self, reading: Reading) -> dict[str, Any]:
         published = reading.published
@@ -117,15 +120,16 @@ class DFlash(Format):
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         is_spark = _is_spark(config)
-        mask_id, written = _write_tensors(tensors, target)
-        has_own_mask = _EMBEDDING in written
+        mask_id, written = write_tensors(tensors, target, self.names)
+        has_own_mask = EMBEDDING in written
         self.refuse(config, has_own_mask=has_own_mask)
         own: dict[str, Any] = {
             "target_layer_ids": [layer - self.layer_offset for layer in config.feature_layers],
             "mask_token_id": mask_id,
+            **self.sizes(config),
         }
         settings = {
-            "architectures": ["Qwen3DSparkModel" if is_spark else "DFlashDraftModel"],
+            "architectures": [self.architecture(config)],
             **_write_shape(config, tensors),
             "block_size": config.block_size,
             "num_target_layers": target.num_layers,
@@ -138,6 +142,13 @@ class DFlash(Format):
         else:
             settings["dflash_config"] = own | ({"causal": config.is_causal} if states_causal else {})
         return Exported(settings, written, commands=self.commands(config))
+
+    def architecture(self, config: Any) -> str:
+        return "Qwen3DSparkModel" if _is_spark(config) else "DFlashDraftModel"
+
+    def sizes(self, config: Any) -> dict[str, int]:
+        """Keys of the kind beside DFlash's."""
+        return {}
 
     def refuse(self, config: Any, *, has_own_mask: bool) -> None:
         """Raises ValueError for heads that the readers of this format would run otherwise."""
@@ -202,6 +213,12 @@ class BlockSpeculators(DFlash):
     def matches(self, published: Published) -> bool:
         return published.config.get("speculators_model_type") in ("dflash", "dspark")
 
+    def architecture(self, config: Any) -> str:
+        return "DSparkDraftModel" if _is_spark(config) else "DFlashDraftModel"
+
+    def algorithm(self, config: Any) -> str:
+        return _method(config)
+
     def _read_sliding_causal(self, reading: Reading) -> bool:
         return not reading.flag("sliding_window_non_causal")
 
@@ -211,13 +228,13 @@ class BlockSpeculators(DFlash):
             _last_state(config),
             (config.is_causal, "is_causal is true, and speculators' blocks see all of themselves; choose vllm"),
         )
-        mask_id, written = _write_tensors(tensors, target)
+        mask_id, written = write_tensors(tensors, target, self.names)
         dtype = written["fc.weight"].dtype
-        written.setdefault(_EMBEDDING, _embedding_of(target).to(dtype))
+        written.setdefault(EMBEDDING, embedding_of(target).to(dtype))
         written["lm_head.weight"] = target.lm_head_weight().to(dtype).clone()  # tied to the embeddings in some targets
         settings = {
-            **speculators_keys(config, target, _method(config), config.num_depths),
-            "architectures": ["DSparkDraftModel" if _is_spark(config) else "DFlashDraftModel"],
+            **speculators_keys(config, target, self.algorithm(config), config.num_depths),
+            "architectures": [self.architecture(config)],
             "block_size": config.block_size,
             "aux_hidden_state_layer_ids": config.feature_layers,
             "mask_token_id": mask_id,
@@ -225,6 +242,7 @@ class BlockSpeculators(DFlash):
             "sample_from_anchor": config.predicts_at_anchor,
             "sliding_window_non_causal": not config.sliding_is_causal,
             "transformer_layer_config": _write_shape(config, tensors),
+            **self.sizes(config),
             OWN_KEY: {name: getattr(config, name) for name in _OWN},
         }
         if _is_spark(config):
@@ -287,112 +305,3 @@ def _check_shape(reading: Reading) -> None:
         reading.problems.append("use_swa is not read: windows are read from sliding_window and layer_types")
     if (size := published.setting("draft_vocab_size", total)) != total:
         reading.problems.append(f"draft_vocab_size is {size}; block drafters here score the target's {total} tokens")
-
-
-# The mask, and copies of the target's tensors.
-
-
-def _embedding_of(target: Target) -> Tensor:
-    """[V, D], which a row of the target's embedding is read from.
-
-    Raises:
-        ValueError: a target that scales its embeddings.
-    """
-    embedding: Any = target.embed_tokens
-    table: Tensor = embedding.weight.detach()
-    first = torch.arange(min(8, len(table)), device=table.device)
-    with torch.no_grad():
-        is_plain = torch.equal(embedding(first), table[first])
-    if not is_plain:
-        raise ValueError(
-            f"{type(target.model).__name__} scales its embeddings, and engines read the mask from the table: heads for "
-            "this target are not written in this format"
-        )
-    return table
-
-
-def _write_tensors(tensors: Mapping[str, Tensor], target: Target) -> tuple[int, dict[str, Tensor]]:
-    """The mask's token, and tensors by their published names. The target's embeddings are among them where none is the
-    mask's: then the mask is in the place of a token that texts have seldom."""
-    written = {_NAMES.get(name, name): x for name, x in tensors.items() if name != "mask_embedding"}
-    mask = tensors["mask_embedding"].detach()
-    table = _embedding_of(target).to(mask)
-    if (same := (table == mask).all(dim=1).nonzero()).numel():
-        return int(same[0, 0]), written
-    token = seldom_token(target)
-    table = table.clone()
-    table[token] = mask
-    return token, {**written, _EMBEDDING: table}
-
-
-def _take_mask(reading: Reading, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Takes the embeddings out of `tensors`, which must be the target's but for the mask's row; returns that row."""
-    published, target, problems = reading.published, reading.target, reading.problems
-    mask_id, table = published.setting("mask_token_id"), tensors.pop(_EMBEDDING, None)
-    if not isinstance(mask_id, int):
-        problems.append(
-            "config.json has no mask_token_id" if mask_id is None else f"mask_token_id is {mask_id!r}, and no token"
-        )
-        return {}
-    if not 0 <= mask_id < (target.num_embeddings if table is None else count_rows(table)):
-        problems.append(f"mask_token_id is {mask_id}, which has no embedding")
-        return {}
-    if (mask := _read_mask_file(published, mask_id, problems)) is None and table is None:
-        with torch.no_grad():
-            mask = target.embed_tokens(torch.tensor([mask_id], device=target.device))[0].cpu()
-    elif mask is None:
-        assert table is not None
-        mask = table[mask_id]
-    if table is not None:
-        shape = _embedding_of(target).shape
-        table = table[: shape[0]]  # there may be more rows, for the mask
-        if table.shape != shape:
-            problems.append(f"tensor {_EMBEDDING} is {list(table.shape)}, and the target's own is {list(shape)}")
-        elif not is_targets_table(table, target, but=mask_id):
-            problems.append(
-                f"tensor {_EMBEDDING} differs from the target's own in more than the mask's row: give the target that "
-                "the heads were trained for"
-            )
-    return {"mask_embedding": as_wide_as(mask, tensors.get("fc.weight"))}
-
-
-def _find_fixed_mask(reading: Reading, mask: dict[str, Tensor]) -> int | None:
-    """The mask's token, unless the mask has an embedding of its own."""
-    if not mask:
-        return None
-    token: int = reading.published.setting("mask_token_id")
-    own = mask["mask_embedding"]
-    if token >= reading.target.num_embeddings:
-        return None
-    with torch.no_grad():
-        row = reading.target.embed_tokens(torch.tensor([token], device=reading.target.device))[0]
-    return token if torch.equal(row.to(own), own) else None
-
-
-def _read_mask_file(published: Published, mask_id: int, problems: list[str]) -> Tensor | None:
-    """vLLM reads the mask's embedding from this file where there is one."""
-    if (file := published.find(_MASK_FILE)) is None:
-        return None
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError, EOFError) as error:
-        problems.append(f"{_MASK_FILE} is damaged, or holds more than tensors ({error})")
-        return None
-    if isinstance(content, dict):
-        if content.get("mask_token_id", mask_id) != mask_id:
-            problems.append(f"{_MASK_FILE} is of token {content['mask_token_id']}, and mask_token_id is {mask_id}")
-        content = content.get("embedding")
-    if not isinstance(content, Tensor):
-        problems.append(f"{_MASK_FILE} has no tensor 'embedding'")
-        return None
-    return content.reshape(-1)
-
-
-def _take_vocabulary(tensors: dict[str, Tensor], target: Target, problems: list[str]) -> None:
-    """Takes out the maps of a draft vocabulary that is the target's own, and speculators' copy of the target's norm."""
-    whole = {"d2t": torch.zeros(target.vocab_size), "t2d": torch.ones(target.vocab_size)}
-    for name, expected in whole.items():
-        if (given := tensors.pop(name, None)) is not None and not torch.equal(given.to(expected), expected):
-            problems.append(f"tensor {name} maps a reduced vocabulary, and block drafters here score the target's own")
-    if (gain := target.final_norm_gain()) is not None:
-        problems += take_copies(tensors, {"verifier_norm.weight": gain})

@@ -6,24 +6,28 @@ from typing import Any
 
 from draftsmith.heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
 from draftsmith.heads.formats.custom_generate import CustomGenerateFolder
+from draftsmith.heads.formats.dflash2 import DFlash2, DFlash2Speculators, SGLangDFlash2, VLLMDFlash2
 from draftsmith.heads.formats.eagle.eagle1 import Eagle1, SGLangEagle1, VLLMEagle1
 from draftsmith.heads.formats.eagle.eagle3 import Eagle3
 from draftsmith.heads.formats.eagle.engines import SGLangEagle3, VLLMEagle3
 from draftsmith.heads.formats.eagle.speculators_format import Speculators
 from draftsmith.heads.formats.format import Format
 from draftsmith.heads.formats.hydra import Hydra
+from draftsmith.heads.formats.llama_cpp.gguf_dflash import GgufDFlash
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from draftsmith.heads.formats.medusa import Medusa, VLLMMedusa
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
 from draftsmith.heads.formats.transformers_dflash import TransformersDFlash
-from draftsmith.heads.formats.unread import DFlash2, WholeModel
+from draftsmith.heads.formats.whole_model import WholeModel
 from draftsmith.inference.targets.target import Target
 
 # In the order of recognition: the first that matches is the checkpoint's, so the special ones come first. Several with
 # one name write different kinds of heads for one engine.
 FORMATS: tuple[Format, ...] = (
     GgufEagle3(),
+    GgufDFlash(),
+    DFlash2Speculators(),
     DFlash2(),
     TransformersDFlash(),
     BlockSpeculators(),
@@ -41,7 +45,9 @@ FORMATS: tuple[Format, ...] = (
     SGLangEagle1(),
     SGLangEagle3(),
     VLLMBlock(),
+    VLLMDFlash2(),
     SGLangBlock(),
+    SGLangDFlash2(),
     SGLangMTP(),
     CustomGenerateFolder(),
 )

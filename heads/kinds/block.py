@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import WindowedConfig
 from draftsmith.heads.modules.anchors import draw_slots
-from draftsmith.heads.modules.block_layer import BlockLayer, MarkovBias
+from draftsmith.heads.modules.block_layer import BlockAttention, BlockLayer, MarkovBias
 from draftsmith.heads.modules.block_view import BlockView
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.host_tensors import send
@@ -203,6 +204,7 @@ class BlockHeads(DraftHeads):
 
     supports_gradient_checkpointing = True
     config_class = BlockConfig
+    layer_class: ClassVar[type[BlockLayer]] = BlockLayer
     has_static_state = True
     borrows_lm_head = True
     default_loss = "cross_entropy"
@@ -214,7 +216,7 @@ class BlockHeads(DraftHeads):
         self.fc = nn.Linear(len(config.feature_layers) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.mask_embedding = nn.Parameter(torch.zeros(size), requires_grad=config.mask_token_id is None)
-        self.layers = nn.ModuleList(BlockLayer(config, config.window(n)) for n in range(config.num_layers))
+        self.layers = nn.ModuleList(self.layer_class(config, config.window(n)) for n in range(config.num_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.markov = MarkovBias(config.target_vocab_size, config.markov_rank) if config.markov_rank else None
         self.confidence = nn.Linear(size + config.markov_rank, 1) if config.has_confidence else None
@@ -322,10 +324,9 @@ class BlockHeads(DraftHeads):
         windows = {layer.self_attn.window for layer in self.each_layer}
         views = {window: BlockView(blocks, self.mask_of_block(window), length, window) for window in windows}
         for layer in self.each_layer:
-            view = views[layer.self_attn.window]
-            projected = layer.project(hidden, block_positions)
             keys_values = layer.self_attn.project_context(context, positions)
-            hidden = layer.finish(hidden, layer.self_attn.output(view.attend(*projected, keys_values)))
+            attend = partial(_attend_in_training, layer.self_attn, views[layer.self_attn.window], keys_values)
+            hidden = layer.run(hidden, block_positions, attend)
         hidden = self.norm(hidden).unflatten(1, (-1, size))[:, :, size - self.max_depth :]
         steps = []
         for k in range(self.max_depth):
@@ -359,10 +360,8 @@ class BlockHeads(DraftHeads):
         size = self.config.block_size
         positions = state.caches[0].lengths[:, None] + torch.arange(size, device=hidden.device)
         for layer, cache in zip(self.each_layer, state.caches, strict=True):
-            q, keys, values = layer.project(hidden, positions)
             mask = self.mask_of_block(layer.self_attn.window).expand(hidden.shape[0], -1, -1)
-            view = cache.append_scratch(keys, values, mask)
-            hidden = layer.finish(hidden, layer.self_attn.attend(q, *view))
+            hidden = layer.run(hidden, positions, partial(_attend_in_cache, layer.self_attn, cache, mask))
         state.hidden = self.norm(hidden[:, size - self.max_depth :])
         state.logits = self.score_as_target(state.hidden)
         return self.expand(state, anchors, torch.zeros_like(anchors), 0)
@@ -383,6 +382,18 @@ class BlockHeads(DraftHeads):
             is_doubtful = chances[:, : logits.shape[1]] < state.threshold
             logits = logits.masked_fill(is_doubtful[..., None], float("-inf"))
         return DraftLogits(logits, self.draft_token_ids)
+
+
+def _attend_in_training(
+    attention: BlockAttention, view: BlockView, context: tuple[Tensor, Tensor], q: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    return attention.output(view.attend(q, keys, values, context))
+
+
+def _attend_in_cache(
+    attention: BlockAttention, cache: DraftCache, mask: Tensor, q: Tensor, keys: Tensor, values: Tensor
+) -> Tensor:
+    return attention.attend(q, *cache.append_scratch(keys, values, mask))
 
 
 def _gather_clamped(token_ids: Tensor, places: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ class DraftStep:
         confidence: [B, M] logits of the chance that the step's token is accepted; None = the kind has no such head.
         document_ids: [B, T] on the host, of a packed batch (see `unroll_documents`). Its steps have one row of columns,
             [1, M], in which b * T + t is slot t of row b. None = one document per row.
+        rescore: maps states [..., D] and candidates [..., k] to what is added to their logits. Drafts are then the
+            best `num_candidates` tokens by `head`, in the order of these sums; None = `head` has the last word.
     """
 
     shift: int
@@ -36,6 +38,16 @@ class DraftStep:
     slots: Tensor | None = None
     confidence: Tensor | None = None
     document_ids: Tensor | None = None
+    rescore: Callable[[Tensor, Tensor], Tensor] | None = None
+    num_candidates: int = 0
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> the scores [..., C] of drafts, -inf for tokens that are not drafted."""
+        logits = self.head(hidden)
+        if self.rescore is None:
+            return logits
+        best, ids = logits.topk(min(self.num_candidates, logits.shape[-1]), dim=-1)
+        return torch.full_like(logits, float("-inf")).scatter(-1, ids, best + self.rescore(hidden, ids))
 
     def find_predicted(self, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """The columns whose predicted token has a loss by the mask [B, T] on the host: their indices in the flattened

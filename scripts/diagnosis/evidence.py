@@ -144,7 +144,7 @@ def read_text(
         slots = torch.arange(length) if step.slots is None else step.slots[0]
         columns = ((slots >= 0) & (slots + step.shift < length)).nonzero()[:, 0]
         slots = slots[columns]
-        drafts = step.head(step.hidden[0, columns.to(ids.device)]).argmax(-1)
+        drafts = step.score(step.hidden[0, columns.to(ids.device)]).argmax(-1)
         drafts = drafts if vocabulary is None else vocabulary[drafts]
         hits[row, slots + 1] = (drafts == ids[0, (slots + step.shift).to(ids.device)]).cpu()
         is_drafted[row, slots + 1] = True

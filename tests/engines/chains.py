@@ -140,4 +140,4 @@ def score_after(heads: DraftHeads, certain: list[int], drafted: list[int]) -> Te
     scores = draft.logits[0, 0].float()
     if draft.token_ids is None:
         return scores
-    return torch.full((target.vocab_size,), float("-inf")).scatter(0, draft.token_ids, scores)
+    return torch.full((target.vocab_size,), float("-inf")).scatter(0, draft.token_ids.flatten(), scores)

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.heads import DraftHeads
+from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
 from draftsmith.scripts.benchmarks.llama_cpp import write_llama
 from tests.conftest import REPOSITORY
-from tests.engines.chains import decode_chains
+from tests.engines.chains import decode_chains, write_texts
+from tests.engines.learning import learn_by_heart
 from tests.llama_cpp_server import start_server
 
 NUM_PROMPTS, MAX_NEW_TOKENS, DEPTH = 5, 48, 4
-LEAST_DRAFTED = 150
+LEAST_DRAFTED, LEAST_ACCEPTED = 150, 10
 
 
 @dataclass(frozen=True)
@@ -67,16 +68,16 @@ def prompts(chat_tokenizer: Any) -> list[list[int]]:
     ]
 
 
-def test_the_server_drafts_as_we_do(
-    target: Target, chat_tokenizer: Any, prompts: list[list[int]], tmp_path: Path
-) -> None:
-    heads: DraftHeads = DraftHeads.from_pretrained(REPOSITORY / "examples/heads/eagle3", dtype=torch.float32)
-    heads.bind(target)
-    target_file = tmp_path / "target.gguf"
-    write_llama(target_file, target, chat_tokenizer)
+def compare_with_the_server(
+    heads: DraftHeads, prompts: list[list[int]], tokenizer: Any, folder: Path, *, method: str
+) -> tuple[int, int]:
+    """The numbers of drafted and accepted tokens of all texts, which are ours."""
+    target, target_file = heads.target, folder / "target.gguf"
+    write_llama(target_file, target, tokenizer)
     known = find_format("gguf", heads.config.head_type).with_target_file(str(target_file))
-    known.write(heads.config, heads.state_dict(), target).save(tmp_path)
-    server = start_server(target_file, tmp_path / "eagle3.gguf", depth=DEPTH)
+    exported = known.write(heads.config, heads.state_dict(), target)
+    exported.save(folder)
+    server = start_server(target_file, folder / exported.file, depth=DEPTH, method=method)
     served = [complete(server.listening_address, prompt) for prompt in prompts]
 
     ours = decode_chains(target, heads, prompts, depth=DEPTH, max_new_tokens=MAX_NEW_TOKENS)
@@ -87,4 +88,24 @@ def test_the_server_drafts_as_we_do(
     assert served == [count_as_the_server(text, drafts, end) for text, drafts in pairs]
     drafted, accepted = sum(one.drafted for one in served), sum(one.accepted for one in served)
     print(f"llama.cpp accepted {accepted} of {drafted} drafts; {[(one.accepted, one.drafted) for one in served]}")
+    return drafted, accepted
+
+
+def test_the_server_drafts_as_we_do(
+    target: Target, chat_tokenizer: Any, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    heads: DraftHeads = DraftHeads.from_pretrained(REPOSITORY / "examples/heads/eagle3", dtype=torch.float32)
+    heads.bind(target)
+    drafted, _ = compare_with_the_server(heads, prompts, chat_tokenizer, tmp_path, method="EAGLE3")
     assert drafted >= LEAST_DRAFTED
+
+
+@pytest.mark.parametrize("kind", ["block", "dflash2"])
+def test_blocks(kind: str, target: Target, chat_tokenizer: Any, prompts: list[list[int]], tmp_path: Path) -> None:
+    """Heads that know two of four texts by heart; llama.cpp fits 15 candidates into the width of this target."""
+    settings = {"selector_top_k": 15, "selector_rank": 32} if kind == "dflash2" else {}
+    heads = create_heads(kind, target, block_size=DEPTH + 1, num_layers=2, num_anchors=32, **settings)
+    texts = write_texts(target, prompts[:4], MAX_NEW_TOKENS)
+    learn_by_heart(heads, texts, num_steps=25)
+    _, accepted = compare_with_the_server(heads, texts.prompts, chat_tokenizer, tmp_path, method="DFLASH")
+    assert accepted >= LEAST_ACCEPTED

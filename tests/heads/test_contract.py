@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from draftsmith.heads import HEAD_TYPES, DraftHeads, DraftStep, create_heads
 from draftsmith.heads.modules.draft_step import count_predicted
 from draftsmith.inference import Target, generate
+from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.training.features.encoding import encode
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
@@ -303,7 +304,7 @@ class Prefix:
         last = min(len(path), len(steps) - 1)
         state = state_at(steps[last], 0, length - 2 + len(path) - last)
         assert state is not None
-        return steps[last].head(state)
+        return steps[last].score(state)
 
     def extend(self, state: Any, starts: list[int], ends: list[int]) -> Tensor:
         """Hands over slots starts[b] to ends[b] of every row; scores [B, C] of the root's children."""
@@ -321,9 +322,15 @@ class Prefix:
             self.heads.target.prefill(self.cache, self.token_ids[:, : max(ends)], torch.tensor(ends))
         draft = self.heads.extend(state, features, token_ids, counts, max_slots=max(ends))
         assert draft.logits.shape[:2] == (len(starts), 1)
-        if draft.token_ids is not None:
-            assert torch.equal(draft.token_ids, self.heads.draft_token_ids)
-        return draft.logits[:, 0]
+        return self.scores_of(draft)[:, 0]
+
+    def scores_of(self, draft: DraftLogits) -> Tensor:
+        """[B, W, C] of all tokens that the heads score, also where they draft a few of them."""
+        if draft.token_ids is None or draft.token_ids.dim() == 1:
+            assert draft.token_ids is None or torch.equal(draft.token_ids, self.heads.draft_token_ids)
+            return draft.logits
+        every = draft.logits.new_full((*draft.logits.shape[:2], self.heads.target.vocab_size), float("-inf"))
+        return every.scatter(-1, draft.token_ids, draft.logits)
 
 
 def assert_scores(found: Tensor, expected: Tensor) -> None:
@@ -350,7 +357,7 @@ def assert_tree_matches(prefix: Prefix, state: Any, seed: int) -> None:
     tokens, parents = draw_tree(widths, batch, heads.target.vocab_size, seed)
     paths: list[list[list[int]]] = [[[]] for _ in range(batch)]
     for level, (ids, above) in enumerate(zip(tokens, parents, strict=True)):
-        logits = heads.expand(state, ids, above, level + 1).logits
+        logits = prefix.scores_of(heads.expand(state, ids, above, level + 1))
         assert logits.shape[1] in (1, ids.shape[1])
         paths = [
             [[*paths[row][above[row, node]], int(ids[row, node])] for node in range(ids.shape[1])]
@@ -385,7 +392,7 @@ class TestDrafting:
         state = prefix.start(640, 32)
         found = prefix.extend(state, [0, 0, 0], prefix.counts.tolist())
         tokens, parents = draw_tree([2], 3, heads.target.vocab_size, seed=4)
-        below = heads.expand(state, tokens[0], parents[0], 1).logits
+        below = prefix.scores_of(heads.expand(state, tokens[0], parents[0], 1))
         for row in range(3):
             assert_scores(found[row], prefix.expected(row, []))
             assert_scores(below[row, -1], prefix.expected(row, tokens[0][row, -1:].tolist()))

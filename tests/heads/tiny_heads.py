@@ -36,6 +36,18 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
             "sliding_is_causal": True,
         },
     ),
+    "dflash2": (
+        {"block_size": 4, "selector_rank": 8, "conv_group_size": 4},
+        {
+            "block_size": 5,
+            "num_layers": 1,
+            "conv_kernel_size": 3,
+            "selector_rank": 6,
+            "selector_top_k": 12,
+            "predicts_at_anchor": True,
+            "sliding_window": 5,
+        },
+    ),
     "eagle": (
         {"ttt_steps": 5},
         {"ttt_steps": 3, "fc_bias": True, "num_key_value_heads": 4},

@@ -32,8 +32,8 @@ class ModelArguments:
     )
     head_type: str | None = option(
         default=None,
-        help=f"Kind of heads to create: {', '.join(sorted(HEAD_TYPES))}. Not with --init_heads. Without either of the "
-        "two, every option that is not given is chosen (--choose).",
+        help=f"Kind of heads to create: {', '.join(sorted(HEAD_TYPES))}. Not with --init_heads, but for dflash2, which "
+        "may start from block heads. Without either of the two, every option that is not given is chosen (--choose).",
     )
     head_overrides: list[str] = option(
         default_factory=list,
@@ -55,14 +55,14 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
-        if (self.head_type is None) == (self.init_heads is None):
+        grows_from = None if self.head_type is None else find_kind(self.head_type).grows_from
+        has_both = self.head_type is not None and self.init_heads is not None
+        if (has_both and grows_from is None) or (self.head_type is None and self.init_heads is None):
             raise ValueError(
                 f"got head_type={self.head_type!r} and init_heads={self.init_heads!r}: give head_type to create heads, "
                 "or init_heads to continue from trained ones"
             )
-        if self.head_type is not None:
-            find_kind(self.head_type)
-        if self.init_heads is not None and self.head_overrides:
+        if self.init_heads is not None and self.head_overrides and not has_both:
             raise ValueError(
                 f"got head_overrides {self.head_overrides} with init_heads {self.init_heads!r}: trained heads bring "
                 "their configuration along; leave head_overrides out"

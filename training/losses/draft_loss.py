@@ -26,6 +26,7 @@ from draftsmith.heads.modules.host_tensors import OnHost, read_on_host, send
 from draftsmith.inference.targets.model_config import find_compute_dtype
 from draftsmith.training.losses.depth_weights import D_PACE, fixed_weights, weigh_by_d_pace
 from draftsmith.training.losses.early_gradients import EarlyGradients, find_leaves
+from draftsmith.training.losses.selection import Selection
 from draftsmith.training.losses.teacher import Teacher, rows_per_chunk
 from draftsmith.training.losses.terms import LossMixture, ScoredTokens, parse_loss
 
@@ -77,6 +78,7 @@ def draft_loss(
 
     A step's `confidence` adds the binary cross-entropy with the chance 1 - TV(p, q) that the drafted token is accepted
     (DSpark, eq. 8); without a distribution, with whether the best drafted token is the target's own.
+    A step with a selector adds `Selection.loss`. Then top1, top5 and `d_pace` are about the selector's drafts.
     """
     mixture = parse_loss(loss_type)
     is_d_pace = depth_weights == D_PACE
@@ -222,7 +224,10 @@ class _ScoredRows:
 
 def _touch(step: DraftStep) -> Tensor:
     """Returns a zero whose graph goes through everything that a loss of the step would."""
-    zero = 0.0 * step.head(step.hidden[:1, :1]).float().sum()
+    hidden = step.hidden[:1, :1]
+    zero = 0.0 * step.head(hidden).float().sum()
+    if step.rescore is not None:
+        zero = zero + 0.0 * step.rescore(hidden, torch.zeros_like(hidden[..., :1], dtype=torch.long)).float().sum()
     return zero if step.confidence is None else zero + 0.0 * step.confidence[:1, :1].float().sum()
 
 
@@ -231,7 +236,9 @@ def _chunk_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns losses [m] (0 for rows without one), the draft's chances of the labels if wanted, and hits of the
     target's argmax among the best 1 and 5."""
-    return _loss_of_logits(step.head(rows.hidden).float(), rows, teacher, mixture, wants_chances)
+    logits = step.head(rows.hidden)
+    selection = Selection.make(step, rows.hidden, logits, mixture.label_of(rows.label, rows.argmax))
+    return _loss_of_logits(logits.float(), selection, rows, teacher, mixture, wants_chances)
 
 
 def _early_chunk_loss(
@@ -248,19 +255,24 @@ def _early_chunk_loss(
     """
     leaf = rows.detach()
     logits = step.head(leaf.hidden)
-    slopes = torch.empty_like(logits)
+    selection = Selection.make(step, leaf.hidden, logits, mixture.label_of(rows.label, rows.argmax))
+    outputs = [logits] if selection is None else [logits, selection.added]
+    slopes = [torch.empty_like(output) for output in outputs]
     size = len(rows) if logits.device.type != "cpu" else max(1, BLOCK_ELEMENTS // logits.shape[1])
     found = []
     for start in range(0, len(rows), size):
         part = leaf.part(start, start + size)
-        wide = logits[start : start + size].detach().float().requires_grad_()
-        found.append(_loss_of_logits(wide, part, teacher, mixture, wants_chances=False))
+        wide = [output[start : start + size].detach().float().requires_grad_() for output in outputs]
+        selected = None if selection is None else selection.part(start, start + size, wide[1])
+        found.append(_loss_of_logits(wide[0], selected, part, teacher, mixture, wants_chances=False))
         # Losses of the states and of the confidence reach `leaf` without the logits.
-        (found[-1][0].sum() * scale).backward(inputs=[wide, *leaf.tensors])
-        slopes[start : start + size] = 0 if wide.grad is None else wide.grad  # None: only a loss of the states
+        (found[-1][0].sum() * scale).backward(inputs=[*wide, *leaf.tensors])
+        for slope, own in zip(slopes, wide, strict=True):
+            slope[start : start + size] = 0 if own.grad is None else own.grad  # None: only a loss of the states
     losses, chances, hits1, hits5 = zip(*found, strict=True)
-    leaves = find_leaves(logits) or [leaf.hidden] * logits.requires_grad  # a head may return its input
-    gradients = dict(zip(leaves, torch.autograd.grad(logits, leaves, slopes), strict=True)) if leaves else {}
+    leaves = list({id(leaf): leaf for output in outputs for leaf in find_leaves(output)}.values())
+    leaves = leaves or [leaf.hidden] * logits.requires_grad  # a head may return its input
+    gradients = dict(zip(leaves, torch.autograd.grad(outputs, leaves, slopes), strict=True)) if leaves else {}
     for tensor, source in zip(leaf.tensors, rows.tensors, strict=True):
         reached = [x for x in (tensor.grad, gradients.pop(tensor, None)) if x is not None]
         if reached:
@@ -271,7 +283,12 @@ def _early_chunk_loss(
 
 
 def _loss_of_logits(
-    logits: Tensor, rows: _ScoredRows, teacher: Teacher, mixture: LossMixture, wants_chances: bool
+    logits: Tensor,
+    selection: Selection | None,
+    rows: _ScoredRows,
+    teacher: Teacher,
+    mixture: LossMixture,
+    wants_chances: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens = ScoredTokens(
         logits=logits,
@@ -288,13 +305,22 @@ def _loss_of_logits(
         else:
             accepted = tokens.overlap.detach().clamp(0, 1)
         loss = loss + F.binary_cross_entropy_with_logits(rows.confidence.float(), accepted, reduction="none")
+    if selection is not None:
+        loss = loss + selection.loss(logits, replaces_last=not mixture.reads_labels_only)
     loss = loss * mixture.has_loss(rows.label, rows.argmax)
     with torch.no_grad():
+        if selection is not None:
+            logits = selection.fill(logits)
         # Among the best 5: fewer than 5 columns score above it.
-        better = (logits > logits.gather(1, rows.argmax.clamp(min=0)[:, None])).sum(-1, dtype=torch.int32)
+        own = logits.gather(1, rows.argmax.clamp(min=0)[:, None])
+        better = (logits > own).sum(-1, dtype=torch.int32)
         chances = logits[:0, 0]
         if wants_chances:
             is_known = (rows.label >= 0) & (mixture.has_loss(rows.label, rows.argmax) | (rows.argmax >= 0))
-            chances = tokens.log_q.gather(1, rows.label.clamp(min=0)[:, None])[:, 0].exp() * is_known
-        hits = (logits.argmax(-1) == rows.argmax).sum(), ((better < 5) & (rows.argmax >= 0)).sum()
+            log_q = tokens.log_q if selection is None else logits.log_softmax(-1)
+            chances = log_q.gather(1, rows.label.clamp(min=0)[:, None])[:, 0].exp() * is_known
+        hits = (
+            (logits.argmax(-1) == rows.argmax).sum(),
+            ((better < 5) & (rows.argmax >= 0) & (own[:, 0] > float("-inf"))).sum(),
+        )
         return loss, chances.detach(), *hits

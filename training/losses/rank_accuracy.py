@@ -49,8 +49,9 @@ def measure_rank_accuracy(heads: DraftHeads, batches: Iterable[dict[str, Tensor]
             hidden = step.hidden.flatten(0, 1)[columns]
             for start in range(0, len(hidden), chunk):  # the logits of all positions can be gigabytes
                 part = slice(start, start + chunk)
-                best = step.head(hidden[part]).topk(min(num_ranks, teacher.num_columns), dim=-1).indices
-                hits[depth, : best.shape[-1]] += (best == wanted[part, None]).sum(0).double().cpu()
+                scores, best = step.score(hidden[part]).topk(min(num_ranks, teacher.num_columns), dim=-1)
+                is_hit = (best == wanted[part, None]) & ~scores.isneginf()
+                hits[depth, : best.shape[-1]] += is_hit.sum(0).double().cpu()
             positions[depth] += wanted.numel()
     if hits is None or positions is None or not positions.all():
         raise ValueError("no position to measure on: give conversations with longer replies")

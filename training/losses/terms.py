@@ -167,12 +167,17 @@ class LossMixture:
     def needs_distribution(self) -> bool:
         return "distribution" in self.reads
 
-    def has_loss(self, label: Tensor, argmax: Tensor) -> Tensor:
-        """Returns, as bool, which positions have a loss.
+    @property
+    def reads_labels_only(self) -> bool:
+        return "label" in self.reads <= {"label", "states"}
 
-        The data's token must be in the draft vocabulary if the loss reads only that; otherwise the target's best token.
-        """
-        return (label if "label" in self.reads <= {"label", "states"} else argmax) >= 0
+    def label_of(self, label: Tensor, argmax: Tensor) -> Tensor:
+        """The data's token if the loss reads only that; otherwise the target's best token."""
+        return label if self.reads_labels_only else argmax
+
+    def has_loss(self, label: Tensor, argmax: Tensor) -> Tensor:
+        """Returns, as bool, which positions have a loss: those whose `label_of` is in the draft vocabulary."""
+        return self.label_of(label, argmax) >= 0
 
 
 @lru_cache

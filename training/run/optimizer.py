@@ -45,7 +45,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             if parameter.ndim < 2:
                 vectors.append(parameter)
             else:
-                is_of_tokens = not {"lm_head", "embedding"}.isdisjoint(name.split("."))
+                is_of_tokens = any(part.endswith(("lm_head", "embedding")) for part in name.split("."))
                 (lm_heads if parameter.ndim > 2 or is_of_tokens else hidden).append(parameter)
         # AdamW's groups first: Trainer logs the learning rate of the first one.
         adamw_groups: list[dict[str, Any]] = [

@@ -19,6 +19,7 @@ from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.checkpoint import is_published, no_empty_folder
 from draftsmith.heads.config import name_of_target
 from draftsmith.heads.formats.registry import check_place
+from draftsmith.heads.registration import find_kind
 from draftsmith.inference import Target
 from draftsmith.inference.kernels.packed_weights import has_bfloat16
 from draftsmith.inference.targets.files import read_tokenizer
@@ -205,6 +206,8 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
         stored.bind(target)
         if checkpoint is None:
             _name_target(stored, target)
+        if checkpoint is None and args.head_type is not None:
+            stored = find_kind(args.head_type).grow_from(stored, **args.parse_head_overrides())
         return _Models(target, tokenizer, stored, are_heads_trained=True)
     assert args.head_type is not None
     heads = create_heads(args.head_type, target, **args.parse_head_overrides())

@@ -47,7 +47,7 @@ _ARCHITECTURE = "eagle3"
 _Q, _K = "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight"
 _ROPE_FACTORS = "rope_freqs.weight"
 # Key -> the config's. Releases differ in the name of the layers, so both are written.
-_SIZES = {
+LAYER_SIZES = {
     "feed_forward_length": "intermediate_size",
     "context_length": "max_position_embeddings",
     "attention.head_count": "num_attention_heads",
@@ -94,7 +94,7 @@ class GgufEagle3(Format):
     def read(self, published: Published, target: Target) -> Imported:
         keys = Keys(published.config, "eagle3.")
         settings = {
-            ours: keys.need(theirs, allowed=NUMBER if "eps" in ours else SIZE) for theirs, ours in _SIZES.items()
+            ours: keys.need(theirs, allowed=NUMBER if "eps" in ours else SIZE) for theirs, ours in LAYER_SIZES.items()
         }
         settings = {name: value for name, value in settings.items() if value is not None}
         if layers := keys.need(*_LAYERS, allowed=LAYERS):
@@ -118,7 +118,7 @@ class GgufEagle3(Format):
             keys.problems.append(f"{keys.prefix}attention.key_length is {head_dim}, and should be even")
             head_dim = settings["head_dim"] = head_dim + 1
         tensors = dict(published)
-        settings["rope_parameters"] = _read_rope(keys, tensors, head_dim, target)
+        settings["rope_parameters"] = read_rope(keys, tensors, head_dim, target)
         found = rename(tensors, _NAMES)
         settings |= _read_vocabulary(found, target, keys.problems)
         if (steps := Keys(published.config, f"{OWN_KEY}.", keys.problems).get("ttt_steps", allowed=SIZE)) is not None:
@@ -149,14 +149,14 @@ class GgufEagle3(Format):
             "eagle3.embedding_length": config.hidden_size,
             "eagle3.target_hidden_size": config.hidden_size,
             "eagle3.vocab_size": config.target_vocab_size,
-            **{f"eagle3.{theirs}": getattr(config, ours) for theirs, ours in _SIZES.items()},
+            **{f"eagle3.{theirs}": getattr(config, ours) for theirs, ours in LAYER_SIZES.items()},
             "eagle3.attention.value_length": config.head_dim,
             "eagle3.rope.dimension_count": config.head_dim,
             **{f"eagle3.{key}": value for key, value in rope.items()},
             **{f"eagle3.{key}": list(config.feature_layers) for key in _LAYERS},
             **{f"eagle3.{flag}": getattr(config, flag) for flag in _FLAGS},
             f"{OWN_KEY}.ttt_steps": config.ttt_steps,
-            **self._read_tokenizer(),
+            **read_tokenizer(self.target_gguf),
         }
         written = {_NAMES[name]: x for name, x in tensors.items() if name != "t2d"}
         for name in (_Q, _K):
@@ -172,15 +172,19 @@ class GgufEagle3(Format):
         notes = (lacks_tokenizer,) if self.target_gguf is None else ()
         return Exported(metadata, written, file, (command,), notes=notes)
 
-    def _read_tokenizer(self) -> dict[str, Any]:
-        if self.target_gguf is None:
-            return {"tokenizer.ggml.model": "none"}
-        metadata = read_metadata(Path(self.target_gguf))
-        if "tokenizer.ggml.model" not in metadata:
-            raise ValueError(
-                f"{self.target_gguf} has no tokenizer: give the GGUF file that llama.cpp runs the target with"
-            )
-        return {name: value for name, value in metadata.items() if name.startswith("tokenizer.")}
+
+def read_tokenizer(target_gguf: str | None) -> dict[str, Any]:
+    """The tokenizer's keys of the target's file; without a file, those of none.
+
+    Raises:
+        ValueError: the file has none.
+    """
+    if target_gguf is None:
+        return {"tokenizer.ggml.model": "none"}
+    metadata = read_metadata(Path(target_gguf))
+    if "tokenizer.ggml.model" not in metadata:
+        raise ValueError(f"{target_gguf} has no tokenizer: give the GGUF file that llama.cpp runs the target with")
+    return {name: value for name, value in metadata.items() if name.startswith("tokenizer.")}
 
 
 def to_pairs(weight: Tensor, head_dim: int) -> Tensor:
@@ -251,7 +255,7 @@ def write_rope(config: Any) -> tuple[dict[str, Any], Tensor | None]:
     raise ValueError(f"rope_type is {kind!r}; heads are written to GGUF with default, linear and llama3")
 
 
-def _read_rope(keys: Keys, tensors: dict[str, Tensor], head_dim: int, target: Target) -> dict[str, Any]:
+def read_rope(keys: Keys, tensors: dict[str, Tensor], head_dim: int, target: Target) -> dict[str, Any]:
     theta = keys.need("rope.freq_base", allowed=NUMBER) or 10000.0
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     kind = keys.get("rope.scaling.type", "none")

@@ -20,6 +20,7 @@ def _is_integer(value: Any) -> bool:
 
 
 SIZE = Allowed("a positive whole number", lambda value: _is_integer(value) and value > 0)
+INDEX = Allowed("a whole number from 0 on", lambda value: _is_integer(value) and value >= 0)
 NUMBER = Allowed("a positive number", lambda value: (_is_integer(value) or isinstance(value, float)) and value > 0)
 FLAG = Allowed("true or false", lambda value: isinstance(value, bool))
 LAYERS = Allowed("a list of layers", lambda value: isinstance(value, list) and all(map(_is_integer, value)))

@@ -109,6 +109,21 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
+def convolve(at: dict[str, Tensor], name: str, side: int, rows: Tensor, inputs: Tensor) -> Tensor:
+    """DFlash 2's convolution of a block's rows [N, D], with kernels that `inputs` [N, D] give; DFlash has none."""
+    if f"{name}.base_kernel" not in at:
+        return rows
+    base = at[f"{name}.base_kernel"]
+    _, taps, size = base.shape
+    found = torch.zeros_like(rows)
+    for t, x in enumerate(inputs):
+        kernel = (at[f"{name}.kernel_projection"] @ x).view(2, taps, -1)
+        for tap in range(min(taps, t + 1)):
+            own = kernel[side, tap].repeat_interleave(size // kernel.shape[-1])
+            found[t] += (base[side, tap] + own) * rows[t - tap]
+    return found
+
+
 def reference(published: Published, target: Target, states: Tensor, anchor: int) -> Tensor:
     """The authors' forward pass for one block after states [T, features * D]: normed states [N, D]."""
     config, w = published.config, published.tensors
@@ -119,7 +134,8 @@ def reference(published: Published, target: Target, states: Tensor, anchor: int)
     positions = torch.arange(len(context) + len(x)).float()
     for i in range(config["num_hidden_layers"]):
         at = {name.removeprefix(f"layers.{i}.").removesuffix(".weight"): y for name, y in w.items()}
-        normed = norm(x, at["input_layernorm"], eps)
+        entered = norm(x, at["input_layernorm"], eps)
+        normed = convolve(at, "attention_conv", 0, entered, entered)
         both = torch.cat([context, normed])
         q, k, v = (
             (y @ at[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, size)).transpose(0, 1)
@@ -129,9 +145,12 @@ def reference(published: Published, target: Target, states: Tensor, anchor: int)
         k = rotated(norm(k, at["self_attn.k_norm"], eps), positions, theta)
         k, v = (y.repeat_interleave(len(q) // len(y), dim=0) for y in (k, v))
         attended = (q @ k.transpose(1, 2) / size**0.5).softmax(-1) @ v
-        x = x + attended.transpose(0, 1).flatten(1) @ at["self_attn.o_proj"].T
-        y = norm(x, at["post_attention_layernorm"], eps)
-        x = x + (F.silu(y @ at["mlp.gate_proj"].T) * (y @ at["mlp.up_proj"].T)) @ at["mlp.down_proj"].T
+        attended = attended.transpose(0, 1).flatten(1) @ at["self_attn.o_proj"].T
+        x = x + convolve(at, "attention_conv", 1, attended, entered)
+        entered = norm(x, at["post_attention_layernorm"], eps)
+        y = convolve(at, "mlp_conv", 0, entered, entered)
+        y = (F.silu(y @ at["mlp.gate_proj"].T) * (y @ at["mlp.up_proj"].T)) @ at["mlp.down_proj"].T
+        x = x + convolve(at, "mlp_conv", 1, y, entered)
     return norm(x, w["norm.weight"], eps)
 
 

@@ -41,6 +41,11 @@ REFUSED: dict[tuple[str, str], str] = {
     ("dflash", "block-2"): "is_causal is true, which these readers do not know",
     ("sglang", "block-1"): "the mask was trained, and these readers take it from the target's own embeddings",
     ("sglang", "block-2"): "is_causal is true, which these readers do not know",
+    ("gguf", "block-1"): "the mask was trained.*parts of DSpark",
+    ("gguf", "block-2"): "parts of DSpark",
+    **{("gguf", name): "this format knows no sliding_window" for name in ("block-3", "block-4", "dflash2-1")},
+    ("gguf", "dflash2-0"): "selector_top_k is 16, for which llama.cpp needs a hidden size of 272",
+    **{(name, "dflash2-1"): "predicts_at_anchor is True" for name in ("dflash", "sglang", "vllm")},
     **{
         (name, f"mtp-{index}"): "engines serve MTP only in checkpoints of families that have it"
         for name in ("vllm", "sglang")

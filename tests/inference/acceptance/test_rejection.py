@@ -119,6 +119,20 @@ def test_a_drafter_that_knows_fewer_tokens() -> None:
     assert compare(pairs, target) < 1
 
 
+class CandidateDrafter(MarkovDrafter):
+    """Scores the three best tokens after each token only, in an order of their own (DFlash 2)."""
+
+    def expand(self, state: Any, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
+        best, ids = self.scores[token_ids].topk(3, dim=-1)
+        return DraftLogits(best.flip(-1), ids.flip(-1))
+
+
+def test_a_drafter_with_other_candidates_at_each_node() -> None:
+    target, drafter = random_scores(5), CandidateDrafter(random_scores(6))
+    pairs, _ = draw_pairs(accept_by_rejection, make_sampler(), StaticTree(WIDE), target, drafter)
+    assert compare(pairs, target) < 1
+
+
 def test_siblings_behind_a_sharp_draft_are_judged_by_what_is_left_of_q() -> None:
     """Behind the likeliest token, q holds 1e-60: no float32, and yet the second child is drawn from it."""
     target, drafter = random_scores(20), MarkovDrafter(random_scores(21))

@@ -55,7 +55,8 @@ def test_equals_a_loop_over_positions(
                     if slot < 0 or slot + step.shift >= length or not loss_mask[slot + step.shift]:
                         continue
                     wanted = int(target.lm_head(encoded.last_hidden[0, slot + step.shift - 1]).argmax())
-                    ranking = step.head(step.hidden[0, place]).argsort(descending=True)[:NUM_RANKS].tolist()
+                    scores = step.score(step.hidden[0, place])
+                    ranking = scores.argsort(descending=True)[: min(NUM_RANKS, scores.isfinite().sum())].tolist()
                     positions[depth] = positions.get(depth, 0) + 1
                     counts = hits.setdefault(depth, [0] * NUM_RANKS)
                     for rank, column in enumerate(ranking):

@@ -129,6 +129,18 @@ class TestARun:
         assert torch.equal(again.weights()["d2t"], before["d2t"])
         assert not torch.equal(again.weights()["fc.weight"], before["fc.weight"])
 
+    def test_starts_dflash2_from_dflash(self, train: Runner, tmp_path: Path) -> None:
+        train(max_steps=2, head_type="block", head_overrides="block_size=4")
+        before = train.weights()
+        grown = Runner(Path(train.defaults["target"]), Path(train.defaults["dataset"]), tmp_path / "grown")
+        grown.defaults |= {"init_heads": train.output_dir, "head_type": "dflash2"}
+        grown(max_steps=1, head_overrides="selector_rank=8", learning_rate=0.0)
+        after = grown.weights()
+        assert after["selector.successor_embedding.weight"].shape[1] == 8
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+        with pytest.raises(ValueError, match=r"head_type='medusa' and init_heads"):
+            grown(head_type="medusa", head_overrides=None)
+
     def test_continues_on_a_fine_tuned_target(
         self, train: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:

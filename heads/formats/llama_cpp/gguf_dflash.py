@@ -1,0 +1,171 @@
+"""DFlash and DFlash 2 as llama.cpp has them, in GGUF: chains only, greedy ones.
+
+The mask's token is one of the tokenizer's keys, so a file needs the target's tokenizer. Layer ids are ours.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.heads.config import public_name
+from draftsmith.heads.formats.block_mask import find_token
+from draftsmith.heads.formats.dflash2 import SIZES
+from draftsmith.heads.formats.eagle.llama_keys import refuse_unwritable, window_limit
+from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import LAYER_SIZES, read_rope, read_tokenizer, write_rope
+from draftsmith.heads.formats.llama_cpp.metadata import FLAG, INDEX, LAYERS, NUMBER, SIZE, Keys
+from draftsmith.heads.formats.published import OWN_KEY, Published
+from draftsmith.heads.formats.tensors import as_wide_as, rename
+from draftsmith.inference.targets.target import Target
+
+_ARCHITECTURE, _MASK = "dflash", "tokenizer.ggml.mask_token_id"
+_NAMES = {
+    "fc.weight": "fc.weight",
+    "hidden_norm.weight": "enc.output_norm.weight",
+    "norm.weight": "output_norm.weight",
+    "selector.predecessor_embedding.weight": "selector_predecessor.weight",
+    "selector.successor_embedding.weight": "selector_successor.weight",
+    "selector.hidden_projection.weight": "selector_hidden.weight",
+}
+_OF_LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    **{f"self_attn.{name}_proj.weight": f"attn_{name}.weight" for name in "qkv"},
+    "self_attn.o_proj.weight": "attn_output.weight",
+    **{f"self_attn.{name}_norm.weight": f"attn_{name}_norm.weight" for name in "qk"},
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    **{f"mlp.{name}_proj.weight": f"ffn_{name}.weight" for name in ("gate", "up", "down")},
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection.weight": "ffn_conv_proj.weight",
+}
+# Parts of the names of what llama.cpp computes with in float32.
+_WIDE = ("norm", "base_kernel")
+
+
+class GgufDFlash(Format):
+    """DFlash and DFlash 2 in GGUF.
+
+    Args:
+        target_gguf: the target's file, for its tokenizer.
+    """
+
+    name = "gguf"
+    title = "a DFlash drafter in GGUF"
+    kinds = ("block", "dflash2")
+
+    def __init__(self, target_gguf: str | None = None) -> None:
+        self.target_gguf = target_gguf
+
+    def with_target_file(self, path: str) -> GgufDFlash:
+        return GgufDFlash(path)
+
+    def matches(self, published: Published) -> bool:
+        return published.config.get("general.architecture") == _ARCHITECTURE
+
+    def read(self, published: Published, target: Target) -> Imported:
+        keys = Keys(published.config, f"{_ARCHITECTURE}.")
+        settings = {
+            ours: value
+            for theirs, ours in LAYER_SIZES.items()
+            if (value := keys.need(theirs, allowed=NUMBER if "eps" in ours else SIZE)) is not None
+        }
+        num_layers = keys.need("block_count", allowed=SIZE) or 1
+        settings |= {
+            "num_layers": num_layers,
+            "hidden_act": "silu",
+            "block_size": keys.need("block_size", allowed=SIZE),
+        }
+        if layers := keys.need("target_layers", allowed=LAYERS):
+            settings["feature_layers"] = list(layers)
+        settings["is_causal"] = keys.get("attention.causal", False, allowed=FLAG)
+        sizes = {name: value for name in SIZES if (value := keys.get(name, allowed=SIZE)) is not None}
+        keys.expect("embedding_length", target.hidden_size)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            keys.expect(key, settings.get("head_dim"), may_lack=True)
+        keys.expect("vocab_size", target.vocab_size, may_lack=True)
+        tensors = dict(published)
+        settings["rope_parameters"] = read_rope(keys, tensors, settings.get("head_dim", 64), target)
+        names = _names(num_layers)
+        found = rename(tensors, names)
+        settings["mask_token_id"] = token = Keys(published.config, "", keys.problems).need(_MASK, allowed=INDEX)
+        if token is not None and token < target.num_embeddings:
+            with torch.no_grad():
+                mask = target.embed_tokens(torch.tensor([token], device=target.device))[0].cpu()
+            found["mask_embedding"] = mask
+        own = Keys(published.config, f"{OWN_KEY}.", keys.problems)
+        if (anchors := own.get("num_anchors", allowed=SIZE)) is not None:
+            settings["num_anchors"] = anchors
+        keys.refuse_unread()
+        wide = found.get("fc.weight")
+        found = {
+            name: as_wide_as(x, wide) if any(part in name for part in (*_WIDE, "mask")) else x
+            for name, x in found.items()
+        }
+        return Imported("dflash2" if sizes else "block", settings | sizes, found, names, keys.problems)
+
+    def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        most, token = getattr(config, "selector_top_k", 0), find_token(tensors["mask_embedding"], target)
+        lattice = most * (most + 1)
+        refuse_unwritable(
+            self.title,
+            window_limit(config, "this format"),
+            (config.hidden_act != "silu", f"hidden_act is {config.hidden_act}, and llama.cpp computes silu"),
+            (token is None, "the mask was trained, and llama.cpp takes it from the target's embeddings; choose vllm"),
+            (
+                bool(config.predicts_at_anchor or config.markov_rank or config.has_confidence),
+                "parts of DSpark (predicts_at_anchor, markov_rank, has_confidence) are not written; choose speculators",
+            ),
+            (
+                lattice > config.hidden_size,
+                f"selector_top_k is {most}, for which llama.cpp needs a hidden size of {lattice} or more; train with a "
+                "smaller selector_top_k, or choose vllm",
+            ),
+        )
+        rope, factors = write_rope(config)
+        values: dict[str, Any] = {
+            "block_count": config.num_layers,
+            "embedding_length": config.hidden_size,
+            "vocab_size": config.target_vocab_size,
+            **{theirs: getattr(config, ours) for theirs, ours in LAYER_SIZES.items()},
+            "attention.value_length": config.head_dim,
+            "rope.dimension_count": config.head_dim,
+            **rope,
+            "attention.causal": config.is_causal,
+            "block_size": config.block_size,
+            "target_layers": list(config.feature_layers),
+            **{name: getattr(config, name) for name in SIZES if most},
+        }
+        metadata = {
+            "general.architecture": _ARCHITECTURE,
+            "general.name": f"DFlash for {public_name(config.target_name_or_path) or config.target_model_type}",
+            **{f"{_ARCHITECTURE}.{key}": value for key, value in values.items()},
+            f"{OWN_KEY}.num_anchors": config.num_anchors,
+            **read_tokenizer(self.target_gguf),
+            _MASK: token,
+        }
+        names = _names(config.num_layers)
+        written = {
+            names[name]: x.float() if any(part in name for part in _WIDE) else x
+            for name, x in tensors.items()
+            if name != "mask_embedding"
+        }
+        if factors is not None:
+            written["rope_freqs.weight"] = factors
+        file, model, most = "dflash.gguf", shlex.quote(self.target_gguf or "TARGET.gguf"), config.num_depths
+        command = f"llama-server -m {model} -md {{heads}}/{file} --spec-type draft-dflash --spec-draft-n-max {most}"
+        lacks = (
+            "The file has no tokenizer, without which llama.cpp finds no mask; --target_gguf copies the target's.",
+        )
+        return Exported(metadata, written, file, (command,), notes=lacks if self.target_gguf is None else ())
+
+
+def _names(num_layers: int) -> dict[str, str]:
+    layers = {
+        f"layers.{i}.{ours}": f"blk.{i}.{theirs}" for i in range(num_layers) for ours, theirs in _OF_LAYER.items()
+    }
+    return _NAMES | layers

@@ -1,0 +1,89 @@
+"""DFlash 2 in its published layouts, against its forward pass written out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.heads.formats.dflash2 import SELECTOR, DFlash2, DFlash2Speculators, SGLangDFlash2, VLLMDFlash2
+from draftsmith.inference import Target
+from draftsmith.training.features.encoding import encode
+from tests.heads.formats.round_trip import (
+    assert_damage_is_named,
+    assert_lost_keys_are_refused,
+    assert_round_trip,
+    change,
+    export_heads,
+    import_heads,
+    publish,
+    refusal_of,
+)
+from tests.heads.formats.test_block import COPIES, reference
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt
+
+SETTINGS: dict[str, Any] = {"block_size": 4, "conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6}
+SIZES = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 16}
+
+
+@pytest.mark.parametrize("known", [VLLMDFlash2(), DFlash2Speculators()], ids=["vLLM", "speculators"])
+def test_round_trip(known: Any, target: Target, tmp_path: Path) -> None:
+    heads = tiny_heads("dflash2", target, **SETTINGS)
+    published = assert_round_trip(known, heads, tmp_path)
+    assert_damage_is_named(known, published, target, may_lack=COPIES)
+    assert_lost_keys_are_refused(known, published, heads)
+    place = published.config if isinstance(known, DFlash2Speculators) else published.config["dflash_config"]
+    assert {name: place[name] for name in SIZES} == SIZES
+
+
+@torch.no_grad()
+def test_drafts_are_those_of_the_authors(target: Target) -> None:
+    """Rows after the anchor score the 16 best tokens; the token before adds its part by the row's state."""
+    heads = tiny_heads("dflash2", target, **SETTINGS, feature_layers=[2, 4])
+    published = publish(DFlash2(), heads)
+    assert published.config["architectures"] == ["DFlash2DraftModel"]
+    before, after, gate = (published[name] for name in SELECTOR.values())
+    input_ids = random_prompt(12)
+    read: Any = import_heads(DFlash2(), published, target)
+    features = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=read.feature_layers).features
+    steps = read.unroll(features, input_ids)
+    assert len(steps) == 3
+    for slot in (0, 4, 7):
+        rows = reference(published, target, features[0, : slot + 1], int(input_ids[0, slot + 1]))
+        for depth, step in enumerate(steps):
+            row = rows[depth + 1]
+            unary = row @ target.lm_head_weight().T
+            scores = unary + after @ (before[input_ids[0, slot + 1 + depth]] * (gate @ row))
+            is_candidate = torch.zeros_like(scores, dtype=torch.bool).index_fill_(0, unary.topk(16).indices, True)
+            expected = scores.masked_fill(~is_candidate, float("-inf"))
+            torch.testing.assert_close(step.score(step.hidden[0, slot]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_engines_see_all_of_a_block_in_layers_with_a_window(target: Target) -> None:
+    """They would make such layers causal where nothing is said; speculators' default for DFlash 2 is the other."""
+    heads = tiny_heads("dflash2", target, **SETTINGS, sliding_window=5)
+    assert export_heads(VLLMDFlash2(), heads).config["dflash_config"]["causal"] is False
+    published = publish(DFlash2Speculators(), heads)
+    assert published.config["sliding_window_non_causal"] is True
+    read = import_heads(DFlash2Speculators(), change(published, config={"sliding_window_non_causal": None}), target)
+    assert not read.config.sliding_is_causal
+
+
+def test_what_is_refused(target: Target) -> None:
+    published = publish(DFlash2(), tiny_heads("dflash2", target, **SETTINGS))
+    table = published.config["dflash_config"]
+    for key, value, message in (
+        ("selector_rank", None, "config.json has no selector_rank"),
+        ("conv_group_size", 5, "conv_group_size is 5, which does not divide the hidden size 32"),
+        ("conv_kernel_size", 9, "conv_kernel_size is 9; allowed is 1 to 4"),
+        ("output_multiplier", 2.0, "output_multiplier is 2.0, which heads here do not have"),
+    ):
+        other = {one: x for one, x in {**table, key: value}.items() if x is not None}
+        assert message in refusal_of(DFlash2(), change(published, config={"dflash_config": other}), target)
+    heads = tiny_heads("dflash2", target, **SETTINGS, predicts_at_anchor=True)
+    for known in (DFlash2(), SGLangDFlash2(), VLLMDFlash2()):
+        with pytest.raises(ValueError, match=r"predicts_at_anchor is True.*choose speculators"):
+            export_heads(known, heads)

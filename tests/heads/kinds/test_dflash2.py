@@ -1,0 +1,139 @@
+"""DFlash 2: its convolutions, its start from DFlash, and the trees of its candidates."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.heads import create_heads
+from draftsmith.heads.kinds.dflash2 import DFlash2Heads
+from draftsmith.heads.modules.block_convolution import BlockConvolution
+from draftsmith.inference import Target, generate
+from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference.trees.dynamic import DynamicTree
+from tests.heads.tiny_heads import tiny_heads
+from tests.tiny_targets import random_prompt
+
+dflash2 = partial(tiny_heads, "dflash2", block_size=5, selector_rank=8)
+
+
+@torch.no_grad()
+def test_the_worked_example_of_a_convolution() -> None:
+    convolution = BlockConvolution(1, block_size=2, num_taps=2, group_size=1)
+    convolution.base_kernel[0, 1] = 10
+    rows = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 4, 1)
+    assert convolution(rows, lambda x: x).flatten().tolist() == [1, 12, 3, 34]
+
+
+class TestGrowing:
+    def test_drafts_bit_for_bit_what_dflash_drafts(self, target: Target) -> None:
+        block = tiny_heads("block", target, block_size=5, sliding_window=6, num_anchors=7)
+        grown = DFlash2Heads.grow_from(block, selector_rank=8, conv_kernel_size=3).eval()
+        assert (grown.config.num_anchors, grown.config.sliding_window, grown.config.selector_rank) == (7, 6, 8)
+        prompt, features = random_prompt(12, batch_size=2), torch.randn(2, 11, 96)
+        counts, nodes = torch.tensor([11, 6]), torch.tensor([[3, 9, 3], [7, 1, 2]])
+        with torch.no_grad():
+            states = [heads.start(2, 32, 8) for heads in (block, grown)]
+            drafts = [
+                [heads.extend(state, features, prompt[:, 1:], counts, max_slots=11)]
+                + [heads.expand(state, nodes, torch.zeros_like(nodes), depth) for depth in (1, 2, 3)]
+                for heads, state in zip((block, grown), states, strict=True)
+            ]
+            for whole, few in zip(*drafts, strict=True):
+                best, ids = whole.logits.topk(16, dim=-1)
+                assert few.token_ids is not None
+                assert torch.equal(few.logits, best.expand_as(few.logits))
+                assert torch.equal(few.token_ids, ids.expand_as(few.token_ids))
+            for one, other in zip(
+                block.unroll(features, prompt[:, :11]), grown.unroll(features, prompt[:, :11]), strict=True
+            ):
+                assert torch.equal(one.head(one.hidden), other.head(other.hidden))
+        texts = [
+            generate(target, heads, prompt, max_new_tokens=16, do_sample=False, tree="chain")
+            for heads in (block, grown)
+        ]
+        assert torch.equal(texts[0].sequences, texts[1].sequences)
+        assert texts[0].stats.accepted_histogram == texts[1].stats.accepted_histogram
+
+    def test_what_it_cannot_start_from(self, target: Target) -> None:
+        for heads, message in (
+            (tiny_heads("medusa", target), "these are medusa heads: start new"),
+            (tiny_heads("block", target, markov_rank=4), "block heads with parts of DSpark"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                DFlash2Heads.grow_from(heads)
+        with pytest.raises(ValueError, match=r"\{'intermediate_size': 8\} do not fit .*mlp.gate_proj"):
+            DFlash2Heads.grow_from(tiny_heads("block", target), intermediate_size=8)
+
+
+class TestTrees:
+    @pytest.fixture
+    def heads(self, target: Target) -> Any:
+        return dflash2(target)
+
+    @torch.no_grad()
+    def test_every_node_has_its_own_distribution(self, target: Target, heads: Any) -> None:
+        """The score of a node is the sum of the log-softmaxes over the 16 candidates of each row on its path."""
+        prompt, features = random_prompt(9), torch.randn(1, 8, 96)
+        state = heads.start(1, 32, 64)
+        draft = heads.extend(state, features, prompt[:, 1:], torch.tensor([8]), max_slots=8)
+        tree = DynamicTree(depth=4, top_k=4, num_nodes=40).grow(
+            heads, state, prompt[:, -1], draft, DraftSampling(greedy_temperature=1.0)
+        )
+        weights = heads.state_dict()
+        before, after, gate = (
+            weights[f"selector.{name}.weight"]
+            for name in ("predecessor_embedding", "successor_embedding", "hidden_projection")
+        )
+        assert tree.num_nodes == 40
+        for node in range(1, 40):
+            parent, depth = int(tree.parents[0, node]), int(tree.depths[0, node])
+            unary, row = state.logits[0, depth - 1], state.hidden[0, depth - 1]
+            ids = unary.topk(16).indices
+            scores = unary[ids] + after[ids] @ (before[tree.token_ids[0, parent]] * (gate @ row))
+            own = scores.log_softmax(0)[ids.tolist().index(int(tree.token_ids[0, node]))]
+            torch.testing.assert_close(tree.log_probs[0, node] - tree.log_probs[0, parent], own, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize(
+        "tree", ["chain", "dynamic:4,4,16", "dynamic:4,10,60", [[0], [1], [20], [0, 0], [1, 0]]], ids=str
+    )
+    @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["T=0", "T=1"])
+    def test_change_no_text_of_a_batch(self, target: Target, heads: Any, tree: Any, options: dict[str, Any]) -> None:
+        prompt = random_prompt(9, batch_size=3)
+        mask = torch.ones_like(prompt)
+        mask[1, :4] = mask[2, :7] = 0
+        call: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 24, "pad_token_id": 0, **options}
+        expected = generate(target, None, prompt, **call)
+        drafted = generate(target, heads, prompt, tree=tree, **call)
+        assert torch.equal(drafted.sequences, expected.sequences)
+        assert sum(drafted.stats.accepted_histogram[1:]) > 0, "nothing was accepted, so this shows little"
+
+    def test_rejection_draws_from_the_candidates(self, target: Target, heads: Any) -> None:
+        """T = 1 in batches: texts differ, and only tokens that the target allows are in them."""
+        options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "top_k": 5, "acceptance": "rejection"}
+        output = generate(
+            target, heads, random_prompt(9, batch_size=3), tree=[[0], [1], [0, 0], [1, 0]], seed=2, **options
+        )
+        logits: Tensor = target.model(output.sequences).logits[:, 8:-1]
+        drawn = logits.gather(2, output.sequences[:, 9:, None])
+        assert (logits > drawn).sum(-1).max() < 5
+        assert sum(output.stats.accepted_histogram[1:]) > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"markov_rank": 4}, "markov_rank and has_confidence are DSpark's"),
+        ({"conv_kernel_size": 9, "block_size": 8}, "conv_kernel_size is 9; allowed is 1 to 8"),
+        ({"conv_group_size": 5}, "conv_group_size is 5, which does not divide the hidden size 32"),
+        ({"selector_rank": 0}, "selector_rank is 0; allowed is 1 or more"),
+        ({"selector_top_k": 129}, "selector_top_k is 129; allowed is 1 to 128"),
+    ],
+)
+def test_bad_settings(target: Target, overrides: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_heads("dflash2", target, **overrides)
