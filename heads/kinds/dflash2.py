@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
