@@ -31,7 +31,13 @@ from draftsmith.heads.checkpoint import (
     replace_checkpoint,
 )
 from draftsmith.heads.config import DraftHeadsConfig
-from draftsmith.heads.draft_vocabulary import choose_columns, read_counts, take_lm_head_rows, write_counts
+from draftsmith.heads.draft_vocabulary import (
+    choose_columns,
+    default_draft_vocabulary,
+    read_counts,
+    take_lm_head_rows,
+    write_counts,
+)
 from draftsmith.heads.formats.published import HUB_KEYS
 from draftsmith.heads.importing import check_kind, import_heads
 from draftsmith.heads.modules.draft_step import DraftStep, unroll_documents
@@ -90,8 +96,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         self._checked: weakref.WeakSet[Target] = weakref.WeakSet()
         self._copies = WeightCopies()
         self.token_counts: Tensor | None = None
-        # None = no limit. Heads have the columns that their views keep, and views their token ids and the rows of the
-        # target's LM head.
+        # None = `default_draft_vocabulary`. Heads have the columns that their views keep (None = all), and views their
+        # token ids and the rows of the target's LM head.
         self.draft_vocab_size: int | None = None
         self._columns: Tensor | None = None
         self._column_ids: Tensor | None = None
@@ -250,10 +256,11 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         self._check(target)
         view = copy.copy(self)
         view._bound, view._adapter = [target], self._adapter
-        if (self.dtype, self.device) != (target.dtype, target.device) or self._columns is not None:
-            vars(view).update(self._copies.make(self, target.dtype, target.device, self._columns))
-        if self._columns is not None:
-            ids, columns = self.draft_token_ids, self._columns.to(target.device)
+        columns = self._find_columns(target)
+        if (self.dtype, self.device) != (target.dtype, target.device) or columns is not None:
+            vars(view).update(self._copies.make(self, target.dtype, target.device, columns))
+        if columns is not None:
+            ids, columns = self.draft_token_ids, columns.to(target.device)
             view._columns, view._column_ids = None, columns if ids is None else ids.to(target.device)[columns]
             rows = take_lm_head_rows(target, view._column_ids) if self.borrows_lm_head else None
             view._modules = {**view._modules, "borrowed_rows": rows}
@@ -263,9 +270,11 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         return pack(view) if target.is_packed else view
 
     def limit_vocabulary(self, size: int, token_counts: Tensor | None = None) -> Self:
-        """Lets decoders score only the `size` most frequent tokens of those that these heads score. Drafts take less
-        time, seldom tokens are not drafted, and the text stays the same. Nothing else changes: training and saved heads
-        are whole. For a decoder that draws from q, q has these tokens only.
+        """Lets decoders score only the `size` most frequent tokens of those that these heads score. Without it they
+        score all, or `default_draft_vocabulary` if the heads have counts and no vocabulary of their own.
+
+        Drafts take less time, seldom tokens are not drafted, and the text stays the same. Nothing else changes:
+        training and saved heads are whole. For a decoder that draws from q, q has these tokens only.
 
         Args:
             size: the number of all scored tokens = no limit.
@@ -281,9 +290,17 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             )
         counts = self.token_counts if token_counts is None else token_counts
         self._columns = choose_columns(size, counts, self.config.target_vocab_size, self.draft_token_ids)
-        self.draft_vocab_size = None if self._columns is None else size
+        self.draft_vocab_size = size
         self._copies.forget()
         return self
+
+    def _find_columns(self, target: Target) -> Tensor | None:
+        """The columns of scores that drafts for a target keep; None = all."""
+        is_open = self.draft_vocab_size is None and self.draft_token_ids is None and self.borrows_lm_head is not None
+        if not is_open or self.token_counts is None:
+            return self._columns
+        size = default_draft_vocabulary(target.vocab_size, target.hidden_size, target.layers_size)
+        return None if size is None else choose_columns(size, self.token_counts, self.config.target_vocab_size, None)
 
     def _check(self, target: Target) -> None:
         """Refuses a target that the heads do not fit, once for each."""
@@ -437,7 +454,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         Args:
             target: binds the heads to it. With a target, heads in another project's format (EAGLE's, speculators', ...)
                 are imported, in the dtype of their files unless `dtype` is given.
-            draft_vocab_size: as in `limit_vocabulary`; None = the heads score all that they can.
+            draft_vocab_size: as in `limit_vocabulary`; None = all, or the default said there.
             token_counts: [V] in place of the counts beside the heads.
 
         Raises:

@@ -25,6 +25,31 @@ from draftsmith.inference.targets.target import Target
 
 COUNTS_FILE = "token_counts.safetensors"
 _KEY = "token_counts"
+# 32,000 as in EAGLE-3's heads for Llama 3; for small targets less.
+DRAFT_VOCABULARIES = (32_000, 8_192)
+# Above, training spends most of its memory on scores.
+MOST_TOKENS = 65_536
+# The LM head runs at every level of a draft, so it may have this share of the target's weights.
+LM_HEAD_SHARE = 0.08
+
+
+def default_draft_vocabulary(vocab_size: int, hidden_size: int, layers_size: int) -> int | None:
+    """How many tokens heads score where nobody says it: all (None), or the first of `DRAFT_VOCABULARIES` whose LM head
+    is small beside the target.
+
+    Args:
+        layers_size: parameters of the target's layers.
+
+    >>> default_draft_vocabulary(49_152, 576, 106_000_000)  # SmolLM2-135M, whose LM head is 21% of a pass
+    8192
+    >>> default_draft_vocabulary(128_256, 4096, 7_000_000_000)  # Llama-3.1-8B
+    32000
+    >>> default_draft_vocabulary(32_000, 4096, 6_500_000_000)  # Llama-2-7B
+    """
+    whole = layers_size + vocab_size * hidden_size
+    sizes = [size for size in (vocab_size, *DRAFT_VOCABULARIES) if size <= min(vocab_size, MOST_TOKENS)]
+    size = next((size for size in sizes if size * hidden_size <= LM_HEAD_SHARE * whole), sizes[-1])
+    return None if size == vocab_size else size
 
 
 def write_counts(folder: Path, token_counts: Tensor) -> None:

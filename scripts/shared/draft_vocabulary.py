@@ -10,7 +10,8 @@ from torch import Tensor
 from draftsmith.heads import DraftHeads
 
 SIZE_HELP = (
-    "The heads score only the N most frequent tokens of their training data: faster drafts, the same text; none = all."
+    "The heads score only the N most frequent tokens of their training data: faster drafts, the same text; none = all, "
+    "or 8,192 or 32,000 where the LM head is a large part of the target."
 )
 DATA_HELP = (
     "Count the tokens of these conversations for --draft_vocab_size (files, folders or hub ids, as --dataset of "

@@ -152,3 +152,17 @@ class TestCounts:
         ):
             with pytest.raises(ValueError, match=message):
                 create_heads(kind, target_of("llama")).limit_vocabulary(size, torch.arange(num_counts))
+
+
+def test_large_lm_heads_are_cut_by_default() -> None:
+    """8,192 of 9,000 tokens, if there are counts, and nobody says another number."""
+    target = Target.of(tiny_target("llama", vocab_size=9000))
+    heads = tiny_heads("mtp", target)
+    assert heads.for_target(target).draft_token_ids is None
+    heads.fit_vocabulary(torch.arange(9000))
+    assert torch.equal(heads.for_target(target).draft_token_ids, torch.arange(9000 - 8192, 9000))
+    prompt = random_prompt(9)
+    assert torch.equal(
+        generate(target, heads, prompt, **GREEDY).sequences, generate(target, None, prompt, **GREEDY).sequences
+    )
+    assert heads.limit_vocabulary(9000).for_target(target).draft_token_ids is None

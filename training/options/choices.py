@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from draftsmith.heads import DraftHeads
+from draftsmith.heads.draft_vocabulary import default_draft_vocabulary
 from draftsmith.heads.formats.native_mtp import find_modules
 from draftsmith.heads.formats.registry import PLACES, serves, settings_for
-from draftsmith.heads.kinds.eagle3 import default_draft_vocabulary
 from draftsmith.heads.registration import find_kind
 from draftsmith.inference.targets.files import read_config
 from draftsmith.inference.targets.model_config import find_auto_class, find_length_limit
