@@ -291,7 +291,6 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         counts = self.token_counts if token_counts is None else token_counts
         self._columns = choose_columns(size, counts, self.config.target_vocab_size, self.draft_token_ids)
         self.draft_vocab_size = size
-        self._copies.forget()
         return self
 
     def _find_columns(self, target: Target) -> Tensor | None:

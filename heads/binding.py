@@ -50,10 +50,12 @@ def check_fit(config: DraftHeadsConfig, target: Target) -> None:
 @dataclass
 class _Copy:
     """originals: the copied tensors, kept so that no other tensor takes their place in memory. state: their identities,
-    addresses and versions, which tell a change. parts: the copy's `_modules`, `_parameters` and `_buffers`."""
+    addresses and versions, which tell a change. columns: the rows that LM heads keep. parts: the copy's `_modules`,
+    `_parameters` and `_buffers`."""
 
     originals: list[Tensor]
     state: list[tuple[int, int, int]]
+    columns: Tensor | None
     parts: dict[str, Any]
 
 
@@ -80,14 +82,15 @@ class WeightCopies:
         dtype nor device changes.
 
         Args:
-            columns: [C] the rows that modules of the name `lm_head` keep; None = all. Call `forget` before others.
+            columns: [C] the rows that modules of the name `lm_head` keep; None = all.
         """
         named = [*module.named_parameters(), *module.named_buffers()]
         tensors = [tensor for _, tensor in named]
         has_versions = not any(tensor.is_inference() for tensor in tensors)
         state = [(id(x), x.data_ptr(), x._version) for x in tensors] if has_versions else []
         kept = self._kept.get((dtype, device))
-        if kept is not None and has_versions and kept.state == state and not module.training:
+        is_same = kept is not None and has_versions and kept.state == state and _equal(kept.columns, columns)
+        if kept is not None and is_same and not module.training:
             return kept.parts
         memo: dict[int, Any] = {id(module.config): module.config}
         wide = module._keep_in_fp32_modules_strict or ()
@@ -99,5 +102,9 @@ class WeightCopies:
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if is_parameter else moved
         parts = {name: copy.deepcopy(vars(module)[name], memo) for name in ("_modules", "_parameters", "_buffers")}
-        self._kept[dtype, device] = _Copy(tensors, state, parts)
+        self._kept[dtype, device] = _Copy(tensors, state, columns, parts)
         return parts
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))

@@ -19,6 +19,7 @@ from typing import Any
 if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+import torch
 import yaml
 from torch import Tensor
 
@@ -108,7 +109,6 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
         vocabulary.limit(heads, tokenizer)
     view = heads.for_target(target)
     record, config = _read_json(args.heads), _read_config(args.heads)
-    max_length = config.get("max_length") if config else None
     data = _find_data(args, config, target, tokenizer)
     prompts, system = _find_prompts(args, data, tokenizer)
     print(f"decoding {len(prompts)} prompts of up to {args.max_new_tokens} tokens ...", file=sys.stderr)
@@ -126,9 +126,10 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
         conventions,
         render_probe(tokenizer),
         record=record,
+        scores_all=heads.draft_token_ids is None,
         system=system,
         data=data,
-        max_length=max_length,
+        max_length=config.get("max_length"),
         speed=measure_speed(target, heads, measured, max_new_tokens=args.max_new_tokens, tree=tree)
         if args.speed
         else None,
@@ -147,7 +148,7 @@ def _read_config(heads: str) -> dict[str, Any]:
     """The options of the training, if they are there."""
     file = Path(heads) / "training_config.yaml"
     config: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return config
+    return config or {}
 
 
 def _find_data(args: Any, config: dict[str, Any], target: Target, tokenizer: Any) -> TrainingData | None:
@@ -160,11 +161,13 @@ def _find_data(args: Any, config: dict[str, Any], target: Target, tokenizer: Any
 
 def _find_prompts(args: Any, data: TrainingData | None, tokenizer: Any) -> tuple[list[Tensor], str]:
     """The prompts, [1, L] int64 each, and their system prompt."""
-    if args.prompts is None and data is None:
+    if args.prompts is None and (data is None or not data.prompts):
         return question_prompts(tokenizer)[: args.num_prompts], ""
+    if not tokenizer.chat_template:
+        conversations = islice(read_prompts(args.prompts, option="--prompts"), args.num_prompts)
+        return [torch.tensor([one.encode_prompt(tokenizer)]) for one in conversations], ""
     if args.prompts is None:
-        assert data is not None
-        chosen = data.prompts
+        chosen = data.prompts if data is not None else []
     else:
         chosen = [one.messages_before_reply() for one in read_prompts(args.prompts, option="--prompts")]
     encoded, systems = [], []

@@ -75,7 +75,10 @@ def end_ranks(ranks: list[BaseProcess], timeout: float = 300) -> list[int | None
     waiting = {rank.sentinel: rank for rank in ranks}
     while waiting:
         ended = multiprocessing.connection.wait(list(waiting), timeout)
-        assert ended, f"ranks {[place for place, rank in enumerate(ranks) if rank.is_alive()]} hang"
+        hanging = [place for place, rank in enumerate(ranks) if rank.is_alive()]
+        for rank in () if ended else waiting.values():
+            rank.kill()
+        assert ended, f"ranks {hanging} hang"
         failed = [rank for rank in (waiting.pop(one) for one in ended) if rank.join() or rank.exitcode]
         if failed:
             for rank in waiting.values():

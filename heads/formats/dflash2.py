@@ -67,4 +67,5 @@ class DFlash2Speculators(DFlash2, BlockSpeculators):
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         note = "Engines of the first releases with DFlash 2 do not read this layout; for them choose vllm or sglang."
-        return replace(super().write(config, tensors, target), commands=(), notes=(note,))
+        written = super().write(config, tensors, target)
+        return replace(written, commands=(), notes=(*written.notes, note))

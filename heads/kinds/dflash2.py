@@ -92,13 +92,18 @@ class DFlash2Heads(BlockHeads):
         is_block = heads.config.head_type == cls.grows_from
         if not is_block or heads.config.markov_rank or heads.config.has_confidence:
             parts = " with parts of DSpark (markov_rank, has_confidence)" if is_block else ""
+            cure = (
+                "leave --head_type out"
+                if heads.config.head_type == "dflash2"
+                else "start new heads, without --init_heads"
+            )
             raise ValueError(
-                f"dflash2 heads start from DFlash's, and these are {heads.config.head_type} heads{parts}: start new "
-                "heads, without --init_heads"
+                f"dflash2 heads start from DFlash's, and these are {heads.config.head_type} heads{parts}: {cure}"
             )
         foreign = {*vars(PreTrainedConfig()), "model_type", "head_type"}
         kept = {key: value for key, value in vars(heads.config).items() if key not in foreign}
         grown = cls(DFlash2Config(**{**kept, **overrides}))
+        grown._adapter[:], grown.token_counts = heads._adapter, heads.token_counts
         grown.bind(heads.target)
         grown.init_from_target(heads.target)
         own, given = grown.state_dict(), heads.state_dict()
@@ -117,8 +122,9 @@ class DFlash2Heads(BlockHeads):
         return self.score_as_target(state[..., : self.config.hidden_size])
 
     def rescore(self, state: Tensor, token_ids: Tensor) -> Tensor:
-        """What the selector adds to the logits of the candidates [..., k]."""
-        return self.selector.score(state[..., self.config.hidden_size :], token_ids)
+        """What the selector adds to the logits of the candidates [..., k], columns of the scores."""
+        ids = token_ids if self.draft_token_ids is None else self.draft_token_ids[token_ids]
+        return self.selector.score(state[..., self.config.hidden_size :], ids)
 
     def _unroll_at(self, features: Tensor, input_ids: Tensor, slots: Tensor | None) -> list[DraftStep]:
         steps, most = super()._unroll_at(features, input_ids, slots), self.config.selector_top_k

@@ -24,7 +24,7 @@ from draftsmith.inference.targets.model_config import find_attention
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.policy import TreePolicy
 
-FORMAT = 1  # raise it with every change that makes stored costs wrong
+FORMAT = 2  # raise it with every change that makes stored costs wrong
 SAMPLED = 16  # numbers of each weight in the name of a file
 # Seconds for which a file is used. Wrong costs are replaced much sooner, by the steps that they are tried in.
 MOST_AGE = 7 * 24 * 3600.0

@@ -30,7 +30,7 @@ _FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, A
 # A template's key for the thoughts of a message: the first one in nearly all, the second in gpt-oss.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _MAX_REASON = 300
-_DATE = re.compile(r"\d{1,2} [A-Z][a-z]{2,8} \d{4}|\d{4}-\d\d-\d\d")
+_DATE = re.compile(r"\d{1,2} [A-Z][a-z]{2,8} \d{4}|[A-Z][a-z]{2,8} \d{1,2},? \d{4}|\d{4}-\d\d-\d\d")
 
 
 class ConversationError(ValueError):

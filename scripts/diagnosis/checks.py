@@ -10,7 +10,6 @@ import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from draftsmith.scripts.diagnosis.evidence import Evidence
 from draftsmith.scripts.diagnosis.speed import Speed
 from draftsmith.scripts.diagnosis.training_data import TrainingData
 from draftsmith.training.run.outcome import USUAL_TOKENS
-from draftsmith.training.run.pace import describe_expected
+from draftsmith.training.run.pace import CHAIN, describe_expected
 
 MIN_AGREEMENT = 0.9  # of steps; near-ties of bfloat16 fall another way in some of them
 MIN_STEPS = 20
@@ -53,6 +52,7 @@ class Case:
         record: the heads' `training_record.json`; {} = there is none.
         chat_format: of the probe conversation (`render_probe`) here.
         conventions: of `find_better`.
+        scores_all: whether the heads have no draft vocabulary of their own.
         system: the system prompt of the prompts; "" = none.
         data: None = no training conversations were given or found.
         max_length: of a training row; None = not known.
@@ -67,6 +67,7 @@ class Case:
     conventions: list[Convention]
     chat_format: str
     record: dict[str, Any] = field(default_factory=dict)
+    scores_all: bool = False
     system: str = ""
     data: TrainingData | None = None
     max_length: int | None = None
@@ -111,8 +112,7 @@ def check_conventions(case: Case) -> Iterator[Finding]:
             f"A setting is wrong: the heads fit better where {one.name}",
             f"cross-entropy of the drafts {float(one.cross_entropy.mean()):.2f} nats then, "
             f"{float(as_they_are.cross_entropy.mean()):.2f} as they are",
-            f"write {changes} into {Path(case.heads_name) / 'config.json'}; for imported heads: draftsmith import "
-            "--settings",
+            f"write {changes} into the heads' config.json; for imported heads: draftsmith import --settings",
         )
 
 
@@ -153,7 +153,9 @@ def check_vocabulary(case: Case) -> Iterator[Finding]:
             "The draft vocabulary lacks tokens that the target writes",
             f"{1 - coverage:.1%} of the target's tokens are not among the {len(vocabulary):,} that the heads score; "
             "each of them ends a draft",
-            "train with a larger draft_vocab_size, or on conversations like yours, whose tokens are counted",
+            "decode with a larger --draft_vocab_size, or count other conversations (--draft_vocab_data)"
+            if case.scores_all
+            else "train with a larger draft_vocab_size, or on conversations like yours, whose tokens are counted",
         )
 
 
@@ -191,7 +193,7 @@ def _quote(system: str) -> str:
 def check_author(case: Case) -> Iterator[Finding]:
     if case.data is None or not len(case.data.losses):
         return
-    theirs, own = case.data.losses.nanmean(), case.evidence.own_losses.mean()
+    theirs, own = case.data.losses.nanmean(), case.evidence.own_losses.nanmean()
     spread = sum(
         float(losses[~losses.isnan()].var()) / len(losses)
         for losses in (case.data.losses, case.evidence.own_losses)
@@ -234,8 +236,12 @@ def check_length(case: Case) -> Iterator[Finding]:
         )
     if case.max_length is None:
         return
-    hits = [torch.stack([t.hits[0], t.is_drafted[0], torch.arange(len(t.ids)) < case.max_length]) for t in _new(case)]
-    right, known, within = torch.cat(hits, dim=1)
+    places = [
+        torch.stack([text.hits[0], text.is_drafted[0], torch.arange(len(text.ids)) < case.max_length])
+        for text in case.evidence.texts
+    ]
+    new = [rows[:, text.prompt_length :] for rows, text in zip(places, case.evidence.texts, strict=True)]
+    right, known, within = torch.cat(new, dim=1)
     counts = [int((known & part).sum()) for part in (within, ~within)]
     if min(counts) < MIN_STEPS:
         return
@@ -251,17 +257,13 @@ def check_length(case: Case) -> Iterator[Finding]:
         )
 
 
-def _new(case: Case) -> list[Any]:
-    return [text for text in case.evidence.texts if len(text.ids) > text.prompt_length]
-
-
 def check_tokens(case: Case) -> Iterator[Finding]:
-    tokens = case.record.get("training", {}).get("tokens")
+    tokens, depth = case.record.get("training", {}).get("tokens"), case.evidence.depth
     if tokens and tokens < USUAL_TOKENS:
         yield Finding(
             "The heads have seen few tokens",
             f"{tokens:,}, and {USUAL_TOKENS / 1e6:.0f} million are usual; "
-            f"{describe_expected(tokens, case.evidence.greedy.acceptance_length)}",
+            f"{describe_expected(tokens, case.evidence.greedy.acceptance_length if depth == CHAIN else None)}",
             f"train on: draftsmith train --target {shlex.quote(case.target_name)} --init_heads "
             f"{shlex.quote(case.heads_name)} --dataset MORE.jsonl.gz",
         )

@@ -30,7 +30,7 @@ def list_variants(heads: DraftHeads, target: Target) -> Iterator[tuple[str, dict
         if isinstance(value := getattr(config, name, None), bool):
             yield f"{name} is {str(not value).lower()}", {name: not value}
     layers = list(config.feature_layers)
-    for step in (-1, 1):
+    for step in (-1, 1) if not heads.runs_target_layers else ():
         moved = [layer + step for layer in layers]
         if layers and min(moved) >= 0 and max(moved) <= target.num_layers:
             yield f"feature layers are {moved}", {"feature_layers": moved}

@@ -59,14 +59,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Texts at T = 0, decoded in chains of K, and samples at T = 1 with the same prompts.
+    """Texts at T = 0, decoded in chains, and samples at T = 1 with the same prompts.
 
     Attributes:
+        depth: of the chains; K may be lower, where one step of the unroll serves every depth.
         greedy, sampled: counts of the decoder.
         own_losses: [texts] float32, the mean cross-entropy of each sample under the target.
         coverage: share of the tokens that the heads can draft at all.
     """
 
+    depth: int
     texts: list[Text]
     greedy: GenerationStats
     sampled: GenerationStats
@@ -123,6 +125,7 @@ def gather_evidence(target: Target, heads: DraftHeads, prompts: Sequence[Tensor]
         sampled.append(sample.stats)
         losses.append(score(target, sample.sequences)[0][prompt.shape[1] :].mean())
     return Evidence(
+        depth,
         texts,
         sum(greedy, GenerationStats()),
         sum(sampled, GenerationStats()),

@@ -24,8 +24,11 @@ def describe(case: Case, findings: list[Finding], tables: dict[str, Table]) -> d
         "title": f"{config.head_type} heads {case.heads_name} for {case.target_name}",
         "summary": [
             f"{evidence.greedy.acceptance_length:.2f} tokens a pass at T = 0, {evidence.sampled.acceptance_length:.2f} "
-            f"at T = 1, in chains of {evidence.num_depths} ({len(evidence.texts)} prompts, {num_tokens} tokens)",
-            f"The decoder accepts what the training forward has right in {share:.0%} of {steps} steps",
+            f"at T = 1, in chains of {evidence.depth} ({len(evidence.texts)} prompts, {num_tokens} tokens)",
+            *(
+                [f"The decoder accepts what the training forward has right in {share:.0%} of {steps} steps"]
+                * bool(steps)
+            ),
         ],
         "findings": findings,
         "tables": tables,
@@ -47,7 +50,11 @@ def _describe_speed(case: Case) -> list[str]:
 
 def _describe_expected(case: Case) -> list[str]:
     tokens = case.record.get("training", {}).get("tokens")
-    known = "The heads have no training_record.json" if tokens is None else f"These heads have seen {tokens:,} tokens"
+    known = (
+        "How many tokens the heads have seen is not known"
+        if tokens is None
+        else f"These heads have seen {tokens:,} tokens"
+    )
     bounds = [
         f"{most / 1e6:g} M: {least:g} to {high:g}" if least > 1 else f"{most / 1e6:g} M: below {high:g}"
         for most, least, high in EXPECTED[:-1]

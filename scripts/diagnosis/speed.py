@@ -18,8 +18,7 @@ class Speed:
 
     Attributes:
         auto: times as fast with the default tree; own_tree: with the user's `tree`, or None.
-        costs: (nodes, steps of plain decoding that a step takes) of each tree that the default chooses from, and with
-            how many tokens a pass it breaks even.
+        costs: (nodes, steps of plain decoding that a step takes) of each tree that the default chooses from.
     """
 
     auto: float

@@ -288,7 +288,7 @@ def measure_with_progress(
         limit: float | None = None
         if minutes:
             limit = max(60 * minutes - (time.perf_counter() - start), (1 - WARM_UP_SHARE) * 60 * minutes)
-            settings = replace(settings, repeats=min(settings.repeats, max(1, int(limit / seconds))))
+            settings = replace(settings, repeats=min(settings.repeats, max(1, int(limit / max(seconds, 1e-3)))))
         chosen = [*prompts[: count_prompts(seconds, len(prompts), settings, limit)]]
         runnable = [contender for contender in runnable if not contender.problem]
         num_runs = settings.repeats * len(make_batches(chosen, settings.batch_size)) * len(runnable)

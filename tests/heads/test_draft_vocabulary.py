@@ -166,3 +166,15 @@ def test_large_lm_heads_are_cut_by_default() -> None:
         generate(target, heads, prompt, **GREEDY).sequences, generate(target, None, prompt, **GREEDY).sequences
     )
     assert heads.limit_vocabulary(9000).for_target(target).draft_token_ids is None
+
+
+def test_other_counts_are_other_rows_of_own_lm_heads() -> None:
+    """Copies of LM heads follow counts that come later, and change."""
+    target = Target.of(tiny_target("llama", vocab_size=9000))
+    heads = tiny_heads("medusa", target)
+    assert heads.for_target(target).draft_token_ids is None
+    for counts in (torch.arange(9000), torch.arange(9000).flip(0)):
+        heads.fit_vocabulary(counts)
+        view = heads.for_target(target)
+        rows = dict(view.named_parameters())["heads.0.lm_head.weight"]
+        assert torch.equal(rows, heads.heads[0].lm_head.weight[view.draft_token_ids])

@@ -129,7 +129,7 @@ def test_untrained_depths() -> None:
     """Half of the drafts of depth 1 are right, and of depth 2 none."""
     hits = torch.tensor([[True, False] * 60, [False] * 120])
     text = Text(torch.arange(120), 1, hits, torch.ones_like(hits), {}, torch.zeros(120), torch.zeros(120))
-    found = Evidence([text], GenerationStats(), GenerationStats(), torch.zeros(1), 1.0)
+    found = Evidence(2, [text], GenerationStats(), GenerationStats(), torch.zeros(1), 1.0)
     (finding,) = check_depths(SimpleNamespace(evidence=found))  # type: ignore[arg-type]
     assert finding.fault == "Depth 2 was not trained"
 
@@ -203,4 +203,4 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
 
 
 def test_evidence_without_texts_has_no_agreement() -> None:
-    assert Evidence([], None, None, torch.zeros(0), 1.0).agreement == (0.0, 0)  # type: ignore[arg-type]
+    assert Evidence(4, [], None, None, torch.zeros(0), 1.0).agreement == (0.0, 0)  # type: ignore[arg-type]

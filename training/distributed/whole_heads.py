@@ -46,4 +46,5 @@ def whole_heads(heads: DraftHeads) -> DraftHeads:
         copy: Any = find_kind(heads.config.head_type)(cast(DraftHeadsConfig, heads.config))
     copy.to(device=heads.target.device, dtype=next(t.dtype for t in state.values() if t.is_floating_point()))
     copy.load_state_dict(state)
+    copy.token_counts = heads.token_counts
     return cast(DraftHeads, copy.eval().bind(heads.target))

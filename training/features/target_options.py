@@ -32,8 +32,9 @@ class ModelArguments:
     )
     head_type: str | None = option(
         default=None,
-        help=f"Kind of heads to create: {', '.join(sorted(HEAD_TYPES))}. Not with --init_heads, but for dflash2, which "
-        "may start from block heads. Without either of the two, every option that is not given is chosen (--choose).",
+        help=f"Kind of heads to create: {', '.join(sorted(HEAD_TYPES))}. Not with --init_heads, except for dflash2, "
+        "which may start from block heads. Without either of the two, every option that is not given is chosen "
+        "(--choose).",
     )
     head_overrides: list[str] = option(
         default_factory=list,

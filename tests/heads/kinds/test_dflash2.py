@@ -137,3 +137,15 @@ class TestTrees:
 def test_bad_settings(target: Target, overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         create_heads("dflash2", target, **overrides)
+
+
+@torch.no_grad()
+def test_fewer_tokens_have_the_scores_that_they_had(target: Target) -> None:
+    """All tokens are candidates, of the whole heads and of a view that scores 24 tokens."""
+    heads = dflash2(target, selector_top_k=128)
+    torch.nn.init.normal_(heads.selector.successor_embedding.weight)
+    heads.limit_vocabulary(24, torch.arange(128) % 7)
+    view, features = heads.for_target(target), torch.randn(1, 9, 96)
+    few, whole = (one.unroll(features, random_prompt(9))[1] for one in (view, heads))
+    expected = whole.score(whole.hidden)[..., view.draft_token_ids]
+    assert torch.allclose(few.score(few.hidden), expected, rtol=1e-4, atol=1e-4)
