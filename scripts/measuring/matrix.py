@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
@@ -254,8 +253,7 @@ def measure_with_progress(
         The prompts that were decoded, and the settings with the repeats that were made.
     """
     runnable = [contender for contender in contenders if not contender.problem]
-    batches = make_batches(prompts, settings.batch_size)
-    start, seconds, longest = time.perf_counter(), 0.0, 0.0
+    start = time.perf_counter()
     with Progress(console=Console(stderr=True), transient=True) as progress:
 
         def note(text: str) -> None:
@@ -267,24 +265,9 @@ def measure_with_progress(
 
         slow = "; compiling takes minutes" if any(one.is_compiled for one in runnable) else ""
         note(f"warming up {len(runnable)} ways to decode{slow}")
-        task = progress.add_task("")
-        for number, contender in enumerate(order_warm_ups(runnable), 1):
-            progress.update(task, description=f"warming up: {escape(contender.label)}")
-            used = time.perf_counter() - start
-            # Plain decoding is compiled if heads are: compiled heads beside eager decoding would mislead.
-            is_optional = contender.is_compiled and not (longest and contender.name.startswith(PLAIN))
-            if minutes and is_optional and used + longest > WARM_UP_SHARE * 60 * minutes:
-                contender.problem = f"compiling does not fit into --minutes {minutes:g}; --compile false needs none"
-                note(f"{number}/{len(runnable)} {contender.label}: left out, {contender.problem}")
-                continue
-            speed = warm_up(contender, batches, settings)
-            seconds += settings.batch_size * settings.max_new_tokens / speed
-            if contender.is_compiled:
-                longest = max(longest, contender.warm_up_seconds)
-            note(
-                f"{number}/{len(runnable)} {contender.label}: about {speed:.1f} tokens/s, ready after "
-                f"{contender.warm_up_seconds:.0f} s"
-            )
+        task = progress.add_task("warming up")
+        batches = make_batches(prompts, settings.batch_size)
+        seconds = warm_up_all(runnable, batches, settings, note, limit=WARM_UP_SHARE * 60 * minutes)
         limit: float | None = None
         if minutes:
             limit = max(60 * minutes - (time.perf_counter() - start), (1 - WARM_UP_SHARE) * 60 * minutes)
@@ -306,6 +289,43 @@ def measure_with_progress(
             on_repeat=lambda number: note(f"repeat {number} of {settings.repeats} is decoded"),
         )
     return chosen, settings
+
+
+def warm_up_all(
+    contenders: Sequence[Contender],
+    batches: Sequence[Batch],
+    settings: Settings,
+    note: Callable[[str], None],
+    *,
+    limit: float,
+) -> float:
+    """Decodes once with each; those that do not fit get a `problem`.
+
+    Args:
+        note: gets a line for each.
+        limit: seconds; 0 = none.
+
+    Returns:
+        how many seconds all of them together need for a batch.
+    """
+    start, seconds, longest = time.perf_counter(), 0.0, 0.0
+    for number, contender in enumerate(order_warm_ups(contenders), 1):
+        used = time.perf_counter() - start
+        # Plain decoding is compiled if heads are: compiled heads beside eager decoding would mislead.
+        is_optional = contender.is_compiled and not (longest and contender.name.startswith(PLAIN))
+        if limit and is_optional and used + longest > limit:
+            contender.problem = "compiling does not fit into --minutes; --compile false needs none"
+            note(f"{number}/{len(contenders)} {contender.label}: left out, {contender.problem}")
+            continue
+        speed = warm_up(contender, batches, settings)
+        seconds += settings.batch_size * settings.max_new_tokens / speed
+        if contender.is_compiled:
+            longest = max(longest, contender.warm_up_seconds)
+        note(
+            f"{number}/{len(contenders)} {contender.label}: about {speed:.1f} tokens/s, ready after "
+            f"{contender.warm_up_seconds:.0f} s"
+        )
+    return seconds
 
 
 def order_warm_ups(contenders: Sequence[Contender]) -> list[Contender]:
