@@ -112,7 +112,7 @@ def test_what_cannot_be_compiled_in_the_time_is_left_out(monkeypatch: pytest.Mon
     settings = Settings(max_new_tokens=100, repeats=3)
     chosen, made = measure_with_progress(contenders, [prompt(0), prompt(1)], settings, minutes=4.0)
     assert [bool(contender.problem) for contender in contenders] == [True, False, False, True]
-    assert "--minutes 4" in contenders[0].problem
+    assert "--minutes" in contenders[0].problem
     assert (len(chosen), made.repeats) == (1, 3)
 
 
