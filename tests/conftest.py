@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import multiprocessing
 import os
 import re
 import shutil
@@ -16,7 +17,8 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # What tests tokenize is neither written to the user's cache nor found there; programs that tests start inherit this.
-os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="draftsmith-tests-")
+if multiprocessing.parent_process() is None:
+    os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="draftsmith-tests-")
 os.environ.pop("HF_DATASETS_CACHE", None)  # it would win
 os.environ["DRAFTSMITH_CACHE"] = os.environ["HF_HOME"]  # measured costs
 # Workers share compiled kernels.
