@@ -108,7 +108,7 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
     if vocabulary is not None:
         vocabulary.limit(heads, tokenizer)
     view = heads.for_target(target)
-    record, config = _read_json(args.heads), _read_config(args.heads)
+    record, config = _read_record(args.heads), _read_config(args.heads)
     data = _find_data(args, config, target, tokenizer)
     prompts, system = _find_prompts(args, data, tokenizer)
     print(f"decoding {len(prompts)} prompts of up to {args.max_new_tokens} tokens ...", file=sys.stderr)
@@ -137,7 +137,7 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
     return describe(case, find_faults(case), break_down(evidence, tokenizer))
 
 
-def _read_json(heads: str) -> dict[str, Any]:
+def _read_record(heads: str) -> dict[str, Any]:
     """The record of the training, if there is one."""
     file = Path(heads) / "training_record.json"
     record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -153,6 +153,8 @@ def _read_config(heads: str) -> dict[str, Any]:
 
 def _find_data(args: Any, config: dict[str, Any], target: Target, tokenizer: Any) -> TrainingData | None:
     """The training conversations: those that were given, or those of the record that are still here."""
+    if args.dataset and not tokenizer.chat_template:
+        raise ValueError(f"got --dataset, and {args.target} has no chat template to write conversations: leave it out")
     dataset = args.dataset or [name for name in config.get("dataset") or [] if Path(name).exists()]
     if not dataset or not tokenizer.chat_template:
         return None

@@ -23,7 +23,7 @@ from draftsmith.inference import Decoder
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.scripts.measuring.environment import describe_machine
 from draftsmith.scripts.shared.model_loading import encode_messages, load_heads, load_target
-from draftsmith.scripts.shared.side_by_side import REPEATS, Recording, record_side_by_side
+from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
@@ -48,8 +48,6 @@ class RecordArguments:
     dtype: str = option(default="bfloat16", help="Dtype of target and heads.")
     threads: int = option(default=1, help="CPU threads.")
     pack_weights: bool = option(default=True, help="On a CPU: pack the weights for faster steps.")
-    compile: bool = option(default=False, help="Compile both decoders.")
-    repeats: int = option(default=REPEATS, help="Recordings of each decoder; the one of median duration is drawn.")
     slow_down: float = option(default=2.0, help="Seconds of the picture per measured second.")
     output: str = option(default="docs/images/demo.svg", help="The SVG file to write.")
 
@@ -67,14 +65,12 @@ def main() -> None:
         options["tokenizer"] = tokenizer
         if args.temperature:
             options |= {"temperature": args.temperature, "seed": args.seed}
-        plainly = Decoder(target, compile=args.compile)
-        drafting = Decoder(target, heads, tree=args.tree, compile=args.compile)
-        recordings = record_side_by_side(plainly, drafting, input_ids, repeats=args.repeats, **options)
+        decoders = Decoder(target), Decoder(target, heads, tree=args.tree)
+        recordings = record_side_by_side(*decoders, input_ids, **options)
         plain, drafted = recordings
         if plain.token_ids != drafted.token_ids:
             raise ValueError(f"the two texts differ in {args.dtype}: give another --prompt, or --dtype float32")
-        ending = ", compiled" * args.compile
-        names = [f"{Path(args.target).name}, plain decoding{ending}", f"{Path(args.heads).name} heads{ending}"]
+        names = [f"{Path(args.target).name}, plain decoding", f"{Path(args.heads).name} heads"]
         machine = describe_machine(target.device)
         hardware = f"{machine['gpu'] or machine['cpu']}, {args.threads} thread{'s' * (args.threads > 1)}, {args.dtype}"
         hardware += ", packed weights" * args.pack_weights

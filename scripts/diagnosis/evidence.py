@@ -34,7 +34,6 @@ class Text:
         hits: [K, T] bool, whether the draft of depth d = row + 1 from root r is the token r + d.
         is_drafted: [K, T] bool, whether there is such a draft and such a token.
         accepted: root -> how many drafts the decoder accepted after it.
-        losses: [T] float32, the cross-entropy in nats of each token after the first under the target.
         entropies: [T] float32, of the target's distribution at each token after the first.
     """
 
@@ -43,7 +42,6 @@ class Text:
     hits: Tensor
     is_drafted: Tensor
     accepted: dict[int, int]
-    losses: Tensor
     entropies: Tensor
 
     def count_hits(self, root: int) -> int | None:
@@ -151,8 +149,8 @@ def read_text(
         drafts = drafts if vocabulary is None else vocabulary[drafts]
         hits[row, slots + 1] = (drafts == ids[0, (slots + step.shift).to(ids.device)]).cpu()
         is_drafted[row, slots + 1] = True
-    losses, entropies = score(target, ids, encoded.last_hidden)
-    return Text(ids[0].cpu(), prompt_length, hits, is_drafted, accepted, losses, entropies)
+    _, entropies = score(target, ids, encoded.last_hidden)
+    return Text(ids[0].cpu(), prompt_length, hits, is_drafted, accepted, entropies)
 
 
 @torch.no_grad()

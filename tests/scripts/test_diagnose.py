@@ -128,7 +128,7 @@ def test_heads_of_a_sister_model(plant: Callable[..., Path], replies: Path) -> N
 def test_untrained_depths() -> None:
     """Half of the drafts of depth 1 are right, and of depth 2 none."""
     hits = torch.tensor([[True, False] * 60, [False] * 120])
-    text = Text(torch.arange(120), 1, hits, torch.ones_like(hits), {}, torch.zeros(120), torch.zeros(120))
+    text = Text(torch.arange(120), 1, hits, torch.ones_like(hits), {}, torch.zeros(120))
     found = Evidence(2, [text], GenerationStats(), GenerationStats(), torch.zeros(1), 1.0)
     (finding,) = check_depths(SimpleNamespace(evidence=found))  # type: ignore[arg-type]
     assert finding.fault == "Depth 2 was not trained"
