@@ -127,11 +127,10 @@ def test_a_worker_answers_prompt_by_prompt(tmp_path: Path) -> None:
 
 
 def test_a_text_that_differs_is_counted_and_explained() -> None:
-    numbers = {name: {"mean": 2.5, "error": 0.25} for name in ("theirs", "same_settings", "own_settings")}
+    numbers = {name: {"mean": 2.5, "error": 0.25} for name in compare.SIDES}
     greedy = {"case": "EAGLE-3", "temperature": 0.0, "num_texts": 3, **numbers}
     found = [{"prompt": "a", "place": 4, "reason": "A near-tie."}]
     grid = make_grid([greedy | {"differences": found}, greedy | {"temperature": 1.0}])
-    assert grid.cells == [
-        ["EAGLE-3", place, *["2.500 ± 0.250"] * 3, same] for place, same in (("0", "2/3"), ("1", "–"))
-    ]
+    means = ["2.500 ± 0.250"] * 3
+    assert grid.cells == [["EAGLE-3", "0", *means, "2/3"], ["EAGLE-3", "1", *means, "–"]]
     assert grid.notes[0] == "EAGLE-3: a differs at token 4. A near-tie."
