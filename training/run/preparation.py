@@ -56,14 +56,6 @@ from draftsmith.training.run.trainer import HeadsTrainer
 logger = logging.getLogger(__name__)
 
 
-def run_training(*parts: Any) -> dict[str, float]:
-    """Trains heads as the options say, saves them in `output_dir` and returns the final metrics.
-
-    With `--resume_from_checkpoint true` (or a folder) an interrupted run goes on from its newest complete checkpoint.
-    """
-    return prepare_run(*parts).finish()
-
-
 @dataclass
 class _Models:
     """The frozen target (with adapters, if any), its tokenizer, and the heads bound to it."""
