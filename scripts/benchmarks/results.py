@@ -174,7 +174,8 @@ def make_contenders(subject: Subject, args: ResultsArguments, folder: Path) -> I
         contender = Contender(name, tree)
         try:
             own = target if is_compiled else packed  # as the fastest plain decoding
-            contender.decode = OurDecoding(own, drafter, tree=read_tree(tree), is_compiled=is_compiled)
+            policy = None if tree == DEFAULT else tree
+            contender.decode = OurDecoding(own, drafter, tree=policy, is_compiled=is_compiled)
         except ValueError as error:
             contender.problem = str(error)
         yield contender
@@ -223,10 +224,6 @@ def make_rivals(subject: Subject, quantised: Path, folder: Path) -> Iterator[Con
 
 def is_compiling(subject: Subject, args: ResultsArguments) -> bool:
     return is_faster_compiled(subject.target) if args.compile is None else args.compile
-
-
-def read_tree(tree: str) -> str | None:
-    return None if tree == DEFAULT else tree
 
 
 def take_turns(subject: Subject, count: int) -> list[tuple[str, Prompt]]:
