@@ -9,6 +9,7 @@ from draftsmith.heads.formats.custom_generate import CustomGenerateFolder
 from draftsmith.heads.formats.dflash2 import DFlash2, DFlash2Speculators, SGLangDFlash2, VLLMDFlash2
 from draftsmith.heads.formats.eagle.eagle1 import Eagle1, SGLangEagle1, VLLMEagle1
 from draftsmith.heads.formats.eagle.eagle3 import Eagle3
+from draftsmith.heads.formats.eagle.eagle4 import Eagle4
 from draftsmith.heads.formats.eagle.engines import SGLangEagle3, VLLMEagle3
 from draftsmith.heads.formats.eagle.speculators_format import Speculators
 from draftsmith.heads.formats.format import Format
@@ -33,6 +34,7 @@ FORMATS: tuple[Format, ...] = (
     BlockSpeculators(),
     DFlash(),
     Speculators(),
+    Eagle4(),
     Eagle3(),
     Eagle1(),
     Hydra(),
