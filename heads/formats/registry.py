@@ -18,7 +18,7 @@ from draftsmith.heads.formats.llama_cpp.gguf_dflash import GgufDFlash
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from draftsmith.heads.formats.medusa import Medusa, VLLMMedusa
 from draftsmith.heads.formats.published import Published
-from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
+from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP, TransformersMTP
 from draftsmith.heads.formats.transformers_dflash import TransformersDFlash
 from draftsmith.heads.formats.whole_model import WholeModel
 from draftsmith.inference.targets.target import Target
@@ -51,6 +51,7 @@ FORMATS: tuple[Format, ...] = (
     SGLangBlock(),
     SGLangDFlash2(),
     SGLangMTP(),
+    TransformersMTP(),
     CustomGenerateFolder(),
 )
 
