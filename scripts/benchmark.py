@@ -59,7 +59,9 @@ class BenchmarkArguments:
     draft_vocab_size: int | None = option(default=None, help=SIZE_HELP)
     draft_vocab_data: list[str] = option(default_factory=list, help=DATA_HELP)
     assistant: str | None = option(
-        default=None, help="A small causal LM with the target's tokenizer, for transformers' assisted generation."
+        default=None,
+        help="A small causal LM with the target's tokenizer, or DFlash heads exported with --format transformers, for "
+        "transformers' assisted generation.",
     )
     drafter_model: str | None = option(
         default=None, help="A small causal LM with the target's tokenizer, as one more drafter."

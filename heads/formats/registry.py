@@ -9,6 +9,7 @@ from draftsmith.heads.formats.custom_generate import CustomGenerateFolder
 from draftsmith.heads.formats.dflash2 import DFlash2, DFlash2Speculators, SGLangDFlash2, VLLMDFlash2
 from draftsmith.heads.formats.eagle.eagle1 import Eagle1, SGLangEagle1, VLLMEagle1
 from draftsmith.heads.formats.eagle.eagle3 import Eagle3
+from draftsmith.heads.formats.eagle.eagle4 import Eagle4
 from draftsmith.heads.formats.eagle.engines import SGLangEagle3, VLLMEagle3
 from draftsmith.heads.formats.eagle.speculators_format import Speculators
 from draftsmith.heads.formats.format import Format
@@ -17,7 +18,7 @@ from draftsmith.heads.formats.llama_cpp.gguf_dflash import GgufDFlash
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from draftsmith.heads.formats.medusa import Medusa, VLLMMedusa
 from draftsmith.heads.formats.published import Published
-from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
+from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP, TransformersMTP
 from draftsmith.heads.formats.transformers_dflash import TransformersDFlash
 from draftsmith.heads.formats.whole_model import WholeModel
 from draftsmith.inference.targets.target import Target
@@ -33,6 +34,7 @@ FORMATS: tuple[Format, ...] = (
     BlockSpeculators(),
     DFlash(),
     Speculators(),
+    Eagle4(),
     Eagle3(),
     Eagle1(),
     Hydra(),
@@ -49,6 +51,7 @@ FORMATS: tuple[Format, ...] = (
     SGLangBlock(),
     SGLangDFlash2(),
     SGLangMTP(),
+    TransformersMTP(),
     CustomGenerateFolder(),
 )
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -49,6 +50,12 @@ _PASSED_BEFORE_NORM_IN_VLLM = ("glm4_moe",)
 _FILE = "model-mtp.safetensors"
 _INDEX = "model.safetensors.index.json"
 _NOT_LINKED = ("config.json", "README.md", _INDEX, _FILE)
+_PYTHON = (
+    "from transformers import AutoModelForCausalLM, AutoTokenizer  # 5.24 or later\n\n"
+    "model, tokenizer = AutoModelForCausalLM.from_pretrained({heads}), AutoTokenizer.from_pretrained({heads})\n"
+    'inputs = tokenizer("Hello", return_tensors="pt")\n'
+    "print(tokenizer.decode(model.generate(**inputs, use_mtp=True, max_new_tokens=64)[0]))"
+)
 _STACK = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
@@ -95,6 +102,7 @@ class VLLMMTP(Format):
     title: ClassVar[str] = "MTP modules in the target's own checkpoint"
     kinds = ("mtp",)
     passed_before_norm: ClassVar[tuple[str, ...]] = _PASSED_BEFORE_NORM_IN_VLLM
+    free: ClassVar[frozenset[str]] = frozenset()  # settings of a family that heads may have otherwise
 
     def matches(self, published: Published) -> bool:
         is_model = re.search("ForCausalLM|ForConditionalGeneration", published.architectures) is not None
@@ -165,7 +173,7 @@ class VLLMMTP(Format):
                 "custom_generate"
             )
         naming = FAMILIES[family]
-        free = {"norm_output"} if family in self.passed_before_norm else set()
+        free = self.free | ({"norm_output"} if family in self.passed_before_norm else set())
         wrong = {
             name: value
             for name, value in naming.settings.items()
@@ -212,6 +220,36 @@ class SGLangMTP(VLLMMTP):
             "python -m sglang.launch_server --model-path {heads} --speculative-algorithm NEXTN "
             f"--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens {steps + 1}"
         )
+
+
+class TransformersMTP(VLLMMTP):
+    """transformers reads modules only at the layers that their model's class names, whatever the target's depth."""
+
+    name = "transformers"
+    passed_before_norm = ()
+    free = frozenset({"zero_first_embedding"})  # not zero there: a difference of one slot
+
+    def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        exported = super().write(config, tensors, target)
+        family, patterns = target.text_config.model_type, target.model._keys_to_ignore_on_load_unexpected or []
+        unseen = [name for name in exported.tensors if not any(re.search(pattern, name) for pattern in patterns)]
+        refuse_unwritable(
+            "MTP modules for transformers",
+            (
+                not hasattr(target.text_config, "num_mtp_layers"),
+                f"this release of transformers ({transformers.__version__}) has no MTP for {family}; choose vllm",
+            ),
+            (
+                bool(unseen),
+                f"its class for {family} reads {' and '.join(patterns) or 'none'}, and the modules of this target of "
+                f"{target.num_layers} layers would be elsewhere ({', '.join(unseen[:1])}); choose vllm",
+            ),
+        )
+        return replace(exported, commands=(), python=_PYTHON)
+
+    def notes(self, config: Any, target: Target) -> tuple[str, ...]:
+        one = "transformers applies each module once, so one module drafts one token a step."
+        return (one,) if config.share_block and config.num_steps > 1 else ()
 
 
 def _split_experts(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
+from draftsmith.heads.formats.transformers_dflash import MODEL_TYPE as DFLASH_ASSISTANT
 from draftsmith.inference import Decoder, Drafter, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.noise import row_seeds
@@ -130,20 +131,23 @@ class OurDecoding:
 
 
 class AssistedDecoding(TransformersDecoding):
-    """The target's own `generate` with a small model that drafts (arXiv 2211.17192).
+    """The target's own `generate` with a small model (arXiv 2211.17192) or DFlash heads (arXiv 2602.06036) that draft.
 
     Raises:
         ValueError: when the two cannot work together.
     """
 
     def __init__(self, target: Target, assistant: PreTrainedModel) -> None:
-        sizes = [model.get_output_embeddings().weight.shape[0] for model in (target.model, assistant)]
-        if sizes[0] != sizes[1]:
+        is_dflash = assistant.config.model_type == DFLASH_ASSISTANT  # which has the target's vocabulary
+        models = [target.model] if is_dflash else [target.model, assistant]
+        sizes = [model.get_output_embeddings().weight.shape[0] for model in models]
+        if sizes[0] != sizes[-1]:
             raise ValueError(
-                f"the target has a vocabulary of {sizes[0]} tokens, the assistant one of {sizes[1]}: give an assistant "
-                "with the target's tokenizer"
+                f"the target has a vocabulary of {sizes[0]} tokens, the assistant one of {sizes[-1]}: give an "
+                "assistant with the target's tokenizer"
             )
-        super().__init__(target, assistant_model=assistant)
+        how = {"speculation_type": "dflash"} if is_dflash else {}
+        super().__init__(target, assistant_model=assistant, **how)
         prompt = Prompt("probe", 0, torch.zeros((1, 4), dtype=torch.long, device=target.device))
         try:
             self(Batch.of(prompt), Settings(), max_new_tokens=4)
@@ -169,7 +173,7 @@ def make_contenders(
         modes: how heads run: False = eager, True = compiled. Plain decoding and transformers' `generate` always run
             eagerly, and also compiled if heads do.
         acceptance: names of rules. They make no difference in greedy decoding.
-        assistant: a small causal LM; adds transformers' assisted generation as a baseline.
+        assistant: a small causal LM or a DFlash assistant; adds transformers' assisted generation as a baseline.
 
     Raises:
         ValueError: for an unknown tree, and for two trees of the same name.

@@ -11,11 +11,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.checkpoint import is_published
+from draftsmith.heads.formats.transformers_dflash import MODEL_TYPE as DFLASH_ASSISTANT
 from draftsmith.inference import Drafter, DynamicTree, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
@@ -178,8 +179,11 @@ def load_drafter(
 
 
 def load_assistant(name: str, target: Target) -> PreTrainedModel:
-    """A small causal LM in the target's dtype and on its device."""
-    model: PreTrainedModel = load_causal_lm(name, auto_class=AutoModelForCausalLM, dtype=target.dtype)
+    """A small causal LM, or a DFlash assistant of transformers, in the target's dtype and on its device."""
+    is_dflash = read_config(name).model_type == DFLASH_ASSISTANT
+    model: PreTrainedModel = load_causal_lm(
+        name, auto_class=AutoModel if is_dflash else AutoModelForCausalLM, dtype=target.dtype
+    )
     return model.requires_grad_(False).eval().to(target.device)
 
 

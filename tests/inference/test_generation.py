@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from draftsmith.inference import Decoder, chain, generate
 from draftsmith.inference import decoder as decoding
@@ -139,11 +139,20 @@ def test_stops_at_the_position_limit(caplog: pytest.LogCaptureFixture) -> None:
     assert "limit of 256 tokens" in caplog.text
 
 
+# Options of transformers' own drafting that this release has.
+SPECULATION = {
+    name: value
+    for name, value in {"use_mtp": True, "speculation_type": "dflash"}.items()
+    if hasattr(GenerationConfig(), name)
+}
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"num_beams": 2}, "num_beams=2.*num_beams=1"),
         ({"prompt_lookup_num_tokens": 3}, "NgramDrafter"),
+        *(({name: value}, f"{name}={value!r}.*: pass heads as the drafter") for name, value in SPECULATION.items()),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"assistant_model": MODEL}, "assistant_model .*: pass a draftsmith.SmallModelDrafter"),
         *(({name: DynamicCache()}, f"{name} is not supported") for name in CACHE_NAMES),

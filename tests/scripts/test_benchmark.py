@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from draftsmith.heads import create_heads
+from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import GenerationStats, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.scripts.measuring.contenders import make_contenders
+from draftsmith.scripts.measuring.contenders import AssistedDecoding, make_contenders
 from draftsmith.scripts.measuring.matrix import measure_with_progress
 from draftsmith.scripts.measuring.measure import (
     PLAIN,
@@ -29,6 +31,7 @@ from draftsmith.scripts.measuring.measure import (
 )
 from draftsmith.scripts.measuring.report import headline, make_rows
 from draftsmith.scripts.shared.model_loading import encode_messages, load_assistant
+from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
 
@@ -167,6 +170,17 @@ def test_an_assistant_drafts_for_transformers(tmp_path: Path) -> None:
     assert run.texts == [expected]
     assert run.num_forwards < len(expected), "the target drafts for itself: its own tokens are accepted"
     assert "the target has a vocabulary of 128 tokens, the assistant one of 64" in assisted("smaller").problem
+
+
+@pytest.mark.skipif(not hasattr(transformers, "MuseGlimmerAssistantModel"), reason="transformers has it from 5.24 on")
+def test_exported_dflash_heads_draft_for_transformers(target: Target, tmp_path: Path) -> None:
+    heads = tiny_heads("block", target, block_size=4)
+    find_format("transformers", "block").write(heads.config, heads.state_dict(), target).save(tmp_path)
+    decode = AssistedDecoding(target, load_assistant(str(tmp_path), target))
+    assert decode.options["speculation_type"] == "dflash"
+    one, settings = Prompt("p", 0, random_prompt(5)), Settings(max_new_tokens=12)
+    expected = target.model.generate(one.input_ids, max_new_tokens=12, do_sample=False)[0, 5:].tolist()
+    assert decode(Batch.of(one), settings).texts == [expected]
 
 
 def test_acceptance_rules_are_an_axis_of_sampled_decoding(target: Target) -> None:

@@ -196,6 +196,11 @@ def is_parallel(published: Published) -> bool:
     return has_token or "mask_hidden" in published or published.config.get("speculators_model_type") == "peagle"
 
 
+def is_eagle4(published: Published) -> bool:
+    """Whether a checkpoint is EAGLE-4's."""
+    return "Eagle4" in published.architectures or "efficient_lm_head_config" in published.config
+
+
 def read_depths(published: Published) -> int | None:
     """The number of tokens that a speculators config proposes."""
     for method in published.setting("proposal_methods", ()):
@@ -235,15 +240,16 @@ def read_layer_ids(reading: Reading) -> list[int]:
 
 
 def _read_counting(reading: Reading, ids: list[int], usual: list[int]) -> list[int]:
-    """Stated ids as indices of hidden_states. ModelOpt, SpecForge and SGLang count from the layer after, and write them
-    into `eagle_config` only; ids at the top level are vLLM's."""
+    """Stated ids as indices of hidden_states. ModelOpt, SpecForge, SGLang and EAGLE-4 count from the layer after, and
+    write them into `eagle_config` only; ids at the top level are vLLM's."""
     table = reading.published.config.get("eagle_config")
     is_nested = isinstance(table, dict) and reading.published.config.get(IDS) is None
     after = [one + 1 for one in ids]
     is_usual = after == usual
     by_modelopt = isinstance(table, dict) and is_nested and any(mark in table for mark in _MODELOPT_MARKS)
-    if by_modelopt or (is_nested and is_usual):
-        writer = "ModelOpt counts" if by_modelopt else "SpecForge and SGLang count"
+    by_eagle4 = is_nested and is_eagle4(reading.published)
+    if by_modelopt or by_eagle4 or (is_nested and is_usual):
+        writer = "ModelOpt counts" if by_modelopt else "EAGLE-4 counts" if by_eagle4 else "SpecForge and SGLang count"
         reading.notes.append(
             f"layer ids {ids} were read as hidden_states {after}: {writer} the outputs of layers from 0"
         )

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, str, list[str], str]] = {
         "EAGLE-3",
     ),
     "speculators": ({"speculators_model_type": "eagle3"}, "model.safetensors", EAGLE3, "speculators"),
+    "eagle4": ({"architectures": ["LlamaForCausalLMEagle4"]}, "", [], "EAGLE-4"),
     "dflash2": ({"architectures": ["DFlash2DraftModel"]}, "", [], "DFlash 2"),
     "dflash2, speculators": ({"speculators_model_type": "dflash2"}, "model.safetensors", ["fc.weight"], "DFlash 2"),
     "dflash": ({"architectures": ["DFlashDraftModel"]}, "", [], "DFlash"),

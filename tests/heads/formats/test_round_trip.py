@@ -48,7 +48,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{(name, "dflash2-1"): "predicts_at_anchor is True" for name in ("dflash", "sglang", "vllm")},
     **{
         (name, f"mtp-{index}"): "engines serve MTP only in checkpoints of families that have it"
-        for name in ("vllm", "sglang")
+        for name in ("vllm", "sglang", "transformers")
         for index in range(4)
     },
     ("sglang", "mtp-2"): "SGLang reads one module, and these heads have 4",

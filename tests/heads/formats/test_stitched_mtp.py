@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Glm4MoeConfig
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.registry import find_format
-from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP
+from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP, TransformersMTP
 from draftsmith.heads.kinds.mtp import MTPHeads
 from draftsmith.inference import Target, generate
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
@@ -123,6 +124,33 @@ def test_a_checkpoint_of_one_file(num_modules: int, tmp_path: Path) -> None:
     assert torch.equal(load_target(folder).model(random_prompt(7)).logits, target.model(random_prompt(7)).logits)
 
 
+HAS_MTP = hasattr(Glm4MoeConfig(), "num_mtp_layers")
+
+
+@pytest.mark.skipif(not HAS_MTP, reason="transformers has it from 5.24 on")
+def test_transformers_drafts_with_the_modules(tmp_path: Path) -> None:
+    """Of a target as deep as GLM-4.5-Air: its text is plain decoding's, and its drafts are ours."""
+    model = tiny_mixture("glm4_moe", num_hidden_layers=46)
+    path = write_checkpoint(model, name_as_deepseek(random_modules(model, 1), 46), tmp_path / "target")
+    target = load_target(path)
+    heads = train(MTPHeads.from_target_checkpoint(path, target, zero_first_embedding=False))
+    exported = TransformersMTP().write(heads.config, heads.state_dict(), target)
+    assert exported.notes == ("transformers applies each module once, so one module drafts one token a step.",)
+    assert "use_mtp=True" in exported.python
+    found = load_target(export(heads, tmp_path / "out", "transformers")).model
+    prompt, options = random_prompt(7), {"max_new_tokens": 8, "do_sample": False}
+    drafted = found.generate(prompt, use_mtp=True, **options)
+    assert torch.equal(drafted, model.generate(prompt, **options))
+    module = transformers.modeling_layers.MtpModel.from_pretrained(found)
+    states = target.model(prompt, output_hidden_states=True).hidden_states[-1]
+    cache = transformers.cache_utils.MtpCache(config=found.config.get_mtp_config())
+    places = torch.arange(1, 7)[None]
+    hidden = module.forward_layer(0, states[:, :-1], places, cache, input_ids=prompt[:, 1:])
+    state = heads.start(1, 16, 4)
+    ours = heads.extend(state, states[:, :-1], prompt[:, 1:], torch.tensor([6]), max_slots=6)
+    torch.testing.assert_close(found.lm_head(hidden)[:, -1:], ours.logits, atol=1e-5, rtol=1e-4)
+
+
 class TestStateOfLaterDepths:
     """vLLM gives depth 1 of GLM-4-MoE the state before the module's final norm; all others the state after it."""
 
@@ -148,6 +176,12 @@ class TestRefusals:
         heads: Any = tiny_heads("mtp", Target(tiny_target("llama")))
         with pytest.raises(ValueError, match=r"only in checkpoints of families that have it \(deepseek_v3.*eagle3"):
             VLLMMTP().write(heads.config, heads.state_dict(), heads.target)
+
+    @pytest.mark.skipif(not HAS_MTP, reason="transformers has it from 5.24 on")
+    def test_a_target_of_another_depth_for_transformers(self, checkpoint: Path) -> None:
+        heads = MTPHeads.from_target_checkpoint(checkpoint, load_target(checkpoint))
+        with pytest.raises(ValueError, match=r"reads model.*the modules of this target of 2 layers.*choose vllm"):
+            TransformersMTP().write(heads.config, heads.state_dict(), heads.target)
 
     def test_several_modules_for_sglang(self, tmp_path: Path) -> None:
         model = tiny_mixture("glm4_moe")
