@@ -281,7 +281,7 @@ class Target:
             chunk_size: tokens per forward pass.
 
         Returns:
-            logits [B, 1, V] of each row's last real token; features [B, L, F], and with them last states, of all tokens.
+            logits [B, 1, V] of each row's last real token; features [B, L, F] (and last states) of all tokens.
 
         Raises:
             ValueError: the prompt exceeds the cache.
