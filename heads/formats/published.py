@@ -126,7 +126,8 @@ def open_published(path: str, *, on_meta: bool = False, **hub: Any) -> Published
             tensors.
     """
     if (gguf_file := _find_gguf(Path(path) / hub.get("subfolder", ""))) is not None:
-        return Published(path, *_read_gguf(gguf_file), hub)
+        metadata, tensors = read_gguf(gguf_file)
+        return Published(path, metadata, gguf_file.name, tensors, hub)
     config_file = find_file(path, "config.json", **hub)
     config = {} if config_file is None else _read_json(path, config_file)
     for name in WEIGHT_FILES:
@@ -183,11 +184,6 @@ def _find_gguf(path: Path) -> Path | None:
     if len(files) > 1:
         raise ValueError(f"{path} holds {len(files)} GGUF files: give one of them, such as {files[0]}")
     return files[0] if files else None
-
-
-def _read_gguf(file: Path) -> tuple[dict[str, Any], str, dict[str, Tensor]]:
-    metadata, tensors = read_gguf(file)
-    return metadata, file.name, tensors
 
 
 def _read(path: str, name: str, file: str, hub: dict[str, Any], *, on_meta: bool) -> dict[str, Tensor]:

@@ -61,7 +61,6 @@ class RecurrentStates:
                 for layer, states in specs.items()
             }
         self._replay = replay
-        self._num_all = batch_size
         self.plan: Any = None
         self._records: dict[int, tuple[Any, Sequence[States]]] = {}
         self._accepted: tuple[Tensor, Tensor] | None = None  # path, counts

@@ -152,8 +152,7 @@ class Coordinator:
 
     def _take(self, chain: DraftChain, rank: int, answer: Answer) -> list[int]:
         asked = self._asked.pop(rank)
-        asked.received, asked.seconds = self.link.now(), answer.seconds
-        asked.arrived = asked.received if answer.arrived is None else answer.arrived
+        asked.received = self.link.now()
         self._measure("verify", asked.received - asked.sent)
         version = chain.version
         committed = chain.take(answer)

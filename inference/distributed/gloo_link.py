@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -144,8 +143,6 @@ class GlooLink:
     def _listen(self, rank: int) -> None:
         try:
             while (message := self._channel.receive(rank)) is not None:
-                if isinstance(message, Answer):
-                    message = replace(message, arrived=self.now())
                 self._received.put((rank, message))
         except RuntimeError as error:
             self._received.put((rank, error))

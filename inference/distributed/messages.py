@@ -117,13 +117,9 @@ class Answer:
 
     Attributes:
         features: [n, F] the target's features of these positions, on the host, or None.
-        seconds: the server's time for the task.
-        arrived: when rank 0 had it, by the link's clock; None = when it was read.
     """
 
     version: int
     start: int
     token_ids: list[int]
     features: Tensor | None = None
-    seconds: float = 0.0
-    arrived: float | None = None

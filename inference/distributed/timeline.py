@@ -21,8 +21,6 @@ class Verification:
 
     Attributes:
         sent, received: seconds, on rank 0; received is None until the answer is read.
-        arrived: when the answer was there, perhaps in the middle of a draft.
-        seconds: the server's own time.
     """
 
     rank: int
@@ -31,8 +29,6 @@ class Verification:
     num_asked: int
     sent: float
     received: float | None = None
-    seconds: float = 0.0
-    arrived: float | None = None
 
 
 @dataclass
@@ -45,27 +41,10 @@ class Timeline:
     verifications: list[Verification] = field(default_factory=list)
     rounds: dict[int, int] = field(default_factory=dict)
 
-    def is_dropped(self, version: int, position: int) -> bool:
-        """Whether a token drafted at this position was dropped."""
-        return position >= self.rounds.get(version, position + 1)
-
     @property
     def num_wasted(self) -> int:
         """Verifications that began after a wrong draft: no answer of theirs was used."""
-        return sum(self.is_dropped(one.version, one.start) for one in self.verifications)
-
-    @property
-    def num_dropped(self) -> int:
-        """Drafts that were dropped."""
-        return sum(self.is_dropped(one.version, one.position) for one in self.drafts)
-
-    @property
-    def acceptance(self) -> float:
-        """The share of the drafts that the target's token was compared with, and that were equal to it."""
-        compared = [one for one in self.drafts if one.position <= self.rounds.get(one.version, -1)]
-        num_wrong = sum(one.position == self.rounds[one.version] for one in compared)
-        num_right = len(compared) - num_wrong
-        return num_right / max(1, len(compared))
+        return sum(one.start >= self.rounds.get(one.version, one.start + 1) for one in self.verifications)
 
     @property
     def overlap(self) -> float:

@@ -5,7 +5,6 @@ place in KINDS), and the number of bytes of the payload. The payload is the mess
 as its type says:
 
     int           it
-    float         it, as float64
     str           the number of its bytes in UTF-8, and they
     list, tuple   the number of its integers, and they
     Tensor        its place in DTYPES, its two sizes, and its raw bytes
@@ -30,7 +29,7 @@ Message: TypeAlias = Greeting | Prompt | Task | Answer | None
 Buffer: TypeAlias = bytearray | memoryview
 
 MAGIC = int.from_bytes(b"draftmsg", "little")
-VERSION = 1  # raise it when a byte of any frame changes its meaning
+VERSION = 2  # raise it when a byte of any frame changes its meaning
 HEADER = struct.Struct("<4q")
 MAX_BYTES = 1 << 30  # of a payload: features of a thousand tokens are some 50 MB
 KINDS: tuple[type, ...] = (NoneType, Greeting, Prompt, Task, Answer)
@@ -110,8 +109,8 @@ def _unreadable(reason: str) -> ValueError:
 
 
 def _pack(type_: Any, value: Any) -> Iterator[bytes]:
-    if type_ in (int, float):
-        yield struct.pack("<q" if type_ is int else "<d", value)
+    if type_ is int:
+        yield struct.pack("<q", value)
     elif type_ is str:
         data = value.encode()
         yield from (struct.pack("<q", len(data)), data)
@@ -135,8 +134,8 @@ class _Payload:
 
     def read(self, type_: Any) -> Any:
         """The next field, of this type."""
-        if type_ in (int, float):
-            return self._unpack("<q" if type_ is int else "<d")[0]
+        if type_ is int:
+            return self._unpack("<q")[0]
         if type_ is str:
             try:
                 return str(self._take(self.read(int)), "utf-8")

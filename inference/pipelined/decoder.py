@@ -47,7 +47,6 @@ class PipelineStats:
         num_confirmed: predicted tokens that the last group confirmed.
         num_refuted: predicted tokens that it did not confirm; everything younger was dropped.
         num_dropped: tokens that had passed a group or more for nothing.
-        occupied: the sum over passes of the groups that held a token.
         seconds: wall-clock time.
     """
 
@@ -58,7 +57,6 @@ class PipelineStats:
     num_confirmed: int = 0
     num_refuted: int = 0
     num_dropped: int = 0
-    occupied: int = 0
     seconds: float = 0.0
     batch_size: int = 1
 
@@ -66,11 +64,6 @@ class PipelineStats:
     def passes_per_token(self) -> float:
         """Passes for a token behind the first, of a batch of one; plain decoding needs G."""
         return (self.num_passes - self.num_prompt_passes) / max(1, self.num_new_tokens - self.batch_size)
-
-    @property
-    def depth_in_flight(self) -> float:
-        """The mean number of groups that worked for a text, of G."""
-        return self.occupied / max(1, self.num_passes * self.batch_size)
 
 
 @dataclass
@@ -155,7 +148,6 @@ class PipelinedDecoder:
             predicted, own = self._pick(sampler, texts, left, in_place)
             stats.num_passes += 1
             stats.num_prompt_passes += any(text.known == len(p) for text, p in zip(texts, prompts, strict=True))
-            stats.occupied += sum(one is not None for text in running for one in text.groups)
             cache.advance(in_place.flatten())
             longest = max(longest, *(one.end for text in running for one in text.groups if one is not None))
             self._move(request, texts, predicted, own, cache, stats)

@@ -27,8 +27,9 @@ from draftsmith.inference import Decoder, Target
 from draftsmith.inference.kernels.attention import attend_masked, can_use_kernel
 from draftsmith.inference.kernels.packed_masks import pack_tree, unpack_mask
 from draftsmith.inference.targets.masks import compute_ancestors
+from draftsmith.inference.text_difference import find_difference
 from draftsmith.inference.trees.options import resolve_policy
-from draftsmith.scripts.benchmarks.scripted.counting import (
+from draftsmith.scripts.benchmarks.counting import (
     ScriptedTree,
     make_counting_target,
     make_random_heads,
@@ -59,7 +60,6 @@ MODELS = {
     "outputs/smollm2-135m": ("examples/heads/smollm2-135m-*",),
     "examples/chat-13m": ("examples/heads/mtp", "examples/heads/eagle3"),
 }
-NEAR_TIE_STEPS = 4  # of the dtype: how far apart the scores of a near-tie are
 
 
 @dataclass(frozen=True)
@@ -223,20 +223,12 @@ class Texts:
         line["same texts"] = sum(one == other for one, other in zip(texts, expected, strict=True))
         line["texts"] = len(texts)
         if not temperature:
-            pairs = zip(self.prompts, expected, texts, strict=True)
-            line["near-ties"] = sum(self._is_near_tie(*pair) for pair in pairs)
+            found = [
+                find_difference(self.target, *pair, do_sample=False)
+                for pair in zip(self.prompts, expected, texts, strict=True)
+            ]
+            line["near-ties"] = sum(one is not None and one.is_near_tie for one in found)
         return line
-
-    @torch.no_grad()
-    def _is_near_tie(self, prompt: Tensor, expected: list[int], found: list[int]) -> bool:
-        """Whether rounding explains the first place where two greedy texts differ."""
-        places = (place for place, pair in enumerate(zip(expected, found, strict=False)) if pair[0] != pair[1])
-        if (place := next(places, None)) is None:
-            return False
-        common = torch.tensor([expected[:place]], dtype=torch.long, device=prompt.device)
-        scores = self.target.model(torch.cat([prompt, common], dim=1)).logits[0, -1]
-        gap = float((scores[expected[place]] - scores[found[place]]).abs())
-        return gap <= NEAR_TIE_STEPS * torch.finfo(scores.dtype).eps * float(scores.abs().max())
 
 
 def measure_models(setup: Setup) -> Cases:

@@ -4,9 +4,8 @@
     python scripts/benchmarks/results.py --target outputs/smollm2-135m --heads HEADS ... --prompts FOLDER --limit 2
     python scripts/benchmarks/results.py --target outputs/smollm2-135m --heads HEADS ... --prompts FOLDER    # goes on
 
-Parts: `speed` decodes every prompt with every contender; `curve` compares the checkpoints of training runs by their
-acceptance length. Every decoded prompt is on disk in --cells at once, and the same command goes on with what is
-missing, also with a larger --limit. OUTPUT.json, OUTPUT.md and OUTPUT.svg are written from all cells.
+Every decoded prompt is on disk in --cells at once, and the same command goes on with what is missing, also with a
+larger --limit. OUTPUT.json, OUTPUT.md and OUTPUT.svg are written from all cells.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from draftsmith.inference import Drafter, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.scripts.benchmarks.llama_cpp import LlamaCppDecoding, write_heads, write_llama
-from draftsmith.scripts.benchmarks.results_summary import ALL, make_content, render_json, render_page
-from draftsmith.scripts.benchmarks.speed_chart import LLAMA, draw, mean_of
+from draftsmith.scripts.benchmarks.results_chart import draw
+from draftsmith.scripts.benchmarks.results_summary import make_content, render_json, render_page
 from draftsmith.scripts.measuring.contenders import NGRAMS, OurDecoding, TransformersDecoding
 from draftsmith.scripts.measuring.environment import describe_machine, describe_program
-from draftsmith.scripts.measuring.matrix import Subject, check_matrix, is_faster_compiled, load_subject, name_heads
+from draftsmith.scripts.measuring.matrix import Subject, check_matrix, is_faster_compiled, load_subject
 from draftsmith.scripts.measuring.measure import (
     PLAIN,
     TRANSFORMERS,
@@ -52,14 +51,14 @@ from draftsmith.scripts.measuring.measure import (
 )
 from draftsmith.scripts.shared.clock import TimeLimit
 from draftsmith.scripts.shared.draft_vocabulary import SIZE_HELP, DraftVocabulary
-from draftsmith.scripts.shared.model_loading import DTYPES, TREE_HELP, load_heads
+from draftsmith.scripts.shared.model_loading import DTYPES, TREE_HELP
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.options.one_line_errors import one_line_errors
 
-PARTS = ("speed", "curve")
 DEFAULT = "default"
+LLAMA = "llama.cpp"
 LLAMA_DEPTH = 3
 
 
@@ -68,8 +67,6 @@ class ResultsArguments:
     target: str = option(help="Target: a folder or hub id.")
     prompts: list[str] = option(help="Files of prompts (JSON lines), or folders of them; first user turns are used.")
     heads: list[str] = option(default_factory=list, help="Folders of trained heads.")
-    parts: list[str] = option(default_factory=lambda: list(PARTS), help=f"What to measure: {', '.join(PARTS)}.")
-    curve: list[str] = option(default_factory=list, help="Folders of training runs with checkpoints.")
     tree: list[str] = option(
         default_factory=lambda: ["chain:3", DEFAULT], help=f"Token trees: {TREE_HELP}; {DEFAULT} = what heads get."
     )
@@ -80,7 +77,7 @@ class ResultsArguments:
     )
     max_new_tokens: int = option(default=64, help="Tokens decoded for each prompt (fewer after an EOS).")
     temperature: list[float] = option(default_factory=lambda: [0.0, 1.0], help="Sampling temperatures; 0 = greedy.")
-    threads: list[int] = option(default_factory=lambda: [1, 2], help="CPU threads, one after the other.")
+    threads: int = option(default=1, help="CPU threads.")
     dtype: str = option(default="bfloat16", help="Dtype of target and heads.", metadata={"choices": list(DTYPES[1:])})
     compile: bool | None = option(default=None, help="Compile heads; none = where compiled decoding is faster.")
     gguf: str | None = option(
@@ -98,32 +95,9 @@ class ResultsArguments:
         names = [Path(file).stem for file in self.prompts]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"got --prompts with two files called {', '.join(sorted(twice))}: rename one of them")
-        check_matrix(self, counts=("max_new_tokens", "limit"), lists=("prompts", "temperature", "threads", "parts"))
-        if unknown := set(self.parts) - set(PARTS):
-            raise ValueError(f"got --parts {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+        check_matrix(self, counts=("max_new_tokens", "limit", "threads"), lists=("prompts", "temperature"))
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"got --minutes {self.minutes}: give a positive number")
-        runs = name_heads(self.curve)
-        self.checkpoints = [point for name, folder in runs.items() for point in find_checkpoints(name, folder)]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A point of a curve: heads of a name after so many millions of training tokens."""
-
-    name: str
-    millions: float
-    folder: str
-
-
-def find_checkpoints(name: str, folder: str) -> list[Checkpoint]:
-    """Of a training run, with their training tokens."""
-    files = Path(folder).glob("checkpoint-*/trainer_state.json")
-    states = {file.parent: json.loads(file.read_text(encoding="utf-8")) for file in files}
-    if not states:
-        raise ValueError(f"got --curve {folder}: give the --output_dir of a training run that has checkpoints")
-    points = [Checkpoint(name, one["num_input_tokens_seen"] / 1e6, str(path)) for path, one in states.items()]
-    return sorted(points, key=lambda point: point.millions)
 
 
 class Cells:
@@ -167,9 +141,8 @@ def fingerprint(folder: str) -> str:
 def describe_conditions(args: ResultsArguments) -> dict[str, Any]:
     """What all cells share."""
     names = ("target", "dtype", "tree", "draft_vocab_size", "max_new_tokens", "compile", "gguf")
-    machine = {key: value for key, value in describe_machine(torch.device("cpu")).items() if key != "threads"}
     heads = {folder: fingerprint(folder) for folder in args.heads}
-    return {**{name: getattr(args, name) for name in names}, **machine, "heads": heads}
+    return {**{name: getattr(args, name) for name in names}, **describe_machine(torch.device("cpu")), "heads": heads}
 
 
 def load(args: ResultsArguments) -> Subject:
@@ -201,7 +174,8 @@ def make_contenders(subject: Subject, args: ResultsArguments, folder: Path) -> I
         contender = Contender(name, tree)
         try:
             own = target if is_compiled else packed  # as the fastest plain decoding
-            contender.decode = OurDecoding(own, drafter, tree=read_tree(tree), is_compiled=is_compiled)
+            policy = None if tree == DEFAULT else tree
+            contender.decode = OurDecoding(own, drafter, tree=policy, is_compiled=is_compiled)
         except ValueError as error:
             contender.problem = str(error)
         yield contender
@@ -252,23 +226,6 @@ def is_compiling(subject: Subject, args: ResultsArguments) -> bool:
     return is_faster_compiled(subject.target) if args.compile is None else args.compile
 
 
-def read_tree(tree: str) -> str | None:
-    return None if tree == DEFAULT else tree
-
-
-def measure_speed(args: ResultsArguments, subject: Subject, cells: Cells, limit: TimeLimit) -> None:
-    """A cell for each number of threads, prompt and temperature: every contender's tokens, seconds and steps. The
-    contender that begins changes from prompt to prompt."""
-    for place, threads in enumerate(args.threads):
-        cases = [
-            (("speed", threads, temperature, name, prompt.id), prompt)
-            for (name, prompt), temperature in product(take_turns(subject, args.limit), args.temperature)
-        ]
-        if missing := [case for case in cases if case[0] not in cells]:
-            own_limit = limit.part(limit.left / (len(args.threads) - place))
-            measure_threads(args, subject, cells, missing, threads, own_limit)
-
-
 def take_turns(subject: Subject, count: int) -> list[tuple[str, Prompt]]:
     """The first prompt of every file, then the second of every file, and so on, with the files' names."""
     files = {Path(path).stem: found[:count] for path, (found, _) in subject.prompts.items()}
@@ -276,11 +233,17 @@ def take_turns(subject: Subject, count: int) -> list[tuple[str, Prompt]]:
     return [one for turn in rounds for one in turn if one is not None]
 
 
-def measure_threads(
-    args: ResultsArguments, subject: Subject, cells: Cells, cases: Sequence[Any], threads: int, limit: TimeLimit
-) -> None:
-    torch.set_num_threads(threads)
-    torch._dynamo.reset()  # compiled code has a number of threads
+def measure(args: ResultsArguments, subject: Subject, cells: Cells) -> None:
+    """A cell for each prompt and temperature that has none: every contender's tokens, seconds and steps. The contender
+    that begins changes from prompt to prompt."""
+    limit = TimeLimit(60 * args.minutes if args.minutes is not None else math.inf)
+    cases = [
+        ((temperature, name, prompt.id), prompt)
+        for (name, prompt), temperature in product(take_turns(subject, args.limit), args.temperature)
+    ]
+    cases = [case for case in cases if case[0] not in cells]
+    if not cases:
+        return
     with tempfile.TemporaryDirectory() as folder:
         contenders = list(make_contenders(subject, args, Path(folder)))
         problems = {one.name: one.problem for one in contenders if one.problem}
@@ -291,7 +254,7 @@ def measure_threads(
             if limit.is_over:
                 break
             first = place % len(runnable)
-            settings = Settings(args.max_new_tokens, key[2], tokenizer=subject.tokenizer)
+            settings = Settings(args.max_new_tokens, key[0], tokenizer=subject.tokenizer)
             runs = decode_all(runnable[first:] + runnable[:first], prompt, settings)
             cells.add(key, runs=runs, problems=problems)
 
@@ -317,54 +280,18 @@ def count(run: Run) -> dict[str, Any]:
     return {"tokens": run.num_tokens, "seconds": run.seconds, "steps": steps, "step_tokens": step_tokens}
 
 
-def measure_curve(args: ResultsArguments, subject: Subject, cells: Cells, limit: TimeLimit) -> None:
-    """A cell for each checkpoint, tree and prompt: steps and their tokens in greedy decoding."""
-    torch.set_num_threads(max(args.threads))
-    settings = Settings(args.max_new_tokens, tokenizer=subject.tokenizer)
-    for place, point in enumerate(args.checkpoints):
-        own_limit = limit.part(limit.left / (len(args.checkpoints) - place))
-        mark = fingerprint(point.folder)
-        cases = [
-            (("curve", point.name, point.millions, mark, tree, name, prompt.id), prompt)
-            for (name, prompt), tree in product(take_turns(subject, args.limit), args.tree)
-        ]
-        missing = [case for case in cases if case[0] not in cells]
-        if not missing or own_limit.is_over:
-            continue
-        heads = load_heads(point.folder, subject.target)
-        if args.draft_vocab_size is not None:
-            DraftVocabulary(args.draft_vocab_size, []).limit(heads, subject.tokenizer)
-        decoders = {tree: OurDecoding(subject.target, heads, tree=read_tree(tree)) for tree in args.tree}
-        for key, prompt in missing:
-            if own_limit.is_over:
-                break
-            cells.add(key, **count(decoders[key[4]](Batch.of(prompt), settings)))
-
-
-MEASURES = {"speed": measure_speed, "curve": measure_curve}
-
-
 def run(args: ResultsArguments) -> dict[str, Any]:
     """Measures what is missing, and writes what follows from all cells."""
+    torch.set_num_threads(args.threads)
     cells = Cells(Path(args.cells), describe_conditions(args))
-    limit = TimeLimit(60 * args.minutes if args.minutes is not None else math.inf)
-    subject = load(args)
-    for place, part in enumerate(args.parts):
-        MEASURES[part](args, subject, cells, limit.part(limit.left / (len(args.parts) - place)))
+    measure(args, load(args), cells)
     content = make_content(cells.conditions | describe_program(), list(cells.found.values()))
-    write_text(Path(f"{args.output}.json"), render_json(content))
-    write_text(Path(f"{args.output}.md"), render_page(content))
-    written = [".json", ".md"]
-    about = {"temperature": min(args.temperature), "threads": args.threads[0]}
-    shown = [one for one in content["reports"] if about.items() <= one.items() and one["prompts"] != ALL]
-    if shown:
-        environment = content["environment"] | about | {"batch": 1}
-        reports = [
-            {"environment": environment | {"num_prompts": one["num_prompts"]}, "rows": one["rows"]} for one in shown
-        ]
-        write_text(Path(f"{args.output}.svg"), draw(mean_of(reports)))
-        written.append(".svg")
-    print(f"wrote {', '.join(args.output + ending for ending in written)}")
+    files = {".json": render_json(content), ".md": render_page(content)}
+    if content["reports"]:
+        files[".svg"] = draw(content)
+    for ending, text in files.items():
+        write_text(Path(f"{args.output}{ending}"), text)
+    print(f"wrote {', '.join(args.output + ending for ending in files)}")
     return content
 
 

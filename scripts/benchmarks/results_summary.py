@@ -22,29 +22,21 @@ LEGEND = (
 
 
 def make_content(environment: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
-    """The JSON: reports for each number of threads, temperature and file of prompts, and of all files together;
-    the curve."""
-    groups: dict[tuple[int, float], dict[str, list[Cell]]] = {}
+    """The JSON: reports for each temperature and file of prompts, and of all files together."""
+    groups: dict[float, dict[str, list[Cell]]] = {}
     for cell in cells:
-        match cell["key"]:
-            case ["speed", threads, temperature, file, _]:
-                groups.setdefault((threads, temperature), {}).setdefault(file, []).append(cell)
+        temperature, file, _ = cell["key"]
+        groups.setdefault(temperature, {}).setdefault(file, []).append(cell)
     reports = [
-        {
-            "threads": threads,
-            "temperature": temperature,
-            "prompts": name,
-            "num_prompts": len(own),
-            "rows": make_rows(own),
-        }
-        for (threads, temperature), files in sorted(groups.items())
+        {"temperature": temperature, "prompts": name, "num_prompts": len(own), "rows": make_rows(own)}
+        for temperature, files in sorted(groups.items())
         for name, own in [*files.items(), (ALL, [cell for one in files.values() for cell in one])]
     ]
-    return {"environment": dict(environment), "reports": reports, "curve": _make_curve(cells)}
+    return {"environment": dict(environment), "reports": reports}
 
 
 def make_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """A row for each contender."""
+    """A row for each contender. Its acceptance length is the mean over the files of prompts."""
     runs: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
     for place, cell in enumerate(cells):
         for one in cell["runs"]:
@@ -52,6 +44,9 @@ def make_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     plain = max((key for key in runs if key[0].startswith(PLAIN)), key=lambda key: _speed(runs[key].values()))
     rows = []
     for (name, tree), own in runs.items():
+        files: dict[str, list[dict[str, Any]]] = {}
+        for place, one in own.items():
+            files.setdefault(cells[place]["key"][1], []).append(one)
         same = [one["same"] for one in own.values() if one["same"] is not None]
         over_transformers, quartiles = _compare(own, runs[TRANSFORMERS, ""])
         rows.append(
@@ -63,7 +58,7 @@ def make_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
                 "over_transformers": over_transformers,
                 "over_transformers_quartiles": quartiles,
                 "over_plain": _compare(own, runs[plain])[0],
-                "acceptance_length": _accept(own.values()),
+                "acceptance_length": statistics.fmean(map(_accept, files.values())),
                 "num_identical": sum(same) if same else None,
                 "num_compared": len(same),
             }
@@ -93,20 +88,6 @@ def _compare(
     return median, (low, high)
 
 
-def _make_curve(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The mean over the files of prompts of the acceptance length, by name, tree and millions of tokens."""
-    points: dict[tuple[str, str, float], dict[str, dict[str, list[Cell]]]] = {}  # by the weights, and by the file
-    for cell in cells:
-        match cell["key"]:
-            case ["curve", name, millions, weights, tree, prompts, _]:
-                point = points.setdefault((name, tree, millions), {})
-                point.setdefault(weights, {}).setdefault(prompts, []).append(cell)
-    return [
-        {"name": name, "tree": tree, "millions": millions, "length": statistics.fmean(map(_accept, files.values()))}
-        for (name, tree, millions), (*_, files) in ((key, one.values()) for key, one in sorted(points.items()))
-    ]  # of the weights that were measured last
-
-
 def render_json(content: Mapping[str, Any]) -> str:
     """Numbers have four digits."""
 
@@ -130,15 +111,14 @@ def render_page(content: Mapping[str, Any]) -> str:
         f"{one['max_new_tokens']} tokens a prompt, {one['cpu']} ({', '.join(one['cpu_flags'])}); torch {one['torch']}, "
         f"transformers {one['transformers']}; commit {one['commit']}. {LEGEND}\n"
     )
-    grids = [*_make_speed_grids(content["reports"]), *_make_curve_grids(content["curve"])]
-    return "\n".join([head, *(grid.to_markdown() for grid in grids)])
+    return "\n".join([head, *(grid.to_markdown() for grid in _make_grids(content))])
 
 
-def _make_speed_grids(reports: Sequence[dict[str, Any]]) -> Iterable[Grid]:
-    groups: dict[tuple[int, float], dict[str, dict[str, Any]]] = {}
-    for report in reports:
-        groups.setdefault((report["threads"], report["temperature"]), {})[report["prompts"]] = report
-    for (threads, temperature), group in groups.items():
+def _make_grids(content: Mapping[str, Any]) -> Iterable[Grid]:
+    groups: dict[float, dict[str, dict[str, Any]]] = {}
+    for report in content["reports"]:
+        groups.setdefault(report["temperature"], {})[report["prompts"]] = report
+    for temperature, group in groups.items():
         every = group.pop(ALL)
         lengths = {file: {(r["name"], r["tree"]): r for r in one["rows"]} for file, one in group.items()}
         cells, notes = [], []
@@ -150,19 +130,8 @@ def _make_speed_grids(reports: Sequence[dict[str, Any]]) -> Iterable[Grid]:
             same = "–" if row["num_identical"] is None else f"{row['num_identical']}/{row['num_compared']}"
             ratios = [format_number(row[key]) for key in ("over_transformers", "over_plain")]
             label = f"{row['name']}, {row['tree']}" if row["tree"] else row["name"]
-            numbers = map(format_number, [*own, statistics.fmean(own)])
+            numbers = map(format_number, [*own, row["acceptance_length"]])
             cells.append([label, *numbers, f"{row['tokens_per_second']:.1f}", *ratios, same])
         columns = ["decoding", *lengths, "acceptance length", "tokens/s", "× generate", "× fastest plain", "same text"]
-        title = f"{threads} thread(s), T = {temperature:g}, {every['num_prompts']} prompts"
+        title = f"{content['environment']['threads']} thread(s), T = {temperature:g}, {every['num_prompts']} prompts"
         yield Grid(title, columns, cells, notes)
-
-
-def _make_curve_grids(curve: Sequence[dict[str, Any]]) -> Iterable[Grid]:
-    if not curve:
-        return
-    millions = sorted({one["millions"] for one in curve})
-    found = {(one["name"], one["tree"], one["millions"]): one["length"] for one in curve}
-    names = dict.fromkeys((one["name"], one["tree"]) for one in curve)
-    cells = [[", ".join(key), *(format_number(found.get((*key, number))) for number in millions)] for key in names]
-    columns = ["heads", *(f"{number:g} M tokens" for number in millions)]
-    yield Grid("Acceptance length by training tokens, T = 0, mean of the files of prompts", columns, cells)

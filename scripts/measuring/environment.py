@@ -25,23 +25,22 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "sve", "bf16")
 
 
-def describe_environment(target: Target, settings: Settings | None, /, **details: Any) -> dict[str, Any]:
+def describe_environment(target: Target, settings: Settings, /, **details: Any) -> dict[str, Any]:
     """Everything a reader needs to judge or to reproduce the numbers, with the settings and details.
 
     `generation_config` is what the target's generation config adds to the settings.
     """
-    options = asdict(replace(settings, tokenizer=None)) if settings is not None else {}
-    options.pop("tokenizer", None)
-    own = {} if settings is None else {"generation_config": settings.find_model_settings(target)}
+    options = asdict(replace(settings, tokenizer=None))
+    del options["tokenizer"]
     return {
         **describe_machine(target.device),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "attention": find_attention(target.backbone.causal_lm),
-        "batch": options.pop("batch_size", 1),
+        "batch": options.pop("batch_size"),
         **describe_program(),
         **options,
-        **own,
+        "generation_config": settings.find_model_settings(target),
         **details,
     }
 

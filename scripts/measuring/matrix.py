@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
-from draftsmith.heads import DraftHeads
 from draftsmith.inference import Drafter, Target
 from draftsmith.scripts.measuring.contenders import (
     OurDecoding,
@@ -38,9 +37,8 @@ from draftsmith.scripts.measuring.report import make_rows, reference_name, texts
 from draftsmith.scripts.measuring.roofline import count_weight_bytes
 from draftsmith.scripts.measuring.table import Row
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
-from draftsmith.scripts.shared.model_loading import bind_heads, load_assistant, load_drafter_model, load_target
+from draftsmith.scripts.shared.model_loading import load_assistant, load_drafter_model, load_heads, load_target
 
-Heads = dict[str, DraftHeads]
 SMALL_MODEL = "small model"
 WARM_UP_SHARE = 2 / 3  # of --minutes: nothing more is compiled after it
 SMALL_BYTES = 10**9  # a pass over more weights than this takes a CPU far longer than its dispatch
@@ -100,7 +98,7 @@ def load_subject(
         target = target.with_packed_weights()
     if is_invariant:
         target = target.batch_invariant()
-    loaded = load_all_heads(heads, target)
+    loaded = {short: load_heads(path, target) for short, path in name_heads(heads).items()}
     drafters: dict[str, Drafter] = dict(loaded)
     if drafter_model is not None:
         drafters[SMALL_MODEL] = load_drafter_model(drafter_model, target, tokenizer)
@@ -165,18 +163,6 @@ def name_heads(paths: Sequence[str]) -> dict[str, str]:
         return next((end for end in ends if not any(f"/{other}".endswith(f"/{end}") for other in others)), path)
 
     return {shorten(path): path for path in paths}
-
-
-def load_all_heads(paths: Sequence[str], target: Target) -> Heads:
-    """Heads by name.
-
-    Raises:
-        ValueError: heads do not fit the target.
-    """
-    return {
-        name: bind_heads(DraftHeads.from_pretrained(path, dtype=target.dtype), target)
-        for name, path in name_heads(paths).items()
-    }
 
 
 def measure_combination(

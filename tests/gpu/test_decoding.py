@@ -15,7 +15,7 @@ from draftsmith.heads import HEAD_TYPES, DraftHeads
 from draftsmith.inference import Decoder, DynamicTree, Target
 from draftsmith.inference.engine import Emission, Engine
 from draftsmith.inference.step import StepOutput
-from draftsmith.scripts.benchmarks.scripted.counting import ScriptedTree, make_counting_target, make_random_heads
+from draftsmith.scripts.benchmarks.counting import ScriptedTree, make_counting_target, make_random_heads
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target

@@ -15,7 +15,6 @@ from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.inference import Decoder, Target
 from draftsmith.scripts.benchmark import BenchmarkArguments
 from draftsmith.scripts.chat.arguments import GenerateArguments
-from draftsmith.scripts.measuring.matrix import load_all_heads
 from draftsmith.scripts.serve import ServeArguments
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import load_drafter, load_heads, load_target
@@ -58,8 +57,10 @@ def test_the_adapter_is_merged_into_the_target_that_is_there(stored: Path) -> No
 
 @pytest.mark.parametrize("names", [("one", "two"), ("plain", "one")])
 def test_heads_for_different_targets_do_not_run_together(stored: Path, names: tuple[str, str]) -> None:
+    target = Target(tiny_target("llama"))
+    load_heads(str(stored / names[0]), target)
     with pytest.raises(ValueError, match="run the program for each of them by itself"):
-        load_all_heads([str(stored / name) for name in names], Target(tiny_target("llama")))
+        load_heads(str(stored / names[1]), target)
 
 
 def test_the_tokens_that_heads_score_come_from_given_conversations(tmp_path: Path) -> None:

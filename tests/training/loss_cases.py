@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from draftsmith.heads import DraftStep
 from draftsmith.training.losses.draft_loss import LossOutput, draft_loss
 from draftsmith.training.losses.teacher import Teacher, compute_teacher
+from draftsmith.training.losses.terms import ScoredTokens, parse_loss
 from tests.tiny_targets import random_prompt, target_of
 
 BATCH, LENGTH, HIDDEN, VOCAB = 3, 12, 32, 128
@@ -75,7 +76,7 @@ class Case:
 
 
 class Reference:
-    """The same by loops over rows, slots and steps, of the losses in `LOSS_TYPES`."""
+    """The same by loops over rows, slots and steps; `test_loss_terms.py` has the losses of single positions."""
 
     def __init__(self, case: Case, loss_type: str, step_decay: float = 0.8) -> None:
         ids = list(range(VOCAB)) if case.draft_token_ids is None else case.draft_token_ids.tolist()
@@ -97,27 +98,15 @@ class Reference:
                         top5 += ids.index(best) in ranking[:5]
                     if (label if loss_type == "cross_entropy" else best) not in ids:
                         continue
-                    log_q = scores.log_softmax(-1)
-                    p = target_logits[ids].softmax(-1)
-                    if loss_type == "cross_entropy":
-                        loss = -log_q[ids.index(label)]
-                    elif loss_type == "distillation":
-                        loss = -(p * log_q).sum()
-                    elif loss_type == "1.8*total_variation+0.1*cross_entropy":
-                        loss = 0.9 * (p - log_q.exp()).abs().sum()
-                        if label in ids:
-                            loss = loss - 0.1 * log_q[ids.index(label)]
-                    else:
-                        assert loss_type == "1.5*smooth_l1+0.1*distillation+topk_distillation"
-                        loss = -0.1 * (p * log_q).sum()
-                        for i in sorted(range(len(ids)), key=lambda i: -p[i].item())[:10]:
-                            loss = loss - p[i] * log_q[i]
-                        for mine, wanted in zip(
-                            step.hidden[row, slot], case.last_hidden[row, slot + step.shift - 1], strict=True
-                        ):
-                            gap = (mine - wanted).abs()
-                            loss = loss + 1.5 * (gap**2 / 2 if gap < 1 else gap - 0.5) / HIDDEN
-                    losses.append(loss)
+                    tokens = ScoredTokens(
+                        scores[None],
+                        target_logits[ids][None],
+                        label=torch.tensor([ids.index(label) if label in ids else -1]),
+                        argmax=torch.tensor([ids.index(best) if best in ids else -1]),
+                        hidden=step.hidden[row, slot][None],
+                        target_hidden=case.last_hidden[row, slot + step.shift - 1][None],
+                    )
+                    losses.append(parse_loss(loss_type)(tokens)[0])
             total = torch.stack(losses).sum() if losses else torch.zeros(())
             self.loss = self.loss + step_decay**k * total / max(positions, 1)
             self.loss_sums.append(total.item())

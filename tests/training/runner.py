@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.training.options.command_line import parse_arguments
-from draftsmith.training.run.preparation import run_training
+from draftsmith.training.run.preparation import prepare_run
 from draftsmith.training.run.trainer import HeadsTrainer
 from tests.tiny_targets import tiny_target
 
@@ -100,7 +100,7 @@ class Runner:
         return words
 
     def __call__(self, **options: Any) -> dict[str, float]:
-        return run_training(*parse_arguments(self.arguments(**options)))
+        return prepare_run(*parse_arguments(self.arguments(**options))).finish()
 
     def break_off(self, step: int, **options: Any) -> None:
         """Trains until `step` optimizer steps have been made, then fails."""

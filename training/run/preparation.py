@@ -56,14 +56,6 @@ from draftsmith.training.run.trainer import HeadsTrainer
 logger = logging.getLogger(__name__)
 
 
-def run_training(*parts: Any) -> dict[str, float]:
-    """Trains heads as the options say, saves them in `output_dir` and returns the final metrics.
-
-    With `--resume_from_checkpoint true` (or a folder) an interrupted run goes on from its newest complete checkpoint.
-    """
-    return prepare_run(*parts).finish()
-
-
 @dataclass
 class _Models:
     """The frozen target (with adapters, if any), its tokenizer, and the heads bound to it."""
@@ -71,7 +63,6 @@ class _Models:
     target: Target
     tokenizer: Any
     heads: DraftHeads
-    are_heads_trained: bool
 
 
 @dataclass
@@ -208,10 +199,10 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
             _name_target(stored, target)
         if checkpoint is None and args.head_type is not None:
             stored = find_kind(args.head_type).grow_from(stored, **args.parse_head_overrides())
-        return _Models(target, tokenizer, stored, are_heads_trained=True)
+        return _Models(target, tokenizer, stored)
     assert args.head_type is not None
     heads = create_heads(args.head_type, target, **args.parse_head_overrides())
-    return _Models(target, tokenizer, heads, are_heads_trained=False)
+    return _Models(target, tokenizer, heads)
 
 
 def warn_of_slow_dtypes(is_bf16: bool, target: Target | None) -> None:

@@ -1,21 +1,18 @@
-"""Compares acceptance lengths and speed with those of the EAGLE and Medusa authors' own code, on one thread of a CPU.
+"""Compares acceptance lengths with those of the EAGLE and Medusa authors' own code, in float32 on one thread of a CPU.
 
     python scripts/benchmarks/peers/compare.py --eagle EAGLE_CHECKOUT --eagle_python EAGLE_ENV/bin/python \\
         --medusa MEDUSA_CHECKOUT --medusa_python MEDUSA_ENV/bin/python --json outputs/peers.json
 
-Both sides decode the same prompts with the same heads and trees, in turns, prompt by prompt. The authors' files are not
-edited. Environments that work: torch 2.13 with transformers 4.53.3 for EAGLE, and with transformers 4.36.2 and numpy 1
-for Medusa.
+Both sides decode the same prompts with the same heads and trees. The authors' files are not edited. Environments that
+work: torch 2.13 with transformers 4.53.3 for EAGLE, and with transformers 4.36.2 and numpy 1 for Medusa.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +25,11 @@ import torch
 from rich.console import Console
 
 from draftsmith.inference import Decoder
+from draftsmith.inference.text_difference import find_difference
 from draftsmith.inference.trees.static import StaticTree
 from draftsmith.scripts.benchmarks.peers.cases import CASES, PEERS, Case
 from draftsmith.scripts.benchmarks.peers.exports import write_heads, write_target
-from draftsmith.scripts.benchmarks.peers.texts import Text, first_difference, mean_and_error, tokens_per_second, trim
+from draftsmith.scripts.benchmarks.peers.texts import Text, mean_and_error, trim
 from draftsmith.scripts.benchmarks.peers.worker import Worker
 from draftsmith.scripts.measuring.environment import describe_machine, describe_program
 from draftsmith.scripts.measuring.measure import Prompt, load_prompts
@@ -42,8 +40,8 @@ from draftsmith.training.data.options import option
 from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.options.one_line_errors import one_line_errors
 
-MODES: dict[str, dict[str, Any]] = {"eager": {}, "packed": {"pack_weights": True}, "compiled": {"compile": True}}
-DTYPES = ("float32", "bfloat16")
+DTYPE = "float32"
+SIDES = ("theirs", "same_settings", "own_settings")
 
 
 @dataclass
@@ -59,18 +57,11 @@ class CompareArguments:
     max_new_tokens: int = option(default=128, help="Tokens decoded for each prompt (fewer after an EOS).")
     num_seeds: int = option(default=3, help="Texts for each prompt at temperature 1.")
     cases: list[str] = option(default_factory=lambda: list(CASES), help=f"Of {', '.join(CASES)}.")
-    dtypes: list[str] = option(default_factory=lambda: ["float32"], help=f"Of {', '.join(DTYPES)}.")
-    modes: list[str] = option(
-        default_factory=lambda: ["eager", "packed"],
-        help=f"How this library decodes, of {', '.join(MODES)}. The first mode's texts are compared with theirs.",
-    )
     json: str | None = option(default=None, help="Write the results to this file.")
 
     def __post_init__(self) -> None:
-        for name, allowed in (("cases", CASES), ("dtypes", DTYPES), ("modes", MODES)):
-            given = getattr(self, name)
-            if not given or set(given) - set(allowed):
-                raise ValueError(f"got --{name} {' '.join(given)}; allowed are {', '.join(allowed)}")
+        if set(self.cases) - set(CASES):
+            raise ValueError(f"got --cases {' '.join(self.cases)}; allowed are {', '.join(CASES)}")
         for name in PEERS:
             if (getattr(self, name) is None) != (getattr(self, f"{name}_python") is None):
                 raise ValueError(f"give both --{name} and --{name}_python, or neither")
@@ -84,54 +75,46 @@ class CompareArguments:
 
 
 class Comparison:
-    """Runs both sides on the same prompts in one dtype.
+    """Runs both sides on the same prompts.
 
     Args:
         folder: scratch, for exports and jobs.
     """
 
-    def __init__(self, args: CompareArguments, dtype: str, folder: Path) -> None:
-        self.args, self.dtype, self.folder = args, dtype, folder
-        self.target, tokenizer = load_target(args.target, dtype=dtype, device="cpu")
+    def __init__(self, args: CompareArguments, folder: Path) -> None:
+        self.args, self.folder = args, folder
+        self.target, tokenizer = load_target(args.target, dtype=DTYPE, device="cpu")
         limits = {"num_prompts": args.num_prompts, "max_new_tokens": args.max_new_tokens}
         self.prompts = load_prompts(Path(args.prompts), tokenizer, self.target, **limits)[0]
         self.eos = tokenizer.eos_token_id
         write_target(self.target, self.eos, folder / "target")
 
     def run(self, case: Case, temperature: float) -> dict[str, Any]:
-        """One row: each side's acceptance length with its standard error, its speed, and the texts that differ."""
+        """One row: each side's acceptance length with its standard error, and the greedy texts that differ."""
         num_seeds = self.args.num_seeds if temperature else 1
         with self.start_worker(case, temperature) as worker:
             tree = case.tree or StaticTree(worker.header.pop("tree"))
             sides: dict[str, Callable[[Prompt, int], Text]] = {
-                "theirs": lambda prompt, seed: worker.decode(prompt.input_ids[0].tolist(), seed)
+                "theirs": lambda prompt, seed: worker.decode(prompt.input_ids[0].tolist(), seed),
+                "same_settings": self.make_ours(case, temperature, tree=tree, is_coupled=False),
+                "own_settings": self.make_ours(case, temperature, tree=case.own_tree),
             }
-            for mode in self.args.modes:
-                sides[mode] = self.make_ours(case, temperature, tree=tree, is_coupled=False, **MODES[mode])
-            first = self.args.modes[0]
-            sides["own_settings"] = self.make_ours(case, temperature, tree=case.own_tree, **MODES[first])
-            texts = self.take_turns(sides, num_seeds)
-        row = {"case": case.title, "dtype": self.dtype, "temperature": temperature, "num_texts": len(texts["theirs"])}
-        row |= worker.header
-        speeds = {name: tokens_per_second(own) for name, own in texts.items()}
+            texts = {
+                name: [
+                    decode(prompt, prompt.index * num_seeds + seed)
+                    for prompt in self.prompts
+                    for seed in range(num_seeds)
+                ]
+                for name, decode in sides.items()
+            }
+        row = {"case": case.title, "temperature": temperature, "num_texts": len(texts["theirs"]), **worker.header}
         texts["theirs"] = [trim(text, self.eos, self.args.max_new_tokens) for text in texts["theirs"]]
         for name, own in texts.items():
             mean, error = mean_and_error(own, num_seeds)
-            row[name] = {"mean": mean, "error": error, "tokens_per_second": speeds[name]}
+            row[name] = {"mean": mean, "error": error}
         if not temperature:
-            row["differences"] = self.find_differences(texts["theirs"], texts[first])
+            row["differences"] = self.find_differences(texts["theirs"], texts["same_settings"])
         return row
-
-    def take_turns(self, sides: dict[str, Callable[[Prompt, int], Text]], num_seeds: int) -> dict[str, list[Text]]:
-        """Each side's texts, `num_seeds` of a prompt one after the other. Who decodes a prompt first rotates."""
-        names, texts = list(sides), {name: [] for name in sides}
-        for decode in sides.values():
-            decode(self.prompts[0], 0)  # warm-up
-        for turn, (prompt, seed) in enumerate(itertools.product(self.prompts, range(num_seeds))):
-            for place in range(len(names)):
-                name = names[(turn + place) % len(names)]
-                texts[name].append(sides[name](prompt, prompt.index * num_seeds + seed))
-        return texts
 
     def start_worker(self, case: Case, temperature: float) -> Worker:
         peer = PEERS[case.peer]
@@ -144,7 +127,7 @@ class Comparison:
             # Their loop ends with more tokens than this. The last bonus token is known as one more step's root.
             "max_new_tokens": self.args.max_new_tokens - 1,
             "temperature": temperature,
-            "dtype": self.dtype,
+            "dtype": DTYPE,
             **case.job,
         }
         python, checkout = (Path(getattr(self.args, name)).absolute() for name in (f"{case.peer}_python", case.peer))
@@ -158,36 +141,21 @@ class Comparison:
             settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
 
         def decode(prompt: Prompt, seed: int) -> Text:
-            start = time.process_time()
             output = decoder.generate(prompt.input_ids, seed=seed, **settings)
-            seconds = time.process_time() - start
-            if output.stats.seconds["compile"]:  # once more, with the graphs that this text needed
-                return decode(prompt, seed)
             counts = enumerate(output.stats.accepted_histogram, 1)
             lengths = [length for length, count in counts for _ in range(count)]
-            return Text(output.sequences[0, prompt.input_ids.shape[1] :].tolist(), lengths, seconds)
+            return Text(output.sequences[0, prompt.input_ids.shape[1] :].tolist(), lengths)
 
         return decode
 
     def find_differences(self, theirs: Sequence[Text], ours: Sequence[Text]) -> list[dict[str, Any]]:
-        """The greedy texts that differ, each with the target's logits of both tokens at the first difference."""
-        found = []
-        for prompt, one, other in zip(self.prompts, theirs, ours, strict=True):
-            place = first_difference(one.tokens, other.tokens)
-            if place is None:
-                continue
-            scores = self.score(prompt, one.tokens[:place])
-            tokens = [text.tokens[place : place + 1] for text in (one, other)]  # none where a text has ended
-            logits = [float(scores[token[0]]) if token else None for token in tokens]
-            found.append({"prompt": prompt.id, "place": place, "logits": logits})
-        return found
-
-    @torch.no_grad()
-    def score(self, prompt: Prompt, tokens: Sequence[int]) -> torch.Tensor:
-        """The target's logits [V] after a prompt and tokens."""
-        ids = torch.cat([prompt.input_ids, torch.tensor([list(tokens)], dtype=torch.long)], dim=1)
-        logits: torch.Tensor = self.target.model(ids).logits[0, -1]
-        return logits
+        """The greedy texts that differ, each with the first place and what the target gives both tokens there."""
+        pairs = zip(self.prompts, theirs, ours, strict=True)
+        found = [
+            (prompt.id, find_difference(self.target, prompt.input_ids, one.tokens, other.tokens, do_sample=False))
+            for prompt, one, other in pairs
+        ]
+        return [{"prompt": name, "place": one.place, "reason": one.explain()} for name, one in found if one]
 
 
 def describe_checkout(path: str) -> str:
@@ -198,64 +166,47 @@ def describe_checkout(path: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def make_grids(rows: Sequence[dict[str, Any]], modes: Sequence[str]) -> list[Grid]:
-    """The tables of acceptance lengths, with a note for each greedy text that differs, and of speed."""
-    columns = ["heads and tree", "dtype", "T"]
-    lengths, speeds, notes = [], [], []
+def make_grid(rows: Sequence[dict[str, Any]]) -> Grid:
+    """The table of acceptance lengths, with a note for each greedy text that differs."""
+    cells, notes = [], []
     for row in rows:
-        first = [row["case"], row["dtype"], f"{row['temperature']:g}"]
-        means = [f"{row[name]['mean']:.3f} ± {row[name]['error']:.3f}" for name in ("theirs", modes[0], "own_settings")]
+        means = [f"{row[name]['mean']:.3f} ± {row[name]['error']:.3f}" for name in SIDES]
         differences = row.get("differences")
         same = "–" if differences is None else f"{row['num_texts'] - len(differences)}/{row['num_texts']}"
-        lengths.append([*first, *means, same])
-        theirs = row["theirs"]["tokens_per_second"]
-        ours = [row[mode]["tokens_per_second"] for mode in modes]
-        speeds.append([*first, f"{theirs:.1f}", *(f"{speed:.1f} ({speed / theirs:.2f}x)" for speed in ours)])
-        for one in differences or []:
-            scores = ["the end" if logit is None else f"{logit:.6f}" for logit in one["logits"]]
-            notes.append(
-                f"{row['case']}, {row['dtype']}: {one['prompt']} differs at token {one['place']}; the target's logits "
-                f"are {scores[0]} for the authors' token and {scores[1]} for ours"
-            )
+        cells.append([row["case"], f"{row['temperature']:g}", *means, same])
+        notes += [
+            f"{row['case']}: {one['prompt']} differs at token {one['place']}. {one['reason']}"
+            for one in differences or []
+        ]
     legend = (
         "Tokens per verify step of all texts ± the standard error over prompts. Same settings: their tree and scores, "
         "uncoupled. Own settings: this library's tree of as many nodes, coupled at T = 1."
     )
-    length_columns = [*columns, "authors' code", "same settings", "own settings", "same text"]
-    return [
-        Grid("Acceptance lengths beside the authors' own code", length_columns, lengths, [*notes, legend]),
-        Grid(
-            "Speed beside the authors' own code",
-            [*columns, "authors' code", *modes],
-            speeds,
-            ["Tokens per second of CPU time, prompt passes included, with the same settings on both sides."],
-        ),
-    ]
+    columns = ["heads and tree", "T", "authors' code", "same settings", "own settings", "same text"]
+    return Grid("Acceptance lengths beside the authors' own code", columns, cells, [*notes, legend])
 
 
-def run(args: CompareArguments, console: Console) -> list[Grid]:
-    """Measures all rows, then prints the tables. The JSON file is written after each row."""
+def run(args: CompareArguments, console: Console) -> Grid:
+    """Measures all rows, then prints the table. The JSON file is written after each row."""
     torch.set_num_threads(1)
-    names = ("target", "prompts", "num_prompts", "max_new_tokens", "num_seeds", "modes")
+    names = ("target", "prompts", "num_prompts", "max_new_tokens", "num_seeds")
     checkouts = {name: describe_checkout(path) for name in PEERS if (path := getattr(args, name)) is not None}
     environment = {**describe_machine(torch.device("cpu")), **describe_program(), "checkouts": checkouts}
     rows: list[dict[str, Any]] = []
     content = {"environment": environment | {name: getattr(args, name) for name in names}, "rows": rows}
-    for dtype in args.dtypes:
-        with tempfile.TemporaryDirectory() as folder:
-            comparison = Comparison(args, dtype, Path(folder))
-            for case in args.chosen():
-                for temperature in (0.0, 1.0) if case.is_sampled else (0.0,):
-                    rows.append(comparison.run(case, temperature))
-                    console.print(f"done: {case.title}, {dtype}, T = {temperature:g}", highlight=False)
-                    if args.json is not None:
-                        write_text(Path(args.json), json.dumps(content, indent=1, allow_nan=False) + "\n")
-    grids = make_grids(rows, args.modes)
-    for grid in grids:
-        grid.print(console)
+    with tempfile.TemporaryDirectory() as folder:
+        comparison = Comparison(args, Path(folder))
+        for case in args.chosen():
+            for temperature in (0.0, 1.0) if case.is_sampled else (0.0,):
+                rows.append(comparison.run(case, temperature))
+                console.print(f"done: {case.title}, T = {temperature:g}", highlight=False)
+                if args.json is not None:
+                    write_text(Path(args.json), json.dumps(content, indent=1, allow_nan=False) + "\n")
+    grid = make_grid(rows)
+    grid.print(console)
     if args.json is not None:
         console.print(f"wrote {args.json}", markup=False, highlight=False)
-    return grids
+    return grid
 
 
 def main(argv: Sequence[str] | None = None) -> None:

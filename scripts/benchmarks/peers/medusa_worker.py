@@ -4,14 +4,13 @@
 
 The job: heads (a folder, whose config names the target), max_new_tokens, dtype. Decoding is greedy. The first JSON line
 on stdout has versions and the tree, the authors' default for unknown targets. Then each JSON line on stdin is a prompt
-(token ids), and gets one line: the tokens after the prompt, how many tokens each verify step appended (its tree's root
-and the drafts accepted after it), and the CPU seconds.
+(token ids), and gets one line: the tokens after the prompt, and how many tokens each verify step appended (its tree's
+root and the drafts accepted after it).
 """
 
 import itertools
 import json
 import sys
-import time
 
 import torch
 import transformers
@@ -39,14 +38,12 @@ def main():
     for line in sys.stdin:
         prompt = torch.tensor([json.loads(line)["prompt"]])
         texts[:] = [prompt]
-        start = time.process_time()
         for _ in model.medusa_generate(prompt, medusa_choices=medusa_model.mc_sim_7b_63):
             if texts[-1].shape[1] - prompt.shape[1] > job["max_new_tokens"]:
                 break
-        seconds = time.process_time() - start
         lengths = [after.shape[1] - before.shape[1] for before, after in itertools.pairwise(texts)]
         tokens = texts[-1][0, prompt.shape[1] :].tolist()
-        print(json.dumps({"tokens": tokens, "lengths": lengths, "seconds": seconds}), flush=True)
+        print(json.dumps({"tokens": tokens, "lengths": lengths}), flush=True)
 
 
 main()

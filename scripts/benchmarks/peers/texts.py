@@ -1,4 +1,4 @@
-"""Texts of both sides: where a text ends, acceptance lengths, speed, differences."""
+"""Texts of both sides: where a text ends, and acceptance lengths."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Text:
-    """tokens: after the prompt. lengths: tokens of each verify step, its bonus token or its root counted.
-    seconds: CPU time, the prompt's pass included."""
+    """tokens: after the prompt. lengths: tokens of each verify step, its bonus token or its root counted."""
 
     tokens: list[int]
     lengths: list[int]
-    seconds: float = 0.0
 
 
 def trim(text: Text, eos: int, max_new_tokens: int) -> Text:
@@ -24,7 +22,7 @@ def trim(text: Text, eos: int, max_new_tokens: int) -> Text:
     root is known before the step:
 
     >>> trim(Text([5, 6, 2, 9, 9], [2, 1, 2]), eos=2, max_new_tokens=8)  # the first step's bonus token is EOS
-    Text(tokens=[5, 6, 2], lengths=[2], seconds=0.0)
+    Text(tokens=[5, 6, 2], lengths=[2])
     """
     end = min(text.tokens.index(eos) + 1 if eos in text.tokens else max_new_tokens, max_new_tokens)
     lengths, known = [], 1
@@ -50,16 +48,3 @@ def mean_and_error(texts: Sequence[Text], num_seeds: int) -> tuple[float, float]
         return mean, 0.0
     left = [sum(own) - mean * len(own) for own in lengths]  # of the ratio estimator, whose sum is 0
     return mean, statistics.stdev(left) * len(left) ** 0.5 / num_steps
-
-
-def tokens_per_second(texts: Sequence[Text]) -> float:
-    """Tokens of the prompt passes and of all verify steps, also those after a text's end, per second of CPU time."""
-    return sum(1 + sum(text.lengths) for text in texts) / sum(text.seconds for text in texts)
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first place where two texts differ, or one of them ends; None = they are equal."""
-    if list(one) == list(other):
-        return None
-    pairs = zip(one, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -167,7 +167,7 @@ def test_what_is_counted() -> None:
     assert stats.num_drafted == len(timeline.drafts)
     assert stats.num_verify_passes == len(timeline.verifications) == stats.num_target_forwards - 1
     assert stats.num_new_tokens == NUM_NEW
-    assert timeline.num_dropped == timeline.num_wasted == 0, "all drafts are right"
+    assert timeline.num_wasted == 0, "all drafts are right"
 
 
 def test_calls_that_are_refused() -> None:

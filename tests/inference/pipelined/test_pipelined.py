@@ -57,7 +57,6 @@ def test_one_pass_a_token_where_every_prediction_is_right() -> None:
     found = PipelinedDecoder(model).generate(random_prompt(4), max_new_tokens=20, do_sample=False)
     assert found.stats.num_refuted == 0
     assert found.stats.passes_per_token == 1
-    assert found.stats.depth_in_flight > 0.8 * 3
 
 
 def test_end_of_text_and_limits() -> None:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import argparse
 import logging
-import platform
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import transformers
 
+from draftsmith.scripts.measuring.environment import describe_machine
+from draftsmith.scripts.shared.whole_files import write_text
 from tests.conftest import REPOSITORY
 from tests.lossless.matrix import render
 from tests.lossless.matrix.cells import Cell, greedy_cells, pair_cells, recurrent_cells, trained_cells
-from tests.lossless.matrix.results import DIFFERENT, Result, find_gaps, run_cell, to_json, write_text
+from tests.lossless.matrix.results import DIFFERENT, Result, find_gaps, run_cell
 from tests.tiny_targets import LEFT_OUT
 
 PARTS = {"greedy": greedy_cells, "pairs": pair_cells, "trained": trained_cells, "recurrent": recurrent_cells}
@@ -40,7 +40,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="run only cells whose names contain all of these, such as gemma3 'batch 32' dynamic",
     )
     parser.add_argument("--list", action="store_true", help="print the names of the cells; decode nothing")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every cell's result to FILE, one line each")
     return parser.parse_args(arguments)
 
 
@@ -55,24 +54,18 @@ def run_cells(cells: Sequence[Cell]) -> list[Result]:
         result = run_cell(cell)
         results.append(result)
         minutes = (time.perf_counter() - started) / 60
-        print(f"{index}/{len(cells)} {minutes:5.1f} min  {result.status}  {result.name}", flush=True)
-        for line in (*result.ties, *([result.reason] if result.reason else [])):
+        print(f"{index}/{len(cells)} {minutes:5.1f} min  {result.status}  {result.cell.name}", flush=True)
+        for line in (*result.outcome.ties, *([result.reason] if result.reason else [])):
             print(f"    {line}", flush=True)
     return results
 
 
 def describe_environment() -> dict[str, str]:
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        cpu = names[0] if names else cpu
+    machine = describe_machine(torch.device("cpu"))
     return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "CPU": f"{cpu}, {torch.get_num_threads()} thread",
+        "torch": machine["torch"],
+        "transformers": machine["transformers"],
+        "CPU": f"{machine['cpu']}, {machine['threads']} thread",
         "targets that this transformers cannot configure": ", ".join(LEFT_OUT) or "none",
     }
 
@@ -93,15 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = run_cells(cells)
     is_whole = not options.match and set(options.part) == set(PUBLISHED)
     gaps = find_gaps(results, is_whole=is_whole)
-    if options.json is not None:
-        write_text(options.json, to_json(results))
     if is_whole:
         summary = render.summarise(results, gaps, describe_environment())
         page = DOCS / "lossless.md"
         write_text(page, render.replace_between_markers(page.read_text(encoding="utf-8"), summary))
         write_text(DOCS / "lossless.json", render.to_json(summary))
-    wrong = [result.name for result in results if result.status == DIFFERENT]
-    print(f"{sum(result.tokens for result in results):,} tokens in {len(results)} cells; {len(wrong)} cells differ")
+    wrong = [result.cell.name for result in results if result.status == DIFFERENT]
+    num_tokens = sum(result.outcome.num_tokens for result in results)
+    print(f"{num_tokens:,} tokens in {len(results)} cells; {len(wrong)} cells differ")
     print("\n".join([*wrong, *gaps]))
     return 1 if wrong or gaps else 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,8 +74,6 @@ class Outcome:
     num_ends: int = 0
     commits: Commits = field(default_factory=Commits)
     ties: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    reference_seconds: float = 0.0
 
 
 def run_case(case: Case) -> Outcome:
@@ -101,13 +98,11 @@ def run_case(case: Case) -> Outcome:
 
 
 def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outcome: Outcome) -> None:
-    started = time.perf_counter()
     prompts = [prompt_of(case.family, row) for row in call.rows]
     source = case.family, case.attention, case.seed
     texts = [reference_of(*source, row, case.sampling, case.text_length) for row in call.rows]
     eos = _choose_eos(call, texts, prompts)
     expected = [_cut(text, len(prompt), call, eos) for text, prompt in zip(texts, prompts, strict=True)]
-    outcome.reference_seconds += time.perf_counter() - started
 
     script, within = drafting.script, []
     if script is not None:
@@ -124,10 +119,8 @@ def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outc
     options |= SAMPLING[case.sampling]
     seed = [row.seed for row in call.rows] if do_sample(case.sampling) else None
     on_step = watch if len(prompts) == 1 else None
-    started = time.perf_counter()
     with patch("draftsmith.inference.prefill.PREFILL_CHUNK", case.prefill_chunk), watch_commits(outcome.commits):
         output = decoder.generate(**inputs, do_sample=do_sample(case.sampling), seed=seed, on_step=on_step, **options)
-    outcome.seconds += time.perf_counter() - started
 
     assert torch.equal(output.sequences[:, : ids.shape[1]], ids), "the prompts came back changed"
     new = output.sequences[:, ids.shape[1] :]

@@ -7,20 +7,21 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from tests.lossless.matrix.cells import Cell
 from tests.lossless.matrix.drafters import POLICIES
 from tests.lossless.matrix.results import DIFFERENT, Result, sum_histograms
 
 BEGIN, END = "<!-- matrix: begin (make lossless) -->", "<!-- matrix: end -->"
 
-AXES: dict[str, Callable[[Result], str]] = {
-    "target, attention": lambda result: f"{result.family}, {result.attention}",
-    "drafter": lambda result: result.drafter,
-    "tree policy": lambda result: result.policy,
-    "acceptance rule": lambda result: result.acceptance,
-    "sampling": lambda result: result.sampling,
-    "batch size": lambda result: str(result.batch),
-    "padding side": lambda result: result.padding,
-    "prefill chunk": lambda result: str(result.prefill_chunk),
+AXES: dict[str, Callable[[Cell], str]] = {
+    "target, attention": lambda cell: f"{cell.case.family}, {cell.case.attention}",
+    "drafter": lambda cell: cell.case.drafter,
+    "tree policy": lambda cell: str(cell.case.policy),
+    "acceptance rule": lambda cell: cell.case.acceptance,
+    "sampling": lambda cell: cell.case.sampling,
+    "batch size": lambda cell: str(cell.batch),
+    "padding side": lambda cell: cell.case.padding,
+    "prefill chunk": lambda cell: str(cell.case.prefill_chunk),
 }
 
 
@@ -50,27 +51,29 @@ def fingerprint(names: Iterable[str]) -> str:
 
 
 def summarise(results: Sequence[Result], gaps: Sequence[str], environment: Mapping[str, str]) -> Summary:
-    greedy = [result for result in results if result.part == "greedy"]
+    greedy = [result for result in results if result.cell.part == "greedy"]
     return Summary(
         environment=dict(environment),
         cells=len(results),
-        fingerprint=fingerprint(result.name for result in results),
-        tokens=sum(result.tokens for result in results),
-        rows=sum(result.rows for result in results),
-        near_ties=[f"{result.name}: {tie}" for result in results for tie in result.ties],
-        different=[f"{result.name}: {result.reason}" for result in results if result.status == DIFFERENT],
+        fingerprint=fingerprint(result.cell.name for result in results),
+        tokens=sum(result.outcome.num_tokens for result in results),
+        rows=sum(result.outcome.num_rows for result in results),
+        near_ties=[f"{result.cell.name}: {tie}" for result in results for tie in result.outcome.ties],
+        different=[f"{result.cell.name}: {result.reason}" for result in results if result.status == DIFFERENT],
         gaps=list(gaps),
         axes={axis: _tokens_by_value(results, value_of) for axis, value_of in AXES.items()},
         accepted={
-            policy: sum_histograms(result for result in greedy if result.policy == policy) for policy in POLICIES
+            policy: sum_histograms(result for result in greedy if result.cell.case.policy == policy)
+            for policy in POLICIES
         },
     )
 
 
-def _tokens_by_value(results: Sequence[Result], value_of: Callable[[Result], str]) -> dict[str, int]:
+def _tokens_by_value(results: Sequence[Result], value_of: Callable[[Cell], str]) -> dict[str, int]:
     tokens: dict[str, int] = {}
     for result in results:
-        tokens[value_of(result)] = tokens.get(value_of(result), 0) + result.tokens
+        value = value_of(result.cell)
+        tokens[value] = tokens.get(value, 0) + result.outcome.num_tokens
     return tokens
 
 

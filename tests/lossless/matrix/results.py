@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from tests.lossless.matrix.cases import Outcome, run_case
 from tests.lossless.matrix.cells import BATCHES, RECURRENT_BATCHES, Cell
@@ -20,92 +17,31 @@ NUM_RANKS = 4  # real candidates of the scripted drafter
 
 @dataclass
 class Result:
-    """One cell's result.
+    """Of a cell. status: one of the three words above. reason: why the cell differs."""
 
-    status: one of the three words above. reason: why the cell differs. tokens to num_ends: counts of rows and verify
-    steps, as in `Outcome`. accepted, moved: counts of the commits. seconds: time of decoding. reference_seconds: time
-    of the reference texts that no earlier cell had computed.
-    """
-
-    name: str
-    part: str
-    batch: int
-    family: str
-    attention: str
-    drafter: str
-    policy: str
-    acceptance: str
-    sampling: str
-    padding: str
-    prefill_chunk: int
-    seed: int
+    cell: Cell
     status: str
+    outcome: Outcome = field(default_factory=Outcome)
     reason: str | None = None
-    tokens: int = 0
-    rows: int = 0
-    acceptance_length: float = 1.0
-    accepted_histogram: list[int] = field(default_factory=list)
-    accepted: list[list[int]] = field(default_factory=list)
-    moved: int = 0
-    trimmed: int = 0
-    by_eos: int = 0
-    by_length: int = 0
-    eos_within_step: int = 0
-    num_ends: int = 0
-    ties: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    reference_seconds: float = 0.0
 
 
 def run_cell(cell: Cell) -> Result:
     """Runs one cell. A cell that fails is reported, not raised: the other cells still run."""
-    case = cell.case
-    result = Result(
-        cell.name,
-        cell.part,
-        cell.batch,
-        case.family,
-        case.attention,
-        case.drafter,
-        str(case.policy),
-        case.acceptance,
-        case.sampling,
-        case.padding,
-        case.prefill_chunk,
-        case.seed,
-        SAME,
-    )
-    started = time.perf_counter()
     try:
-        outcome = run_case(case)
+        outcome = run_case(cell.case)
     except AssertionError as error:
-        result.status, result.reason = DIFFERENT, str(error)
+        return Result(cell, DIFFERENT, reason=str(error))
     except Exception as error:  # noqa: BLE001  a crash is a failure of this cell, and is reported as one
-        result.status, result.reason = DIFFERENT, f"{type(error).__name__}: {error}"
-    else:
-        _take(result, outcome)
-    result.seconds = time.perf_counter() - started - result.reference_seconds
-    return result
-
-
-def _take(result: Result, outcome: Outcome) -> None:
-    result.status = NEAR_TIE if outcome.ties else SAME
-    result.ties = outcome.ties
-    result.tokens, result.rows = outcome.num_tokens, outcome.num_rows
-    result.acceptance_length = round(outcome.stats.acceptance_length, 3)
-    result.accepted_histogram = outcome.stats.accepted_histogram
-    result.accepted = [list(path) for path in sorted(outcome.commits.paths)]
-    result.moved = outcome.commits.num_moved
-    result.trimmed, result.by_eos, result.by_length = outcome.trimmed, outcome.by_eos, outcome.by_length
-    result.eos_within_step, result.num_ends = outcome.eos_within_step, outcome.num_ends
-    result.reference_seconds = outcome.reference_seconds
+        return Result(cell, DIFFERENT, reason=f"{type(error).__name__}: {error}")
+    return Result(cell, NEAR_TIE if outcome.ties else SAME, outcome)
 
 
 def sum_histograms(results: Iterable[Result]) -> list[int]:
     total: list[int] = []
     for result in results:
-        total += [0] * (len(result.accepted_histogram) - len(total))
-        for accepted, steps in enumerate(result.accepted_histogram):
+        histogram = result.outcome.stats.accepted_histogram
+        total += [0] * (len(histogram) - len(total))
+        for accepted, steps in enumerate(histogram):
             total[accepted] += steps
     return total
 
@@ -116,45 +52,45 @@ def find_gaps(results: Sequence[Result], *, is_whole: bool = False) -> list[str]
     A whole run must also compare at least `TOKENS_AT_LEAST` tokens.
     """
     gaps = []
-    if is_whole and (tokens := sum(result.tokens for result in results)) < TOKENS_AT_LEAST:
+    if is_whole and (tokens := sum(result.outcome.num_tokens for result in results)) < TOKENS_AT_LEAST:
         gaps.append(f"{tokens:,} tokens were compared, and at least {TOKENS_AT_LEAST:,} are to be")
-    greedy = [
-        result
-        for result in results
-        if result.part == "greedy" or (result.part == "recurrent" and result.sampling == "greedy")
-    ]
-    for target in dict.fromkeys((result.family, result.attention) for result in greedy):
-        own = [result for result in greedy if (result.family, result.attention) == target]
-        is_smaller = own[0].part == "recurrent"  # fewer rows do not reach everything
-        if {result.batch for result in own} != set(RECURRENT_BATCHES if is_smaller else BATCHES):
+    greedy: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        cell, case = result.cell, result.cell.case
+        if cell.part == "greedy" or (cell.part == "recurrent" and case.sampling == "greedy"):
+            greedy.setdefault((case.family, case.attention), []).append(result)
+    for target, own in greedy.items():
+        is_smaller = own[0].cell.part == "recurrent"  # fewer rows do not reach everything
+        if {result.cell.batch for result in own} != set(RECURRENT_BATCHES if is_smaller else BATCHES):
             continue  # a selection of cells
-        name = " ".join(target)
+        name, outcomes = " ".join(target), [result.outcome for result in own]
         reached = {
-            "a row that EOS ended": sum(result.by_eos for result in own),
-            "a row that its length ended": sum(result.by_length for result in own),
-            "an EOS before a step's last token": sum(result.eos_within_step for result in own),
+            "a row that EOS ended": sum(one.by_eos for one in outcomes),
+            "a row that its length ended": sum(one.by_length for one in outcomes),
+            "an EOS before a step's last token": sum(one.eos_within_step for one in outcomes),
             "five rows of one batch that ended at different lengths": is_smaller
-            or max(result.num_ends for result in own) >= 5,
+            or max(one.num_ends for one in outcomes) >= 5,
         }
         gaps += [f"{name}: no cell has {what}" for what, number in reached.items() if not number]
-        for policy in dict.fromkeys(result.policy for result in own):
+        policies: dict[str, list[Result]] = {}
+        for result in own:
+            policies.setdefault(str(result.cell.case.policy), []).append(result)
+        for policy, found in policies.items():
             if policy != "none" and not (is_smaller and policy == "auto"):
-                gaps += _find_tree_gaps(
-                    f"{name} {policy}", policy, [result for result in own if result.policy == policy]
-                )
+                gaps += _find_tree_gaps(f"{name} {policy}", policy, found)
     return gaps
 
 
 def _find_tree_gaps(name: str, policy: str, results: Sequence[Result]) -> list[str]:
-    histogram = sum_histograms(results)
+    histogram, outcomes = sum_histograms(results), [result.outcome for result in results]
     gaps = []
     if len(histogram) != DEPTH + 1 or min(histogram) == 0:
         gaps.append(f"{name}: not every depth was reached: {histogram}")
-    if missing := find_missing_branches(policy, {tuple(path) for result in results for path in result.accepted}):
+    if missing := find_missing_branches(policy, set().union(*(one.commits.paths for one in outcomes))):
         gaps.append(f"{name}: never accepted: {', '.join(missing)}")
-    if policy in BRANCHED and not sum(result.moved for result in results):
+    if policy in BRANCHED and not sum(one.commits.num_moved for one in outcomes):
         gaps.append(f"{name}: no step moved slots")
-    if not sum(result.trimmed for result in results):
+    if not sum(one.trimmed for one in outcomes):
         gaps.append(f"{name}: no step went beyond the end of a row")
     return gaps
 
@@ -172,26 +108,3 @@ def find_missing_branches(policy: str, accepted: set[tuple[int, ...]]) -> list[s
         return missing + [f"rank {rank}" for rank in range(2, NUM_RANKS) if rank not in {rank for _, rank in places}]
     nodes = STATIC_PATHS if policy == "static" else [[0] * depth for depth in range(1, DEPTH + 1)]
     return [f"node {list(node)}" for node in nodes if tuple(node) not in accepted]
-
-
-def to_json(results: Sequence[Result]) -> str:
-    """One line for each cell, so that `diff` compares two runs."""
-    lines = []
-    for result in results:
-        values = asdict(result)
-        values["seconds"], values["reference_seconds"] = round(result.seconds, 3), round(result.reference_seconds, 3)
-        lines.append(json.dumps(values))
-    return "[\n" + ",\n".join(lines) + "\n]\n"
-
-
-def from_json(text: str) -> list[Result]:
-    """Reads what `to_json` wrote."""
-    return [Result(**values) for values in json.loads(text)]
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file in one step: a reader sees the old text or the new text, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)

@@ -16,9 +16,11 @@ from draftsmith.inference import Target
 from draftsmith.scripts.benchmarks import results
 from draftsmith.scripts.benchmarks.llama_cpp import write_llama
 from draftsmith.scripts.benchmarks.results import Cells, ResultsArguments
+from draftsmith.scripts.benchmarks.results_chart import draw
 from draftsmith.scripts.benchmarks.results_summary import make_content, render_page
 from draftsmith.scripts.measuring.contenders import NGRAMS
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
+from tests.conftest import REPOSITORY
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +30,9 @@ def target(small_chat: str) -> Target:
 
 @pytest.fixture(scope="module")
 def heads(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """EAGLE-3 heads, which are also the only checkpoint of a run."""
-    folder = tmp_path_factory.mktemp("run")
-    for name in ("eagle3", "checkpoint-3"):
-        torch.manual_seed(0)
-        create_heads("eagle3", target).save_pretrained(folder / name)
-    (folder / "checkpoint-3" / "trainer_state.json").write_text(json.dumps({"num_input_tokens_seen": 1_500_000}))
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("heads") / "eagle3"
+    create_heads("eagle3", target).save_pretrained(folder)
     return folder
 
 
@@ -45,9 +44,9 @@ def options(small_chat: str, target: Target, heads: Path, tmp_path: Path) -> dic
         lines = [json.dumps({"id": f"{name}{number}", "turns": [f"Count to {number}"]}) for number in range(3)]
         (files / f"{name}.jsonl").write_text("\n".join(lines))
     write_llama(tmp_path / "small.Q4_1.gguf", target)
-    found: dict[str, Any] = {"target": small_chat, "prompts": [str(files)], "heads": [str(heads / "eagle3")]}
-    found |= {"curve": [str(heads)], "tree": ["chain:2"], "gguf": str(tmp_path / "small.Q4_1.gguf")}
-    numbers = {"limit": 1, "max_new_tokens": 6, "threads": [1]}
+    found: dict[str, Any] = {"target": small_chat, "prompts": [str(files)], "heads": [str(heads)]}
+    found |= {"tree": ["chain:2"], "gguf": str(tmp_path / "small.Q4_1.gguf")}
+    numbers = {"limit": 1, "max_new_tokens": 6}
     places = {"cells": str(tmp_path / "cells.jsonl"), "output": str(tmp_path / "out")}
     return {**found, **numbers, **places, "temperature": [0.0, 1.0], "dtype": "float32", "compile": False}
 
@@ -67,14 +66,13 @@ def test_a_run_that_is_killed_goes_on(options: dict[str, Any], tmp_path: Path, m
         with pytest.raises(KeyboardInterrupt):
             results.run(ResultsArguments(**options))
     file = Path(options["cells"])
-    file.write_text(file.read_text() + '{"key": ["speed", 1, 0.0, ')
+    file.write_text(file.read_text() + '{"key": [0.0, ')
     before = file.read_text().splitlines()[:4]
     content = results.run(ResultsArguments(**options))
     lines = file.read_text().splitlines()
     assert lines[:4] == before, "the conditions, and three cells"
     keys = [json.loads(line)["key"] for line in lines[1:]]
-    assert [key[0] for key in keys] == ["speed"] * 4 + ["curve"] * 2
-    assert [key[2:4] for key in keys[:4]] == [[0.0, "a"], [1.0, "a"], [0.0, "b"], [1.0, "b"]]
+    assert [key[:2] for key in keys] == [[0.0, "a"], [1.0, "a"], [0.0, "b"], [1.0, "b"]]
 
     rows = {(one["name"], one["tree"]): one for one in content["reports"][-1]["rows"] if not one["problem"]}
     assert set(rows) == {
@@ -86,13 +84,10 @@ def test_a_run_that_is_killed_goes_on(options: dict[str, Any], tmp_path: Path, m
     problems = {one["name"]: one["problem"] for one in content["reports"][-1]["rows"] if one["problem"]}
     assert rivals < set(problems)
     assert all("pip install xllamacpp" in problems[name] for name in rivals)
-    assert [one["millions"] for one in content["curve"]] == [1.5]
-    assert "1.5 M tokens" in (tmp_path / "out.md").read_text()
     assert "plain decoding, packed" in (tmp_path / "out.svg").read_text()
 
     assert results.run(ResultsArguments(**options | {"limit": 2, "minutes": 1e-9})) == content, "no time for more"
-    monkeypatch.setattr(results, "measure_curve", None)
-    more = results.run(ResultsArguments(**options | {"limit": 2, "parts": ["speed"]}))
+    more = results.run(ResultsArguments(**options | {"limit": 2}))
     assert [one["num_prompts"] for one in more["reports"]] == [2, 2, 4] * 2
     assert file.read_text().splitlines()[: len(lines)] == lines
     with pytest.raises(ValueError, match="max_new_tokens 6 there, 7 now"):
@@ -100,7 +95,7 @@ def test_a_run_that_is_killed_goes_on(options: dict[str, Any], tmp_path: Path, m
 
 
 def make_cells() -> list[dict[str, Any]]:
-    """Two prompts; the drafter is twice and four times as fast as `generate`. The heads of the curve were replaced."""
+    """Two prompts; the drafter is twice and four times as fast as `generate`."""
 
     def run(name: str, seconds: float, steps: int, tree: str = "") -> dict[str, Any]:
         return {
@@ -113,14 +108,11 @@ def make_cells() -> list[dict[str, Any]]:
             "same": True,
         }
 
-    cells = [
-        {"key": ["speed", 1, 0.0, file, "0"], "problems": {"llama.cpp": "it is not here"}}
+    return [
+        {"key": [0.0, file, "0"], "problems": {"llama.cpp": "it is not here"}}
         | {"runs": [run(TRANSFORMERS, 4.0, 8), run(PLAIN, 2.0, 8), run("mtp", seconds, steps, "chain:3")]}
         for file, seconds, steps in (("a", 2.0, 4), ("b", 1.0, 2))
     ]
-    for weights, steps in (("old", 8), ("new", 4)):
-        cells.append({"key": ["curve", "mtp", 0.5, weights, "chain:3", "a", "0"], "steps": steps, "step_tokens": 8})
-    return cells
 
 
 def test_the_numbers_that_follow_from_cells() -> None:
@@ -128,10 +120,14 @@ def test_the_numbers_that_follow_from_cells() -> None:
     every = next(one for one in content["reports"] if one["prompts"] == "all")
     mtp = next(row for row in every["rows"] if row["name"] == "mtp")
     assert (mtp["over_transformers"], mtp["over_plain"]) == (3.0, 1.5)
-    assert mtp["acceptance_length"] == pytest.approx(16 / 6)
+    assert mtp["acceptance_length"] == 3.0
     assert mtp["tokens_per_second"] == pytest.approx(16 / 3)
-    assert content["curve"] == [{"name": "mtp", "tree": "chain:3", "millions": 0.5, "length": 2.0}]
     environment = dict.fromkeys(("target", "dtype", "cpu", "torch", "transformers", "commit", "command"), "x")
-    page = render_page({**content, "environment": {**environment, "max_new_tokens": 8, "cpu_flags": []}})
+    page = render_page({**content, "environment": {**environment, "max_new_tokens": 8, "cpu_flags": [], "threads": 1}})
     assert "| mtp, chain:3 | 2.00 | 4.00 | 3.00 | 5.3 | 3.00 | 1.50 | 2/2 |" in page
     assert "llama.cpp did not run: it is not here" in page
+
+
+def test_the_committed_chart_is_of_the_committed_numbers() -> None:
+    content = json.loads((REPOSITORY / "docs/benchmarks/smollm2.json").read_text())
+    assert (REPOSITORY / "docs/images/smollm2.svg").read_text() == draw(content), "draw it again"

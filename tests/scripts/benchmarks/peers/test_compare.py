@@ -6,7 +6,6 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.scripts.benchmarks.peers import compare
 from draftsmith.scripts.benchmarks.peers.cases import AuthorsTree
-from draftsmith.scripts.benchmarks.peers.compare import make_grids
+from draftsmith.scripts.benchmarks.peers.compare import make_grid
 from draftsmith.scripts.benchmarks.peers.texts import Text, mean_and_error, trim
 from draftsmith.scripts.benchmarks.peers.worker import Worker
 from tests.conftest import CHAT_TARGET, REPOSITORY
@@ -55,7 +54,7 @@ print(json.dumps({"torch": "2", "job": json.load(open(sys.argv[1]))}), flush=Tru
 for line in sys.stdin:
     asked = json.loads(line)
     print("[1]")
-    text = {"tokens": asked["prompt"], "lengths": [asked["prompt"][0], asked["seed"]], "seconds": 0.5}
+    text = {"tokens": asked["prompt"], "lengths": [asked["prompt"][0], asked["seed"]]}
     print(json.dumps(text), flush=True)
 """
 
@@ -105,15 +104,13 @@ def test_a_stand_in_goes_the_whole_way(chat_target: PreTrainedModel, tmp_path: P
         num_prompts=2,
         max_new_tokens=12,
         cases=["eagle-60"],
-        modes=["eager"],
         json=str(tmp_path / "out.json"),
     )
-    lengths, _ = compare.run(args, Console(file=io.StringIO()))
-    assert lengths.cells[0][3] == "1.000 ± 0.000"
-    assert lengths.cells[0][-1] == "2/2"
+    grid = compare.run(args, Console(file=io.StringIO()))
+    assert grid.cells[0][2] == "1.000 ± 0.000"
+    assert grid.cells[0][-1] == "2/2"
     (found,) = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert found["eager"]["mean"] > 1.5
-    assert found["eager"]["tokens_per_second"] > 0
+    assert found["same_settings"]["mean"] > 1.5
     assert found["differences"] == []
 
 
@@ -123,26 +120,17 @@ def test_a_worker_answers_prompt_by_prompt(tmp_path: Path) -> None:
     script.write_text(ECHO)
     with Worker(Path(sys.executable), script, tmp_path, tmp_path, {"heads": "eagle"}) as worker:
         assert worker.header == {"torch": "2", "job": {"heads": "eagle"}}
-        assert worker.decode([5, 6], 7) == Text([5, 6], [5, 7], 0.5)
-        assert worker.decode([8], 9) == Text([8], [8, 9], 0.5)
+        assert worker.decode([5, 6], 7) == Text([5, 6], [5, 7])
+        assert worker.decode([8], 9) == Text([8], [8, 9])
         with pytest.raises(ValueError, match=r"echo.py failed: (?s:.*)IndexError"):
             worker.decode([], 0)
 
 
-def row(**changed: Any) -> dict[str, Any]:
-    speeds = {"theirs": 40.0, "eager": 50.0, "packed": 60.0, "own_settings": 70.0}
-    numbers = {name: {"mean": 2.5, "error": 0.25, "tokens_per_second": speed} for name, speed in speeds.items()}
-    shown = {"case": "EAGLE-3", "dtype": "float32", "temperature": 0.0, "num_texts": 3, "differences": []}
-    return {**shown, **numbers, **changed}
-
-
-def test_the_tables_show_both_logits_of_a_difference_and_both_speeds() -> None:
-    found = [{"prompt": "a", "place": 4, "logits": [1.25, 1.5]}, {"prompt": "b", "place": 2, "logits": [None, 1.0]}]
-    sampled = row(temperature=1.0)
-    del sampled["differences"]
-    lengths, speeds = make_grids([row(), row(differences=found), sampled], ["eager", "packed"])
-    assert lengths.cells[0] == ["EAGLE-3", "float32", "0", *["2.500 ± 0.250"] * 3, "3/3"]
-    assert [line[-1] for line in lengths.cells] == ["3/3", "1/3", "–"]
-    assert "a differs at token 4; the target's logits are 1.250000" in lengths.notes[0]
-    assert "are the end for the authors' token and 1.000000 for ours" in lengths.notes[1]
-    assert speeds.cells[2] == ["EAGLE-3", "float32", "1", "40.0", "50.0 (1.25x)", "60.0 (1.50x)"]
+def test_a_text_that_differs_is_counted_and_explained() -> None:
+    numbers = {name: {"mean": 2.5, "error": 0.25} for name in compare.SIDES}
+    greedy = {"case": "EAGLE-3", "temperature": 0.0, "num_texts": 3, **numbers}
+    found = [{"prompt": "a", "place": 4, "reason": "A near-tie."}]
+    grid = make_grid([greedy | {"differences": found}, greedy | {"temperature": 1.0}])
+    means = ["2.500 ± 0.250"] * 3
+    assert grid.cells == [["EAGLE-3", "0", *means, "2/3"], ["EAGLE-3", "1", *means, "–"]]
+    assert grid.notes[0] == "EAGLE-3: a differs at token 4. A near-tie."

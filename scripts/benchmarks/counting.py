@@ -28,37 +28,25 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-# Size -> the published model whose shape it is, and that model's config.
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny": (
-        "a toy for tests",
-        {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-         "num_attention_heads": 4, "num_key_value_heads": 2},
-    ),
-    "1B": (
-        "Llama-3.2-1B",
-        {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "rope_parameters": {**LLAMA3_ROPE, "factor": 32.0}},
-    ),
-    "8B": (
-        "Llama-3.1-8B",
-        {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-         "num_attention_heads": 32, "num_key_value_heads": 8, "rope_parameters": {**LLAMA3_ROPE, "factor": 8.0}},
-    ),
+# The shapes of Llama-3.2-1B and Llama-3.1-8B, and a toy.
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+             "num_attention_heads": 4, "num_key_value_heads": 2},
+    "1B": {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "rope_parameters": {**LLAMA3_ROPE, "factor": 32.0}},
+    "8B": {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "rope_parameters": {**LLAMA3_ROPE, "factor": 8.0}},
 }  # fmt: skip
 DRAFT_VOCABULARY = 32_000  # of EAGLE-3's published heads
 
 
-def make_config(size: str, num_positions: int = 8192) -> LlamaConfig:
-    """The config of a size. Embedding and LM head are two tensors, also where the published model has one."""
-    fields = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    return LlamaConfig(**SHAPES[size][1], **fields, max_position_embeddings=num_positions)
-
-
 def make_counting_target(size: str, dtype: torch.dtype, device: torch.device) -> Target:
+    """Embedding and LM head are two tensors, also where the published model has one."""
+    fields = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    config = LlamaConfig(**SHAPES[size], **fields, max_position_embeddings=8192)
     torch.manual_seed(0)
     with device:
-        model: Any = LlamaForCausalLM._from_config(make_config(size), dtype=dtype)
+        model: Any = LlamaForCausalLM._from_config(config, dtype=dtype)
     with torch.no_grad():
         embeddings = model.get_input_embeddings().weight.normal_()
         model.lm_head.weight.copy_(embeddings.roll(1, 0))
