@@ -52,9 +52,8 @@ class LearningArguments:
     temperature: float = option(default=0.7, help="Sampling temperature; 0 = greedy.")
     tree: str | None = option(default=None, help=f"Token tree: {TREE_HELP}.")
     dtype: str = option(default="auto", help="Dtype of target and heads.", metadata={"choices": list(DTYPES)})
-    muon_learning_rate: float = option(default=0.01, help="As in OnlineLearner.")
-    learning_rate: float = option(default=1e-4, help="As in OnlineLearner.")
-    trial_requests: int = option(default=25, help="Requests between two comparisons of weights.")
+    muon_learning_rate: float = option(default=0.03, help="As in OnlineLearner.")
+    learning_rate: float = option(default=3e-4, help="As in OnlineLearner.")
     output: str = option(default="outputs/learning.json", help="The file to write.")
 
 
@@ -84,24 +83,19 @@ class Study:
         """One arm: decodes all domains; learns after every batch, if it has a share."""
         args = self.args
         rates = {"muon_learning_rate": args.muon_learning_rate, "learning_rate": args.learning_rate}
-        learner = OnlineLearner(self.target, heads, **rates) if share else None
+        learner = OnlineLearner(self.target, heads, trial_seconds=0.0, **rates) if share else None
         decoder = Decoder(self.target, heads, tree=args.tree, learner=learner)
         before = self._measure_old(heads)
         decoding = learning = 0.0
         counts: list[tuple[int, int, float]] = []  # of each batch: passes of its rows, tokens of these, CPU seconds
-        since_trial = 0
         for domain in self.domains:
             for number, batch in enumerate(domain):
                 start = time.thread_time()
                 counts.append((*self._decode(decoder, batch, seed=number), time.thread_time() - start))
                 decoding += counts[-1][2]
-                since_trial += len(batch)
                 while learner is not None and learning < share / (1 - share) * decoding:
                     start = time.thread_time()
-                    learner.learn()
-                    if since_trial >= args.trial_requests:
-                        learner.compare()
-                        since_trial = 0
+                    learner.work()
                     learning += time.thread_time() - start
         result = {
             "acceptance": _windows(counts, lambda part: _mean_acceptance(part)),

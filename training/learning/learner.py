@@ -36,7 +36,7 @@ from draftsmith.training.run.optimizer import MuonWithAdamW
 logger = logging.getLogger(__name__)
 
 WARMUP_STEPS = 10  # after a start, until the learning rate is the whole one
-LEAST_STEPS = 8  # between two trials
+TRIAL_RATIO = 3  # tokens that are learned between two trials, for each token of a trial: a fifth of the time is trials'
 PATIENCE = 3  # trials in a row without a gain, after which what was learned is dropped
 MAX_TRIALS = 1000  # that are remembered
 MAX_INBOX = 1024  # texts that wait for the learner
@@ -63,6 +63,7 @@ class OnlineLearner(Learner):
             nowhere. No text is ever written.
         trial_seconds: between two comparisons.
         tokens_per_step: tokens of a step of learning.
+        held_back_tokens: tokens of a comparison, at most.
         muon_learning_rate, learning_rate: of hidden matrices, and of all other weights (`MuonWithAdamW`).
 
     Attributes:
@@ -83,10 +84,10 @@ class OnlineLearner(Learner):
         num_bytes: int = 512 << 20,
         folder: Path | str | None = None,
         trial_seconds: float = 60.0,
-        tokens_per_step: int = 1024,
-        held_back_tokens: int = 4096,
-        muon_learning_rate: float = 0.01,
-        learning_rate: float = 1e-4,
+        tokens_per_step: int = 512,
+        held_back_tokens: int = 2048,
+        muon_learning_rate: float = 0.03,
+        learning_rate: float = 3e-4,
         seed: int = 0,
     ) -> None:
         if not 0 < share <= 1:
@@ -114,7 +115,8 @@ class OnlineLearner(Learner):
         self._better: dict[str, Tensor] | None = None  # to be used from the next step on
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-        self._steps_since_trial = self._num_failed = 0
+        self._num_failed = 0
+        self._last_trial = time.perf_counter(), 0  # when, and after how many learned tokens
         self._before = 0, 0, 0  # texts, tokens and learned tokens of earlier runs
         state = None if self.folder is None else read_state(self.folder, heads)
         if state is not None:
@@ -168,6 +170,19 @@ class OnlineLearner(Learner):
         losses = [self._take_step() for _ in range(num_steps if self.buffer.num_trainable else 0)]
         return sum(losses) / max(1, len(losses))
 
+    def work(self) -> None:
+        """Takes a step, or compares weights where it is time to; nothing without a text to learn from."""
+        self._empty_inbox()
+        if not self.buffer.num_trainable:
+            return
+        self._take_step()
+        seconds, learned = self._last_trial
+        texts = self.buffer.held_back(self.held_back_tokens)
+        least = TRIAL_RATIO * sum(len(text.token_ids) for text in texts)
+        is_late = time.perf_counter() - seconds >= self.trial_seconds
+        if texts and is_late and self.num_learned - learned >= max(least, TRIAL_RATIO * self.tokens_per_step):
+            self._hold_trial()
+
     def compare(self) -> Trial | None:
         """Compares the learned weights with those in use on the texts that were held back; None = there are none.
         Better ones are used after the next `swap`; after three trials in a row without a gain they are dropped."""
@@ -181,7 +196,7 @@ class OnlineLearner(Learner):
         counts = so_far.num_texts, so_far.num_tokens, so_far.num_learned
         trial = Trial(time.time(), *counts, before, after, after > before)
         self.trials.append(trial)
-        self._steps_since_trial = 0
+        self._last_trial = time.perf_counter(), self.num_learned
         self._num_failed = 0 if trial.is_swapped else self._num_failed + 1
         if trial.is_swapped:
             self._in_use = _copy_weights(self._student)
@@ -214,18 +229,11 @@ class OnlineLearner(Learner):
         write_state(self.folder, self.heads, LearnerState(self._in_use, moments, asdict(self.progress)))
 
     def _run(self) -> None:
-        last_trial = time.perf_counter()
         with self._stream():
-            while not self._stopping.wait(WAIT_SECONDS if not self.buffer.num_trainable else 0):
+            while not self._stopping.wait(0 if self.buffer.num_trainable else WAIT_SECONDS):
                 begin, busy = time.perf_counter(), time.thread_time()
-                self._empty_inbox()
-                if not self.buffer.num_trainable:
-                    continue
                 try:
-                    self._take_step()
-                    if begin - last_trial >= self.trial_seconds and self._steps_since_trial >= LEAST_STEPS:
-                        last_trial = begin
-                        self._hold_trial()
+                    self.work()
                 except Exception:  # decoding goes on without
                     logger.exception("learning ends: a step failed. Decoding goes on with the weights in use")
                     return
@@ -297,7 +305,6 @@ class OnlineLearner(Learner):
             self._optimizer.step()
         self._optimizer.zero_grad()
         self.num_learned += batch.input_ids.numel()
-        self._steps_since_trial += 1
         return float(loss.detach())
 
     def _measure(self, batch: TextBatch, weights: Mapping[str, Tensor] | None) -> float:
