@@ -12,7 +12,7 @@ import logging
 import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.heads.adapter import FOLDER, StoredAdapter, is_adapted, load_adapter, write_adapter
-from draftsmith.heads.binding import WeightCopies, check_fit
+from draftsmith.heads.binding import WeightCopies, WeightCopy, check_fit
 from draftsmith.heads.checkpoint import (
     check_place,
     is_published,
@@ -43,7 +43,6 @@ from draftsmith.heads.importing import check_kind, import_heads
 from draftsmith.heads.modules.draft_step import DraftStep, unroll_documents
 from draftsmith.heads.modules.host_tensors import OnHost, read_on_host
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
-from draftsmith.inference.kernels.packed_weights import pack
 from draftsmith.inference.targets.model_config import WITH_AUTOCAST
 from draftsmith.inference.targets.target import Target
 
@@ -95,6 +94,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         self._adapter: list[StoredAdapter | nn.Module] = []
         self._checked: weakref.WeakSet[Target] = weakref.WeakSet()
         self._copies = WeightCopies()
+        self._copy: WeightCopy | None = None  # a view's
         self.token_counts: Tensor | None = None
         # None = `default_draft_vocabulary`. Heads have the columns that their views keep (None = all), and views their
         # token ids and the rows of the target's LM head.
@@ -106,7 +106,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are unbound."""
         stored = [adapter for adapter in self._adapter if isinstance(adapter, StoredAdapter)]
-        fresh = {"_bound": [], "_adapter": stored, "_checked": None, "_copies": None}
+        fresh = {"_bound": [], "_adapter": stored, "_checked": None, "_copies": None, "_copy": None}
         return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -258,7 +258,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         view._bound, view._adapter = [target], self._adapter
         columns = self._find_columns(target)
         if (self.dtype, self.device) != (target.dtype, target.device) or columns is not None:
-            vars(view).update(self._copies.make(self, target.dtype, target.device, columns))
+            view._copy = self._copies.make(self, target.dtype, target.device, columns)
+            vars(view).update(view._copy.parts)
         if columns is not None:
             ids, columns = self.draft_token_ids, columns.to(target.device)
             view._columns, view._column_ids = None, columns if ids is None else ids.to(target.device)[columns]
@@ -267,7 +268,18 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         elif self.borrowed_rows is not None and self._bound != [target]:  # a limited view, for another target
             rows = take_lm_head_rows(target, cast(Tensor, self._column_ids).to(target.device))
             view._modules = {**view._modules, "borrowed_rows": rows}
-        return pack(view) if target.is_packed else view
+        return self._copies.pack(view) if target.is_packed else view
+
+    def write_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replaces all weights in place, also in the views that decoders have made. Call it between two steps.
+
+        Args:
+            weights: by name, those of heads with the same config.
+
+        Raises:
+            ValueError: names or shapes differ from the heads' own.
+        """
+        self._copies.write(self, weights)
 
     def limit_vocabulary(self, size: int, token_counts: Tensor | None = None) -> Self:
         """Lets decoders score only the `size` most frequent tokens of those that these heads score. Without it they

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.heads.config import DraftHeadsConfig, name_of_target
+from draftsmith.inference.kernels.packed_weights import pack, repack
 from draftsmith.inference.targets.target import Target
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def check_fit(config: DraftHeadsConfig, target: Target) -> None:
@@ -47,16 +52,29 @@ def check_fit(config: DraftHeadsConfig, target: Target) -> None:
             )
 
 
-@dataclass
-class _Copy:
-    """originals: the copied tensors, kept so that no other tensor takes their place in memory. state: their identities,
-    addresses and versions, which tell a change. columns: the rows that LM heads keep. parts: the copy's `_modules`,
-    `_parameters` and `_buffers`."""
+@dataclass(eq=False)
+class WeightCopy:
+    """A copy of a module's weights.
 
-    originals: list[Tensor]
+    Attributes:
+        pairs: each copied tensor, kept so that no other tensor takes its place in memory, its copy, and whether that
+            has the rows of `columns` only.
+        state: identities, addresses and versions of the copied tensors, which tell a change; empty = not known.
+        columns: the rows that LM heads keep.
+        parts: the copy's `_modules`, `_parameters` and `_buffers`.
+    """
+
+    pairs: list[tuple[Tensor, Tensor, bool]]
     state: list[tuple[int, int, int]]
     columns: Tensor | None
     parts: dict[str, Any]
+
+    def update(self) -> None:
+        """Takes over the weights as they are now."""
+        for original, copied, is_cut in self.pairs:
+            if original is not copied:
+                copied.copy_(original[self.columns.to(original.device)] if is_cut else original)  # type: ignore[union-attr]
+        self.state = _describe([original for original, _, _ in self.pairs])
 
 
 class WeightCopies:
@@ -67,16 +85,44 @@ class WeightCopies:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[torch.dtype, torch.device], _Copy] = {}
+        self._kept: dict[tuple[torch.dtype, torch.device], WeightCopy] = {}
+        self._all: weakref.WeakSet[WeightCopy] = weakref.WeakSet()
+        self._packed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def forget(self) -> None:
         self._kept.clear()
 
+    def pack(self, view: M) -> M:
+        """A view with packed weights."""
+        packed = pack(view)
+        self._packed.add(packed)
+        return packed
+
+    @torch.no_grad()
+    def write(self, module: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+        """Replaces the weights of `module`, in place, and in all copies that somebody holds.
+
+        Raises:
+            ValueError: names or shapes differ.
+        """
+        own = dict(module.named_parameters())
+        if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in own.items()}:
+            raise ValueError(
+                f"got weights of other {module.config.head_type} heads, with other names or shapes: give those of "
+                "heads with the same config"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(weights[name])
+        for each in self._all:
+            each.update()
+        for view in self._packed:
+            repack(view)
+
     @torch.no_grad()
     def make(
         self, module: PreTrainedModel, dtype: torch.dtype, device: torch.device, columns: Tensor | None = None
-    ) -> dict[str, Any]:
-        """`module`'s `_modules`, `_parameters` and `_buffers` on `device`, floating tensors in `dtype`.
+    ) -> WeightCopy:
+        """`module`'s weights on `device`, floating tensors in `dtype`.
 
         The module's config is shared, and tensors that it keeps in float32 stay so. Memory is shared where neither
         dtype nor device changes.
@@ -85,13 +131,12 @@ class WeightCopies:
             columns: [C] the rows that modules of the name `lm_head` keep; None = all.
         """
         named = [*module.named_parameters(), *module.named_buffers()]
-        tensors = [tensor for _, tensor in named]
-        has_versions = not any(tensor.is_inference() for tensor in tensors)
-        state = [(id(x), x.data_ptr(), x._version) for x in tensors] if has_versions else []
+        state = _describe([tensor for _, tensor in named])
         kept = self._kept.get((dtype, device))
-        is_same = kept is not None and has_versions and kept.state == state and _equal(kept.columns, columns)
+        is_same = kept is not None and bool(state) and kept.state == state and _equal(kept.columns, columns)
         if kept is not None and is_same and not module.training:
-            return kept.parts
+            return kept
+        pairs = []
         memo: dict[int, Any] = {id(module.config): module.config}
         wide = module._keep_in_fp32_modules_strict or ()
         for name, tensor in named:
@@ -101,9 +146,18 @@ class WeightCopies:
             moved = rows.to(device, dtype if is_cast else tensor.dtype)
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(moved, requires_grad=False) if is_parameter else moved
+            pairs.append((tensor, tensor if moved is tensor else memo[id(tensor)], is_cut))
         parts = {name: copy.deepcopy(vars(module)[name], memo) for name in ("_modules", "_parameters", "_buffers")}
-        self._kept[dtype, device] = _Copy(tensors, state, columns, parts)
-        return parts
+        made = self._kept[dtype, device] = WeightCopy(pairs, state, columns, parts)
+        self._all.add(made)
+        return made
+
+
+def _describe(tensors: list[Tensor]) -> list[tuple[int, int, int]]:
+    """What changes with the values of tensors; nothing for inference tensors, which have no versions."""
+    if any(tensor.is_inference() for tensor in tensors):
+        return []
+    return [(id(tensor), tensor.data_ptr(), tensor._version) for tensor in tensors]
 
 
 def _equal(one: Tensor | None, other: Tensor | None) -> bool:

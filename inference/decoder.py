@@ -20,6 +20,7 @@ from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.emitted_scores import EmittedScores
 from draftsmith.inference.engine import Engine, GenerationOutput, StepTokens
+from draftsmith.inference.learning import Learner, TextStates
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.planning.memory import memory_file
 from draftsmith.inference.planning.planner import Planner
@@ -85,6 +86,8 @@ class Decoder:
         graphs: capture drafting, verification, acceptance and commits as CUDA graphs. They run the eager kernels, and
             the second step of each size is captured. docs/gpu.md says what ran on a GPU. A part that
             cannot be captured runs eagerly, with a warning. It excludes `compile`.
+        learner: improves the heads with the texts that are decoded (`draftsmith.training.learning.OnlineLearner`). The
+            text stays the same. All decoders of these heads must run in one thread.
 
     Attributes:
         planner: chooses the trees; None with a fixed one.
@@ -109,6 +112,7 @@ class Decoder:
         compile: bool = False,  # noqa: A002
         pack_weights: bool = False,
         graphs: bool = False,
+        learner: Learner | None = None,
     ) -> None:
         if drafter is not None and not isinstance(drafter, Drafter):
             shown = drafter if isinstance(drafter, (str, os.PathLike)) else type(drafter).__name__
@@ -126,8 +130,14 @@ class Decoder:
         self.policy = _resolve_policy(tree, self.target, self.drafter, rule)
         self.is_synchronised = is_synchronised
         rule.check(self.policy)
+        self.learner = learner
         runner = self._choose_runner(compile=compile, graphs=graphs)
         self.step = Step(self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule, runner=runner)
+        if learner is not None and tuple(learner.feature_layers) != tuple(self.step.feature_layers):
+            raise ValueError(
+                f"the learner's heads read the states {learner.feature_layers}, and this decoder's drafter "
+                f"{tuple(self.step.feature_layers)}: give the heads that learn as the drafter"
+            )
         self.planner = self._new_planner()
         self._state: DecodeState | None = None  # kept between calls; with the texts of the last one, if it is whole
         self._is_free = threading.Lock()
@@ -159,7 +169,8 @@ class Decoder:
         if graphs:
             return graph_runner(self.target.device)
         if compile:
-            return compiled_runner([m for m in (self.target.model, self.drafter) if isinstance(m, nn.Module)])
+            modules = [m for m in (self.target.model, self.drafter) if isinstance(m, nn.Module)]
+            return compiled_runner(modules, drafter_changes=self.learner is not None)
         return Runner()
 
     def generate(
@@ -258,6 +269,10 @@ class Decoder:
         records_probabilities: bool = False,
     ) -> Iterator[list[StepTokens]]:
         """Reads the prompts; the steps of the call, as in `Engine.run`."""
+        if self.learner is not None:
+            self.learner.swap()
+            for row in request.rows:
+                row.states = TextStates(self.learner.see)
         clock.start()
         state, hit = self._get_state(request, reuse_cache=reuse_cache)
         engine = Engine(self.step, state, clock, planner=self.planner, records_probabilities=records_probabilities)
@@ -344,6 +359,9 @@ class Decoder:
             )
         busy = ExitStack()
         busy.callback(self._is_free.release)
+        if self.learner is not None:
+            self.learner.is_decoding = True
+            busy.callback(setattr, self.learner, "is_decoding", False)
         return busy
 
     def _draw_seeds(self, request: Request, seed: int | Sequence[int] | None, *, reuse_cache: bool) -> Tensor | None:

@@ -190,6 +190,8 @@ class Engine:
                 continue
             new = _read_row(values[:end], width)
             left.append(row.budget)
+            if row.states is not None and not output.is_first:
+                _show_states(row, place, output, len(new))
             num_kept = row.emit(new)
             emission.given.append((place, row, new, new if num_kept == len(new) else new.cut(num_kept)))
             counted.append(values[end:])
@@ -227,6 +229,16 @@ class Engine:
         self.sampler = Sampler.join(samplers, self.state.history)
         if self.planner is not None:
             self.planner.begin(do_sample=self.sampler.do_sample)
+
+
+def _show_states(row: Row, place: int, output: StepOutput, count: int) -> None:
+    """Hands the row's learner the states of the nodes that a step has committed."""
+    path = output.accepted.path[place, :count]
+    features, last = output.target.features, output.target.last
+    assert row.states is not None
+    assert features is not None
+    assert last is not None
+    row.states.add(row.num_committed, features[place, path], last[place, path])
 
 
 def _read_row(values: list[int], width: int) -> StepTokens:

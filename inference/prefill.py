@@ -74,7 +74,7 @@ def prefill(
         state.copy_rows(hit.cache, hit.draft, hit.rows, hit.num_cached)
         num_cached = hit.num_cached
         del hit  # frees an earlier call's cache
-    return (yield from _read_rest(state, step, prompts, num_cached, stats))
+    return (yield from _read_rest(state, step, prompts, num_cached, stats, rows))
 
 
 def finish(steps: Generator[Any, None, Prefilled]) -> Prefilled:
@@ -119,11 +119,16 @@ def _read_shared(
 
 
 def _read_rest(
-    state: DecodeState, step: Step, prompts: Sequence[list[int]], kept: Sequence[int], stats: GenerationStats
+    state: DecodeState,
+    step: Step,
+    prompts: Sequence[list[int]],
+    kept: Sequence[int],
+    stats: GenerationStats,
+    rows: Sequence[Row] = (),
 ) -> Generator[int, None, Prefilled]:
     """Reads prompts[b][kept[b]:], at least one token of each row, after the tokens in cache and drafter.
 
-    All rows end in the last chunk: rows with less to read wait for the others.
+    All rows end in the last chunk: rows with less to read wait for the others. `rows` get the states that they gather.
     """
     cache, device = state.cache, state.cache.lengths.device
     longest = max(len(prompt) - count for prompt, count in zip(prompts, kept, strict=True))
@@ -144,6 +149,10 @@ def _read_rest(
         stats.num_target_forwards += 1
         # The token after the last one of a prompt is not known yet.
         following = [prompt[begin + 1 : end + 1] for prompt, begin, end in parts]
+        for place, row in enumerate(rows):
+            count = ends[place] - begins[place]
+            if row.states is not None and output.features is not None and output.last is not None and count:
+                row.states.add(begins[place], output.features[place, :count], output.last[place, :count])
         read = _hand_over(state, output, following, counts, size, max(ends))
         del output  # or its features would stay alive during the next chunk
         yield size
@@ -163,7 +172,7 @@ def _read_chunk(cache: KVCache, step: Step, token_ids: Tensor, counts: Tensor, s
     output = step.verify(cache, TokenTree.from_prompts(token_ids, counts), span)
     cache.advance(counts)
     rows = torch.arange(len(counts), device=counts.device)
-    return TargetOutput(output.logits[rows, (counts - 1).clamp(min=0)][:, None], output.features)
+    return TargetOutput(output.logits[rows, (counts - 1).clamp(min=0)][:, None], output.features, output.last)
 
 
 def _read_media(

@@ -21,15 +21,18 @@ if not __package__:  # launched as a file
 
 import torch
 
+from draftsmith.heads import DraftHeads
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.request.model_settings import describe_model_settings, find_model_settings
 from draftsmith.inference.serving.app import create_app
 from draftsmith.inference.serving.reply_maker import name_drafters
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.serving.server import bind, new_server
+from draftsmith.inference.targets.target import Target
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP, load_drafter, load_target
 from draftsmith.training.data.options import option
+from draftsmith.training.learning.learner import OnlineLearner
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 
@@ -38,6 +41,7 @@ GROUPS = {
     "target and drafters": "target heads draft_vocab_size drafter_model ngrams dtype device tree pack_weights "
     "batch_invariant",
     "server": "host port api_key model_name per_request_spec_decode_metrics drain_seconds",
+    "learning": "learn learn_share learn_memory learn_dir learn_seconds",
     "limits": "max_batch_size max_length max_queue max_lanes threads",
 }
 
@@ -85,6 +89,13 @@ class ServeArguments:
     )
     max_queue: int = option(default=64, help="Most replies that wait; more are refused (429).")
     max_lanes: int = option(default=2, help="Most pairs of drafter and tree at once; each has a cache of its own.")
+    learn: bool = option(default=False, help="Let the first heads learn from the replies. Texts stay the same.")
+    learn_share: float = option(default=0.1, help="Share of the time that learning may take while replies run.")
+    learn_memory: int = option(default=512, help="MB of memory for the states of replies to learn from.")
+    learn_dir: str | None = option(
+        default=None, help="Folder that keeps the learned weights, never texts, for the next start; none = not kept."
+    )
+    learn_seconds: float = option(default=60.0, help="Seconds between two comparisons of learned weights.")
     threads: int | None = option(
         default=None, help="CPU threads of the engine; none = one fewer than torch's default, for the connections."
     )
@@ -94,6 +105,15 @@ class ServeArguments:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"got --{name} {getattr(self, name)}: give at least 1")
         self.vocabulary = DraftVocabulary.of(self)
+        if self.learn and not self.heads:
+            raise ValueError("got --learn without --heads: give the heads that are to learn")
+        if not 0 < self.learn_share <= 1:
+            raise ValueError(f"got --learn_share {self.learn_share}: give more than 0 and at most 1")
+        if self.learn_dir is not None and not self.learn:
+            raise ValueError(f"got --learn_dir {self.learn_dir} without --learn: nothing is learned")
+        for name in ("learn_memory", "learn_seconds"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"got --{name} {getattr(self, name)}: give more than 0")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"got --port {self.port}: give 0 to 65535")
         if self.drain_seconds < 0:
@@ -121,6 +141,7 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
         drafter = load_drafter(target, tokenizer, **source)
         assert drafter is not None
         drafters[name] = drafter
+    learner = start_learner(args, target, next(iter(drafters.values()))) if args.learn else None
     if args.pack_weights:
         _note("packing the weights")
         target = target.with_packed_weights()
@@ -128,7 +149,22 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     length = min(args.max_length, target.max_length or args.max_length)
     limits = Limits(args.max_batch_size, length, args.max_queue, args.max_lanes)
     _note("allocating the caches")
-    return Scheduler(target, name_drafters(drafters), tree=args.tree, limits=limits), tokenizer
+    return Scheduler(target, name_drafters(drafters), tree=args.tree, limits=limits, learner=learner), tokenizer
+
+
+def start_learner(args: ServeArguments, target: Target, heads: Drafter) -> OnlineLearner:
+    """Lets heads learn, beside the server, until the program ends."""
+    assert isinstance(heads, DraftHeads)
+    learner = OnlineLearner(
+        target,
+        heads,
+        share=args.learn_share,
+        num_bytes=args.learn_memory << 20,
+        folder=args.learn_dir,
+        trial_seconds=args.learn_seconds,
+    )
+    learner.start()
+    return learner
 
 
 def _note(what: str) -> None:
@@ -162,6 +198,8 @@ def run(args: ServeArguments) -> None:
     server.announce = lambda address: print(f"serving at {address}/v1 (Ctrl-C ends)", flush=True)
     with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when all is over
         server.run(sockets=[port])
+    if isinstance(scheduler.learner, OnlineLearner):
+        scheduler.learner.stop()
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def run(*words: str, cwd: Path, path: Path | None = None) -> subprocess.Complete
 
 
 def test_it_has_the_public_names_of_its_packages() -> None:
-    assert sorted(draftsmith.__all__) == sorted([*heads.__all__, *inference.__all__])
+    assert sorted(draftsmith.__all__) == sorted([*heads.__all__, *inference.__all__, "OnlineLearner"])
     assert draftsmith.generate is inference.generate
     assert draftsmith.DraftHeads is heads.DraftHeads
     assert {"generate", "HEAD_TYPES", "__version__"} <= set(dir(draftsmith))

@@ -45,6 +45,17 @@ def pack(module: M) -> M:
     return twin
 
 
+def repack(module: nn.Module) -> None:
+    """Packs the weights of a packed module again, in place: they have changed."""
+    layers: dict[PackedMatrix, list[PackedLinear]] = {}
+    for part in module.modules():
+        if isinstance(part, PackedLinear):
+            layers.setdefault(part.matrix, []).append(part)
+    for matrix, parts in layers.items():
+        parts.sort(key=lambda part: part.place)
+        matrix.fill([part.weight for part in parts], [part.bias for part in parts])
+
+
 def make_twin(module: M, find_kind: Callable[[nn.Module], type[nn.Module]]) -> M:
     """A module that shares all parameters and buffers with `module`, and whose parts have the classes that `find_kind`
     gives for them."""
@@ -126,14 +137,18 @@ class PackedMatrix:
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
         self.sizes = [len(weight) for weight in weights]
-        with torch.no_grad():
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(list(weights)).contiguous(), 16)
-            known = [bias for bias in biases if bias is not None]
-            self.bias = torch.cat(known) if known else None
+        self.fill(weights, biases)
         self.number = next(_NUMBERS)
         self._name = f"products of matrix {self.number}"
         self._traced: dict[str, tuple[Tensor | None, Sequence[Tensor]]] = {}  # as `product` keeps them
         _MATRICES[self.number] = self
+
+    @torch.no_grad()
+    def fill(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        """Packs these weights."""
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(torch.cat(list(weights)).contiguous(), 16)
+        known = [bias for bias in biases if bias is not None]
+        self.bias = torch.cat(known) if known else None
 
     def limited(self, most_rows: int) -> PackedMatrix:
         """The same matrix, which multiplies at most so many rows at a time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
+from draftsmith.inference.learning import TextStates
 from draftsmith.inference.request.processors import NO_TOKEN
 
 
@@ -20,6 +21,7 @@ class Row:
         end_ids: tokens that end it.
         is_end: called with every token that has not ended the text already; whether it ends the text.
         on_token: called with every token that is kept.
+        states: gathers the target's states of the text, for a learner.
         new: the tokens emitted so far.
         is_finished: whether the text has ended.
         error: why no token can follow, where none can.
@@ -32,6 +34,7 @@ class Row:
     end_ids: Set[int] = frozenset()
     is_end: Callable[[int], bool] | None = None
     on_token: Callable[[int], None] | None = None
+    states: TextStates | None = None
     new: list[int] = field(default_factory=list)
     is_finished: bool = False
     error: str | None = None
@@ -46,6 +49,7 @@ class Row:
             if self.is_finished:
                 return kept
             if token == NO_TOKEN:
+                self.states = None
                 self.end()
                 self.error = (
                     f"no token can follow the {len(self.text)} tokens of row {self.index}: the target's logits are "
@@ -65,7 +69,9 @@ class Row:
 
     def end(self) -> None:
         """Ends the text here. It lets go of what is told its tokens."""
-        self.is_finished, self.is_end, self.on_token = True, None, None
+        if self.states is not None:
+            self.states.finish(self.text, len(self.prompt))
+        self.is_finished, self.is_end, self.on_token, self.states = True, None, None, None
 
     def check(self) -> None:
         """Raises ValueError if the text has ended because no token can follow."""

@@ -66,14 +66,16 @@ class Compiler:
 
     Args:
         modules: the functions read their weights.
+        drafter_changes: functions that draft keep their weights outside of the graphs.
 
     Attributes:
         seconds: spent on making graphs so far.
         reads_prompts: whether a graph serves any number of tokens at full speed, and so prompts.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], *, drafter_changes: bool = False) -> None:
         keep_compiled_kernels()
+        self.drafter_changes = drafter_changes
         self.seconds, self.reads_prompts = 0.0, False
         self._functions: dict[tuple[Callable[..., Any], bool | None], _CompiledFunction] = {}
         self._configs = _find_attention_configs(modules)
@@ -102,8 +104,10 @@ class Compiler:
                 stack.enter_context(grouped_attention(config))
             yield
 
-    def compile(self, function: Callable[..., Any], *, is_fixed: bool = False) -> Callable[..., Any]:
-        """The function, compiled; one and the same for one function.
+    def compile(
+        self, function: Callable[..., Any], *, is_fixed: bool = False, drafts: bool = False
+    ) -> Callable[..., Any]:
+        """The function, compiled; one and the same for one function. `drafts`: it reads the drafter's weights.
 
         A number or size that has changed once is left open in the next graph, so that few graphs serve all sizes. With
         `is_fixed`, every new size makes a graph of its own, except sizes that are marked as open: for functions that
@@ -111,17 +115,19 @@ class Compiler:
         """
         key = (function, False if is_fixed else None)
         if key not in self._functions:
-            self._functions[key] = _CompiledFunction(function, self, dynamic=key[1])
+            options = {**self.options, "freezing": False} if drafts and self.drafter_changes else {**self.options}
+            self._functions[key] = _CompiledFunction(function, self, options, dynamic=key[1])
         return self._functions[key]
 
 
-def compiled_runner(modules: Sequence[nn.Module]) -> Runner:
+def compiled_runner(modules: Sequence[nn.Module], *, drafter_changes: bool = False) -> Runner:
     """Runs compiled functions. Pending tokens after plain steps, lazy processors, and most prompts run eagerly.
 
     Args:
         modules: the step reads their weights.
+        drafter_changes: the drafter's weights may change in place.
     """
-    compiler = Compiler(modules)
+    compiler = Compiler(modules, drafter_changes=drafter_changes)
     return Runner(
         "compiled",
         _drafting(compiler),
@@ -143,7 +149,8 @@ def _open(values: Tensor, dim: int = 0) -> None:
 
 
 def _drafting(compiler: Compiler) -> Callable[..., tuple[TokenTree, Tensor | None]]:
-    begin_compiled, policies = compiler.compile(begin_draft, is_fixed=True), _CompiledPolicies(compiler)
+    begin_compiled = compiler.compile(begin_draft, is_fixed=True, drafts=True)
+    policies = _CompiledPolicies(compiler)
 
     def draft_compiled(
         step: Step, state: DecodeState, policy: TreePolicy, sampler: Sampler, width: int, in_view: Tensor
@@ -199,19 +206,21 @@ class _CompiledPolicies:
                 if isinstance(part, TreePolicy):
                     setattr(compiled, name, self.find(part))
             for name in policy.level_functions:
-                setattr(compiled, name, self._compiler.compile(getattr(policy, name)))
+                setattr(compiled, name, self._compiler.compile(getattr(policy, name), drafts=True))
             self._found[id(policy)] = policy, compiled
         return self._found[id(policy)][1]
 
 
 class _CompiledFunction:
-    def __init__(self, function: Callable[..., Any], compiler: Compiler, *, dynamic: bool | None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], compiler: Compiler, options: dict[str, Any], *, dynamic: bool | None
+    ) -> None:
         self.function = _copy_function(function)
         self.dynamic = dynamic
-        self.compiler = compiler
+        self.compiler, self.options = compiler, options
         # In one piece: after a break of the graph, the guards that are dropped would be missed (`_keep_guards`).
         # A copy of the options, since `torch.compile` takes the guard filter out of the dictionary that it gets.
-        self.compiled = torch.compile(self.function, dynamic=dynamic, fullgraph=True, options={**compiler.options})
+        self.compiled = torch.compile(self.function, dynamic=dynamic, fullgraph=True, options={**options})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphs, start = count_graphs(), time.perf_counter()
@@ -234,7 +243,7 @@ class _CompiledFunction:
     def _compile_otherwise(self, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Tries again, more simply each time; the last way is to run eagerly, of several pieces those that cannot be
         compiled. What inductor failed to make has not run, so nothing of the step is done twice."""
-        options = self.compiler.options
+        options = self.options
         if isinstance(error, torch._dynamo.exc.Unsupported):
             ways: dict[str, Callable[[], Any]] = {
                 "in pieces": lambda: _run_failures(torch.compile(self.function, dynamic=self.dynamic))

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,6 +154,11 @@ def _add_routes(app: FastAPI, server: Server) -> None:
     async def complete(request: Request) -> Response:
         body = await _read_body(request, CompletionRequest)
         return await _reply(server, request, body, lambda: server.maker.encode_prompts(body))
+
+    @app.get("/v1/learning")
+    async def learning() -> Response:
+        learner = server.scheduler.learner
+        return JSONResponse({"learning": None if learner is None else asdict(learner.progress)})
 
     comparing = threading.Lock()  # each comparison is a pass beside the engine's, with a cache of its own
 

@@ -15,6 +15,7 @@ import torch
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.engine import Engine, StepTokens
+from draftsmith.inference.learning import TextStates
 from draftsmith.inference.prefill import MIN_SHARED, prefill
 from draftsmith.inference.prefix_cache import PrefixHit, match
 from draftsmith.inference.serving.reply import DraftedStep, Reply, ReplyToken
@@ -42,7 +43,7 @@ class Lane:
     """
 
     def __init__(self, decoder: Decoder, *, max_rows: int, max_length: int) -> None:
-        self.step, self.planner = decoder.step, decoder.planner
+        self.step, self.planner, self.learner = decoder.step, decoder.planner, decoder.learner
         if not self.step.rows_may_leave:
             raise ValueError(
                 f"rows join and leave a served batch, and {type(decoder.drafter).__name__} cannot copy rows (or the "
@@ -80,6 +81,8 @@ class Lane:
 
     def _read(self, reply: Reply) -> Generator[int]:
         reply.started = time.perf_counter()
+        if self.learner is not None and reply.may_learn:
+            reply.row.states = TextStates(self.learner.see)
         hit = self._find_hit(reply.prompt)
         state = self._readers.pop(0)
         self._readers.append(state)

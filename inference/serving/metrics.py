@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from draftsmith.inference.learning import LearningProgress
 from draftsmith.inference.serving.reply import Reply
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -29,6 +30,26 @@ class VllmCounters(Collector):
                 for sample in totals:
                     renamed.add_sample(sample.name.replace("draftsmith:", "vllm:"), sample.labels, sample.value)
                 yield renamed
+
+
+class LearningCollector(Collector):
+    """What heads that learn have learned."""
+
+    def __init__(self, find_progress: Callable[[], LearningProgress]) -> None:
+        self._find_progress = find_progress
+
+    def collect(self) -> Iterator[Metric]:
+        progress = self._find_progress()
+        name = "draftsmith:learning_"
+        yield CounterMetricFamily(name + "texts", "Replies that the heads could learn from.", progress.num_texts)
+        yield CounterMetricFamily(name + "learned_tokens", "Tokens of all steps of learning.", progress.num_learned)
+        for what, is_swapped in (("swaps", True), ("drops", False)):
+            count = sum(trial.is_swapped == is_swapped for trial in progress.trials)
+            yield GaugeMetricFamily(name + what, f"{what.title()} of learned weights among the latest trials.", count)
+        if progress.trials:
+            last = progress.trials[-1]
+            length = max(last.before, last.after)
+            yield GaugeMetricFamily(name + "acceptance_length", "Of the weights in use, in the last trial.", length)
 
 
 class Metrics:
@@ -59,6 +80,10 @@ class Metrics:
             add(Histogram, name, f"From arrival to the {end}.", buckets=SECONDS)
             for name, end in zip(names, ends, strict=True)
         )
+
+    def watch_learning(self, find_progress: Callable[[], LearningProgress]) -> None:
+        """From now on the metrics tell what the server's heads have learned."""
+        self.registry.register(LearningCollector(find_progress))
 
     def count_reply(self, reply: Reply) -> None:
         """Counts a reply that has ended."""

@@ -94,6 +94,7 @@ class CompletionOptions(Strict):
     heads: str | None = None
     tree: str | None = Field(None, max_length=64)
     draft_report: bool = False
+    learn: bool = True
 
     @property
     def num_prompts(self) -> int:

@@ -119,6 +119,7 @@ class Reply:
         on_piece: called in the engine's thread.
         num_top: how many of the likeliest tokens are reported; None = no log-probabilities.
         min_tokens: stop strings among the first so many tokens do not end the text.
+        may_learn: whether the server's learner may see the text.
 
     Attributes:
         row: the request's, which tells the reply its tokens and asks it for the end.
@@ -136,6 +137,7 @@ class Reply:
     on_piece: Callable[[Piece], None]
     num_top: int | None = None
     min_tokens: int = 0
+    may_learn: bool = True
     stats: GenerationStats = field(default_factory=GenerationStats)
     arrived: float = field(default_factory=time.perf_counter)
     drafts: list[DraftedStep] = field(default_factory=list)

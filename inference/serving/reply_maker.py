@@ -147,6 +147,7 @@ class ReplyMaker:
                 lambda piece, number=number: on_piece(number, piece),  # type: ignore[misc]
                 num_top=num_top,
                 min_tokens=body.min_tokens,
+                may_learn=body.learn,
             )
             for number in range(body.n)
         ]

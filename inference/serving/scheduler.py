@@ -19,6 +19,7 @@ from functools import partial
 
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.learning import Learner
 from draftsmith.inference.prefix_cache import PREFILL_CHUNK
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.metrics import Metrics
@@ -72,6 +73,7 @@ class Scheduler:
         drafters: by name, the default one first; None = plain decoding.
         tree: of lanes whose requests name no tree, as in `Decoder`.
         limits: decided here, because caches are allocated once.
+        learner: improves the default drafter with the replies.
 
     Raises:
         ValueError: a target or drafter that cannot be served, or a bad tree.
@@ -85,6 +87,7 @@ class Scheduler:
         tree: str | None = None,
         limits: Limits | None = None,
         metrics: Metrics | None = None,
+        learner: Learner | None = None,
     ) -> None:
         if target.is_encoder_decoder:
             raise ValueError(f"{type(target.model).__name__} reads sources; the server is for decoder-only targets")
@@ -93,7 +96,9 @@ class Scheduler:
         )
         self.target, self.drafters, self.tree = target, dict(drafters), tree
         self.limits, self.metrics = limits or Limits(), metrics or Metrics()
-        self.default_name = next(iter(self.drafters))
+        self.default_name, self.learner = next(iter(self.drafters)), learner
+        if learner is not None:
+            self.metrics.watch_learning(lambda: learner.progress)
         self._lanes: dict[LaneName, Lane] = {}
         self._waiting: deque[tuple[Reply, LaneName]] = deque()
         self._replies: list[Reply] = []  # submitted and not yet counted as ended
@@ -166,13 +171,21 @@ class Scheduler:
     def _wait_for_rows(self) -> bool:
         """Whether there is something to do; False when the thread is to end."""
         with self._changed:
+            self._tell_learner(is_decoding=bool(self._replies))
             while not self._replies and self._deadline is None:
                 self._changed.wait(IDLE_SECONDS)
+            self._tell_learner(is_decoding=True)
             if self._deadline is None:
                 return True
             return bool(self._replies) and time.perf_counter() < self._deadline
 
+    def _tell_learner(self, *, is_decoding: bool) -> None:
+        if self.learner is not None:
+            self.learner.is_decoding = is_decoding
+
     def _round(self) -> None:
+        if self.learner is not None:
+            self.learner.swap()
         self._drop_cancelled()
         self._read_prompts()
         for name, lane in list(self._lanes.items()):
@@ -244,7 +257,8 @@ class Scheduler:
 
     def _open_lane(self, name: LaneName) -> Lane:
         drafter, tree = self.drafters.get(name[0]), name[1] or self.tree
-        decoder = Decoder(self.target, drafter, tree=tree if drafter is not None else None)
+        learner = self.learner if name[0] == self.default_name else None
+        decoder = Decoder(self.target, drafter, tree=tree if drafter is not None else None, learner=learner)
         lane = Lane(decoder, max_rows=self.limits.max_rows, max_length=self.limits.max_length)
         self._lanes[name] = lane
         return lane

@@ -37,10 +37,17 @@ class PassOutput:
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """logits: [B, N, V] in the model's dtype. features: [B, N, F], or None when no layers were asked for."""
+    """What a pass over N tokens gave.
+
+    Attributes:
+        logits: [B, N, V] in the model's dtype; of prompts, those of the last token only.
+        features: [B, N, F], or None when no layers were asked for.
+        last: [B, N, D], the hidden states after the final norm; None where nothing reads them.
+    """
 
     logits: Tensor
     features: Tensor | None
+    last: Tensor | None = None
 
 
 class Backbone:

@@ -281,13 +281,13 @@ class Target:
             chunk_size: tokens per forward pass.
 
         Returns:
-            logits [B, 1, V] of each row's last real token, and features [B, L, F] of all tokens (of padding: any).
+            logits [B, 1, V] of each row's last real token; features [B, L, F] (and last states) of all tokens.
 
         Raises:
             ValueError: the prompt exceeds the cache.
         """
         length = token_ids.shape[1]
-        features, last = [], None
+        features, states, last = [], [], None
         for start in range(0, length, chunk_size):
             chunk = token_ids[:, start : start + chunk_size]
             size = max(chunk.shape[1], self.min_pass_tokens)
@@ -305,13 +305,13 @@ class Target:
             last = row_last if last is None else torch.where((counts > start)[:, None], row_last, last)
             if output.features is not None:
                 features.append(output.features[:, : length - start])
+                states.append(output.last[:, : length - start])
             cache.advance(real)
         assert last is not None, "an empty prompt has no next token"
         if output.logits is None:
             rows = last.repeat(-(-self.min_pass_tokens // len(last)), 1)
             last = self.compute_logits(rows)[: len(last)]
-        joined = torch.cat(features, dim=1) if len(features) > 1 else features[0] if features else None
-        return TargetOutput(last[:, None], joined)
+        return TargetOutput(last[:, None], *(torch.cat(x, dim=1) if x else None for x in (features, states)))
 
     def plan_reading(self, cache: KVCache, counts: Tensor, num_tokens: int) -> None:
         """Before a pass over prompts: recurrent layers will read the first counts[b] of `num_tokens` tokens."""
@@ -326,7 +326,7 @@ class Target:
         host number that is read is the size of the cache's view.
 
         Returns:
-            logits [B, N, V] of the token that follows each node, and features [B, N, F].
+            logits [B, N, V] of the token that follows each node, features [B, N, F] and last states [B, N, D].
         """
         depths = tree.depths.clamp(min=0).where(tree.parents >= 0, torch.zeros_like(tree.depths))
         token_ids, ancestors, num_nodes = tree.token_ids, tree.ancestors, tree.token_ids.shape[1]
@@ -339,7 +339,7 @@ class Target:
         output = self._forward_cached(cache, token_ids, depths, ancestors, feature_layers)
         logits = output.logits if output.logits is not None else self.compute_logits(output.last)
         features = None if output.features is None else output.features[:, :num_nodes]
-        return TargetOutput(logits[:, :num_nodes], features)
+        return TargetOutput(logits[:, :num_nodes], features, output.last[:, :num_nodes])
 
     def prepare_first_layers(self, num_layers: int) -> None:
         """Makes `run_first_layers` ready for the first `num_layers` layers, which share all weights with the model.

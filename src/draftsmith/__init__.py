@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draftsmith.heads import *  # noqa: F403
     from draftsmith.inference import *  # noqa: F403
+    from draftsmith.training.learning.learner import OnlineLearner
 
 __all__ = [  # noqa: F405
     "HEAD_TYPES",
@@ -31,6 +32,7 @@ __all__ = [  # noqa: F405
     "GenerationOutput",
     "GenerationStats",
     "NgramDrafter",
+    "OnlineLearner",
     "PipelinedDecoder",
     "SmallModelDrafter",
     "StagedDrafter",
@@ -60,6 +62,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"draftsmith.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'draftsmith' has no attribute {name!r}")
+    if name == "OnlineLearner":
+        return import_module("draftsmith.training.learning.learner").OnlineLearner
     heads = import_module("draftsmith.heads")
     return getattr(heads if name in heads.__all__ else import_module("draftsmith.inference"), name)
 

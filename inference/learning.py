@@ -1,0 +1,119 @@
+"""What learners see of decoding: texts with the target's states of their tokens, which the passes compute anyway.
+
+Legend: T tokens of a text whose states are known, F feature width, D hidden size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SeenText:
+    """A text that has been decoded.
+
+    Attributes:
+        token_ids: from the first token whose states are known to the text's end: T, or T + 1.
+        num_prompt: how many of them are the prompt's.
+        features: [T, F], the states that draft heads read.
+        last_hidden: [T, D], the target's states after its final norm.
+    """
+
+    token_ids: list[int]
+    num_prompt: int
+    features: Tensor
+    last_hidden: Tensor
+
+
+class TextStates:
+    """Gathers the states of one text, pass by pass.
+
+    Where a cache held the beginning of a prompt, the text begins behind it.
+
+    Args:
+        see: gets the text when it has ended.
+    """
+
+    def __init__(self, see: Callable[[SeenText], None]) -> None:
+        self._see = see
+        self._start = self._end = 0
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, position: int, features: Tensor, last: Tensor) -> None:
+        """States [n, F] and [n, D] of the tokens from this position on. They must stay as they are."""
+        if position != self._end:
+            self._start, self._parts = position, []
+        self._end = position + len(features)
+        self._parts.append((features, last))
+
+    def finish(self, text: Sequence[int], num_prompt: int) -> None:
+        """Hands the text on: all its tokens are known."""
+        known = [*text[self._start :]]
+        if not self._parts or not known:
+            return
+        features, last = (torch.cat(parts)[: len(known)] for parts in zip(*self._parts, strict=True))
+        self._parts = []
+        self._see(SeenText(known, max(0, num_prompt - self._start), features, last))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A comparison of learned weights with those in use, on texts that were held back.
+
+    Attributes:
+        time: seconds since 1970.
+        num_texts, num_tokens: decoded until then; tokens of replies.
+        num_learned: tokens of all steps of learning until then.
+        before, after: acceptance length of the weights in use, and of the learned ones.
+        is_swapped: whether the learned ones are in use now.
+    """
+
+    time: float
+    num_texts: int
+    num_tokens: int
+    num_learned: int
+    before: float
+    after: float
+    is_swapped: bool
+
+
+@dataclass(frozen=True)
+class LearningProgress:
+    """num_texts, num_tokens, num_learned: as in `Trial`, until now. trials: the newest, in their order."""
+
+    num_texts: int
+    num_tokens: int
+    num_learned: int
+    trials: tuple[Trial, ...]
+
+
+class Learner(ABC):
+    """Improves draft heads with the texts of a `Decoder` or a server.
+
+    Its methods are called in the decoding thread, between two steps.
+
+    Attributes:
+        feature_layers: the states that it wants to see.
+        is_decoding: whether a text is being decoded; set by what decodes.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+    is_decoding = False
+
+    @abstractmethod
+    def see(self, text: SeenText) -> None:
+        """Takes a text that has ended."""
+
+    @abstractmethod
+    def swap(self) -> None:
+        """Puts better weights into the heads, if there are."""
+
+    @property
+    @abstractmethod
+    def progress(self) -> LearningProgress:
+        """What was learned so far. For any thread."""

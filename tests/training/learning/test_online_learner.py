@@ -1,0 +1,243 @@
+"""Heads that learn while they draft: the text stays, the weights get better, and a folder keeps them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
+from draftsmith.inference import Decoder, Target
+from draftsmith.inference.learning import SeenText
+from draftsmith.training.features.sources import OnlineFeatures
+from draftsmith.training.learning.buffer import TextBuffer, join_texts
+from draftsmith.training.learning.learner import OnlineLearner
+from draftsmith.training.learning.trial import measure_acceptance
+from tests.tiny_targets import tiny_target
+
+PROMPTS = [[5, 9, 2, 7], [3, 3, 8], [11, 4, 6, 2, 9, 1]]
+KINDS = sorted(HEAD_TYPES)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target.of(tiny_target("llama"))
+
+
+def make(kind: str, target: Target) -> DraftHeads:
+    torch.manual_seed(0)
+    heads = create_heads(kind, target)
+    if heads.wants_token_counts:
+        heads.fit_vocabulary(torch.arange(target.vocab_size, 0, -1))
+    return heads
+
+
+def decode(decoder: Decoder, prompt: list[int], **options: Any) -> list[int]:
+    output = decoder.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=True, seed=len(prompt), **options)
+    return output.sequences[0].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_decoding_are_those_of_a_pass_over_the_text(kind: str, target: Target) -> None:
+    """Whatever is drafted and accepted, in a batch with rows of their own lengths."""
+    heads, seen = make(kind, target), list[SeenText]()
+    learner = OnlineLearner(target, heads)
+    learner.see = seen.append  # type: ignore[method-assign]
+    decoder = Decoder(target, heads, learner=learner, tree="chain:2")
+    width = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    texts = decoder.generate(ids, mask, max_new_tokens=24, do_sample=True, seed=3).sequences
+    wanted = {tuple(row[width - len(prompt) :].tolist()) for row, prompt in zip(texts, PROMPTS, strict=True)}
+    assert {tuple(text.token_ids) for text in seen} == wanted
+    for text in seen:
+        batch = {"input_ids": torch.tensor([text.token_ids]), "attention_mask": torch.ones(1, len(text.token_ids))}
+        states = OnlineFeatures(target, heads.feature_layers)(batch)
+        size = len(text.features)
+        assert len(text.token_ids) - 1 <= size <= len(text.token_ids)
+        torch.testing.assert_close(text.features, states.features[0, :size], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(text.last_hidden, states.last_hidden[0, :size], rtol=1e-2, atol=1e-3)
+        assert text.token_ids[: text.num_prompt] in PROMPTS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learning_improves_the_heads_and_never_changes_the_text(kind: str, target: Target) -> None:
+    """Weights change in the middle of streams, too."""
+    heads = make(kind, target)
+    learner = OnlineLearner(target, heads, muon_learning_rate=0.05, learning_rate=3e-3, tokens_per_step=128)
+    decoder = Decoder(target, heads, learner=learner, tree="chain:2")
+    options = {"max_new_tokens": 24, "do_sample": False}
+    wanted = [Decoder(target).generate(torch.tensor([prompt]), **options).sequences[0].tolist() for prompt in PROMPTS]
+    for number in range(24):
+        prompt = PROMPTS[number % 3]
+        text = list(prompt)
+        for tokens in decoder.stream(torch.tensor([prompt]), **options):
+            text += tokens
+            learner.swap()
+            if number >= 8 and len(text) == len(prompt) + 4:
+                learner.learn(3)
+                learner.compare()
+        assert text == wanted[number % 3]
+    # From the first layers of a random target, Kangaroo's adapter learns next to nothing.
+    assert kind == "kangaroo" or any(trial.is_swapped for trial in learner.progress.trials)
+    assert all(trial.after > trial.before for trial in learner.progress.trials if trial.is_swapped)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoders_draft_with_the_new_weights(dtype: torch.dtype, is_packed: bool) -> None:
+    """Also those that draft with copies: of another dtype, of some columns, with packed weights."""
+    model = tiny_target("llama").to(dtype)
+    target, decoding = Target.of(model), Target.of(model)
+    if is_packed:
+        try:
+            decoding = decoding.with_packed_weights()
+        except ValueError:
+            pytest.skip("this CPU packs no weights of this dtype")
+    heads = make("mtp", target)
+    heads.limit_vocabulary(32, torch.arange(target.vocab_size))
+    decoder = Decoder(decoding, heads, tree="chain:2")
+    torch.manual_seed(1)
+    others = create_heads("mtp", target)
+    with torch.no_grad():
+        for parameter in others.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    others.limit_vocabulary(32, torch.arange(target.vocab_size))
+    heads.write_weights(dict(others.named_parameters()))
+    ids = torch.tensor([PROMPTS[0]])
+    wanted = Decoder(decoding, others, tree="chain:2").generate(ids, max_new_tokens=16, seed=0).stats
+    found = decoder.generate(ids, max_new_tokens=16, seed=0).stats
+    assert found.accepted_histogram == wanted.accepted_histogram
+    state = decoder.drafter.state_dict()
+    for name, tensor in Decoder(decoding, others, tree="chain:2").drafter.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+
+
+def test_compiled_steps_read_the_new_weights(target: Target) -> None:
+    heads = make("medusa", target)
+    decoder = Decoder(target, heads, tree="chain:1", compile=True, learner=OnlineLearner(target, heads))
+    ids = torch.tensor([PROMPTS[0]])
+    before = decoder.generate(ids, max_new_tokens=12, do_sample=False)
+    right = copy.deepcopy(heads)
+    for parameter in right.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    heads.write_weights(dict(right.named_parameters()))
+    after = decoder.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(before.sequences, after.sequences)
+    eager = Decoder(target, right, tree="chain:1").generate(ids, max_new_tokens=12, do_sample=False)
+    assert after.stats.accepted_histogram == eager.stats.accepted_histogram
+
+
+def test_writing_refuses_weights_of_other_heads(target: Target) -> None:
+    heads = make("mtp", target)
+    weights = dict(heads.named_parameters())
+    weights.pop(next(iter(weights)))
+    with pytest.raises(ValueError, match="mtp heads, with other names"):
+        heads.write_weights(weights)
+
+
+def test_a_folder_keeps_what_was_learned(target: Target, tmp_path: Path) -> None:
+    heads = make("mtp", target)
+    learner = OnlineLearner(target, heads, folder=tmp_path / "learned", muon_learning_rate=0.05)
+    decoder = Decoder(target, heads, learner=learner, tree="chain:2")
+    for number in range(16):
+        decode(decoder, PROMPTS[0] + [number])
+    learner.learn(6)
+    assert learner.compare() is not None
+    learner.swap()
+    learner.save()
+    again = make("mtp", target)
+    other = OnlineLearner(target, again, folder=tmp_path / "learned")
+    assert other.progress == learner.progress
+    for name, parameter in heads.named_parameters():
+        assert torch.equal(parameter, dict(again.named_parameters())[name])
+    for part in ("state", "param_groups"):
+        assert other._optimizer.state_dict()[part].__len__() == learner._optimizer.state_dict()[part].__len__()
+    loaded = DraftHeads.from_pretrained(tmp_path / "learned" / "heads")
+    assert decode(Decoder(target, loaded), PROMPTS[1]) == decode(Decoder(target), PROMPTS[1])
+    assert not any(b"token_ids" in file.read_bytes() for file in (tmp_path / "learned").glob("*.safetensors"))
+
+
+def test_folders_of_others_are_refused(target: Target, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds other files and no learner\.safetensors"):
+        OnlineLearner(target, make("mtp", target), folder=tmp_path)
+    OnlineLearner(target, make("mtp", target), folder=tmp_path / "mtp").save()
+    with pytest.raises(ValueError, match="holds mtp heads"):
+        OnlineLearner(target, make("medusa", target), folder=tmp_path / "mtp")
+
+
+def test_a_thread_learns_beside_decoding(target: Target) -> None:
+    heads = make("mtp", target)
+    with OnlineLearner(target, heads, share=0.5, trial_seconds=0.0, tokens_per_step=64) as learner:
+        decoder, plain = Decoder(target, heads, learner=learner, tree="chain:2"), Decoder(target)
+        for number in range(200):
+            prompt = PROMPTS[number % 3] + [number % 50]
+            assert decode(decoder, prompt) == decode(plain, prompt)
+            if learner.progress.trials:
+                break
+        assert learner.progress.trials
+    assert learner.progress.num_learned > 0
+
+
+def test_learners_fit_their_decoder(target: Target) -> None:
+    learner = OnlineLearner(target, make("mtp", target))
+    with pytest.raises(ValueError, match="give the heads that learn"):
+        Decoder(target, make("eagle3", target), learner=learner)
+    with pytest.raises(ValueError, match="got share 0"):
+        OnlineLearner(target, make("mtp", target), share=0.0)
+
+
+def text_of(size: int, *, prompt: int = 2) -> SeenText:
+    states = torch.zeros(size, 4)
+    return SeenText([*range(size)], prompt, states, states)
+
+
+def test_the_buffer_keeps_to_its_memory_and_holds_texts_back() -> None:
+    buffer = TextBuffer(40_000)
+    for _ in range(800):
+        buffer.add(text_of(10))
+    per_text = 10 * 4 * 4
+    assert buffer.num_texts == 800
+    assert buffer.num_trainable * per_text <= 40_000
+    assert buffer.num_trainable * per_text > 25_000
+    held, trained = buffer.held_back(10**6), buffer.sample(10**5)
+    assert not {id(text) for text in held} & {id(text) for text in trained}
+    assert len(held) * per_text <= 40_000 / 8
+
+
+def test_a_batch_learns_replies_only() -> None:
+    texts = [text_of(5), dataclasses.replace(text_of(4, prompt=0), features=torch.ones(3, 4))]
+    batch = join_texts(texts, torch.device("cpu"))
+    assert batch.input_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3]]
+    assert batch.loss_mask.tolist() == [[0, 0, 1, 1, 1, 0, 1, 1, 1]]
+    assert batch.document_ids.tolist() == [[0] * 5 + [1] * 4]
+    assert batch.features[0, :, 0].tolist() == [0] * 5 + [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("kind", ["mtp", "medusa", "kangaroo", "block"])
+def test_acceptance_is_that_of_greedy_chains(kind: str, target: Target) -> None:
+    """On the target's own greedy texts the measured length of a chain is what a decoder would have, slot by slot."""
+    heads, seen = make(kind, target), list[SeenText]()
+    learner = OnlineLearner(target, heads)
+    learner.see = seen.append  # type: ignore[method-assign]
+    decoder = Decoder(target, heads, learner=learner, tree="chain:1")
+    for prompt in PROMPTS:
+        decoder.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False)
+    batch = join_texts(seen, target.device)
+    steps = learner._forward(batch, None, None)
+    measured = measure_acceptance(steps[:1] if len(steps) > 1 else steps, batch, heads.draft_token_ids)
+    hits = total = 0
+    for text in seen:
+        for size in range(text.num_prompt + 1, len(text.token_ids)):
+            prefix = torch.tensor([text.token_ids[:size]])
+            output = Decoder(target, heads, tree="chain:1").generate(prefix, max_new_tokens=2, do_sample=False)
+            hits += output.stats.accepted_histogram[1:2] == [1]
+            total += 1
+    if kind in ("mtp", "medusa"):
+        assert measured == pytest.approx(1 + hits / total, abs=0.02)
+    assert measured >= 1.0

@@ -1,0 +1,1 @@
+"""Heads that learn from the texts that they help to decode."""

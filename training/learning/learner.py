@@ -1,0 +1,344 @@
+"""OnlineLearner: draft heads that learn from the texts of a decoder or server, beside it.
+
+The verify passes give the states of every committed token: the training data of heads, on the traffic that matters. So
+a step of learning runs the heads and the LM head, and never the target (OSD, arXiv 2310.07177, trains a small model on
+the tokens that were wrong; here all of a reply's tokens are learned from).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.heads import DraftHeads
+from draftsmith.heads.modules.host_tensors import OnHost
+from draftsmith.inference.learning import Learner, LearningProgress, SeenText, Trial
+from draftsmith.inference.targets.target import Target
+from draftsmith.training.learning.buffer import TextBatch, TextBuffer, join_texts
+from draftsmith.training.learning.state import LearnerState, read_state, write_state
+from draftsmith.training.learning.trial import measure_acceptance
+from draftsmith.training.losses.draft_loss import draft_loss
+from draftsmith.training.losses.teacher import compute_teacher
+from draftsmith.training.run.optimizer import MuonWithAdamW
+
+logger = logging.getLogger(__name__)
+
+WARMUP_STEPS = 10  # after a start, until the learning rate is the whole one
+TRIAL_RATIO = 3  # tokens that are learned between two trials, for each token of a trial: a fifth of the time is trials'
+PATIENCE = 3  # trials in a row without a gain, after which what was learned is dropped
+MAX_TRIALS = 1000  # that are remembered
+MAX_INBOX = 1024  # texts that wait for the learner
+WAIT_SECONDS = 0.05
+
+
+class OnlineLearner(Learner):
+    """Learns while a `Decoder` or a server decodes; give it to those, and `start` it, or call `learn` and `compare`.
+
+        with OnlineLearner(target, heads) as learner:
+            decoder = Decoder(target, heads, learner=learner)
+
+    A copy of the heads takes optimizer steps in a thread of its own. Every minute or so the copy is compared with the
+    weights in use, on texts that were held back. If it is better, it is used from the next step on; if it is not,
+    three times in a row, learning begins again from the weights in use. The decoded text does not depend on the heads,
+    so it never changes.
+
+    Args:
+        target: as it was before its weights were packed.
+        heads: those that draft. Their weights change in place.
+        share: of the time, that learning may take while texts are decoded; otherwise it takes all.
+        num_bytes: of states of decoded texts, in memory only.
+        folder: where the weights in use, the optimizer and counters are kept, and taken from at the start; None =
+            nowhere. No text is ever written.
+        trial_seconds: between two comparisons.
+        tokens_per_step: tokens of a step of learning.
+        held_back_tokens: tokens of a comparison, at most.
+        muon_learning_rate, learning_rate: of hidden matrices, and of all other weights (`MuonWithAdamW`).
+
+    Attributes:
+        buffer: the texts.
+        trials: the newest comparisons, in their order.
+
+    Raises:
+        ValueError: heads that do not fit the target, a target whose scores cannot be computed from its states, or a
+            folder with other heads.
+    """
+
+    def __init__(
+        self,
+        target: Target | nn.Module,
+        heads: DraftHeads,
+        *,
+        share: float = 0.1,
+        num_bytes: int = 512 << 20,
+        folder: Path | str | None = None,
+        trial_seconds: float = 60.0,
+        tokens_per_step: int = 512,
+        held_back_tokens: int = 2048,
+        muon_learning_rate: float = 0.03,
+        learning_rate: float = 3e-4,
+        seed: int = 0,
+    ) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"got share {share}: give more than 0 and at most 1")
+        self.target = Target.of(target)
+        if self.target.is_packed:
+            raise ValueError("got a target with packed weights, through which no gradient passes: give the plain one")
+        if self.target.capabilities.scale_logits is None:
+            raise ValueError(
+                f"{type(self.target.model).__name__} computes logits from more than its last states, so its heads "
+                "cannot learn while decoding: train them (draftsmith train)"
+            )
+        self.heads, self.share, self.folder = heads, share, None if folder is None else Path(folder)
+        self.feature_layers = heads.feature_layers
+        self.trial_seconds, self.tokens_per_step = trial_seconds, tokens_per_step
+        self.held_back_tokens = held_back_tokens
+        self.buffer = TextBuffer(num_bytes, seed)
+        self.trials: deque[Trial] = deque(maxlen=MAX_TRIALS)
+        self.num_learned = 0
+        self._student = copy.deepcopy(heads).float().bind(self.target).eval()  # eval: no dropout
+        self._student.requires_grad_(requires_grad=True)
+        self._new_optimizer = partial(MuonWithAdamW, muon_learning_rate=muon_learning_rate, learning_rate=learning_rate)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._inbox: deque[SeenText] = deque(maxlen=MAX_INBOX)
+        self._better: dict[str, Tensor] | None = None  # to be used from the next step on
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._num_failed = 0
+        self._last_trial = time.perf_counter(), 0  # when, and after how many learned tokens
+        self._before = 0, 0, 0  # texts, tokens and learned tokens of earlier runs
+        state = None if self.folder is None else read_state(self.folder, heads)
+        if state is not None:
+            heads.write_weights(state.in_use)
+            self._write_student(state.in_use)
+        self._in_use = _copy_weights(self._student)
+        self._restart_optimizer()
+        if state is not None:
+            self._resume(state)
+
+    # Decoding's side.
+
+    def see(self, text: SeenText) -> None:
+        """Takes a text that has ended."""
+        same = tuple(self.feature_layers) == (self.target.num_layers,)  # then the features are the last states
+        features = text.features.cpu()
+        last = features if same else text.last_hidden.cpu()
+        self._inbox.append(replace(text, features=features, last_hidden=last))
+
+    def swap(self) -> None:
+        """Puts better weights into the heads, if there are."""
+        better, self._better = self._better, None
+        if better is not None:
+            self.heads.write_weights(better)
+
+    # Learning's side.
+
+    def start(self) -> None:
+        """Learns in a thread until `stop`."""
+        self._thread = threading.Thread(target=self._run, name="draftsmith-learner", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, and keeps what was learned."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.save()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def learn(self, num_steps: int = 1) -> float:
+        """Takes so many steps; returns the mean loss, 0 without a text to learn from."""
+        self._empty_inbox()
+        losses = [self._take_step() for _ in range(num_steps if self.buffer.num_trainable else 0)]
+        return sum(losses) / max(1, len(losses))
+
+    def work(self) -> None:
+        """Takes a step, or compares weights where it is time to; nothing without a text to learn from."""
+        self._empty_inbox()
+        if not self.buffer.num_trainable:
+            return
+        self._take_step()
+        seconds, learned = self._last_trial
+        texts = self.buffer.held_back(self.held_back_tokens)
+        least = TRIAL_RATIO * sum(len(text.token_ids) for text in texts)
+        is_late = time.perf_counter() - seconds >= self.trial_seconds
+        if texts and is_late and self.num_learned - learned >= max(least, TRIAL_RATIO * self.tokens_per_step):
+            self._hold_trial()
+
+    def compare(self) -> Trial | None:
+        """Compares the learned weights with those in use on the texts that were held back; None = there are none.
+        Better ones are used after the next `swap`; after three trials in a row without a gain they are dropped."""
+        self._empty_inbox()
+        texts = self.buffer.held_back(self.held_back_tokens)
+        if not texts:
+            return None
+        batch = join_texts(texts, self.target.device)
+        before, after = self._measure(batch, self._in_use), self._measure(batch, None)
+        so_far = self.progress
+        counts = so_far.num_texts, so_far.num_tokens, so_far.num_learned
+        trial = Trial(time.time(), *counts, before, after, after > before)
+        self.trials.append(trial)
+        self._last_trial = time.perf_counter(), self.num_learned
+        self._num_failed = 0 if trial.is_swapped else self._num_failed + 1
+        if trial.is_swapped:
+            self._in_use = _copy_weights(self._student)
+            self._better = self._in_use
+        elif self._num_failed == PATIENCE:
+            self._num_failed = 0
+            self._write_student(self._in_use)
+            self._restart_optimizer()
+        return trial
+
+    @property
+    def progress(self) -> LearningProgress:
+        """What was learned so far, earlier runs included. For any thread."""
+        texts, tokens, learned = self._before
+        buffer = self.buffer
+        return LearningProgress(
+            texts + buffer.num_texts, tokens + buffer.num_tokens, learned + self.num_learned, tuple(self.trials)
+        )
+
+    def save(self) -> None:
+        """Writes the weights in use, the optimizer and the counters to the folder, if there is one: whole, or not at
+        all."""
+        if self.folder is None:
+            return
+        moments = {
+            f"{name}/{kind}": value
+            for name, parameter in self._student.named_parameters()
+            for kind, value in self._optimizer.state.get(parameter, {}).items()
+        }
+        write_state(self.folder, self.heads, LearnerState(self._in_use, moments, asdict(self.progress)))
+
+    def _run(self) -> None:
+        with self._stream():
+            while not self._stopping.wait(0 if self.buffer.num_trainable else WAIT_SECONDS):
+                begin, busy = time.perf_counter(), time.thread_time()
+                try:
+                    self.work()
+                except Exception:  # decoding goes on without
+                    logger.exception("learning ends: a step failed. Decoding goes on with the weights in use")
+                    return
+                self._rest(begin + (time.thread_time() - busy) / self.share)
+
+    def _hold_trial(self) -> None:
+        trial = self.compare()
+        if trial is not None:
+            what = "better: they are used now" if trial.is_swapped else "not better"
+            logger.info(
+                "after %d tokens the learned weights are %s (acceptance length %.3f, in use %.3f)",
+                *(trial.num_tokens, what, trial.after, trial.before),
+            )
+            self.save()
+
+    def _rest(self, until: float) -> None:
+        """Waits while texts are decoded, until this moment."""
+        while self.is_decoding and (left := until - time.perf_counter()) > 0:
+            if self._stopping.wait(min(left, WAIT_SECONDS)):
+                return
+
+    def _stream(self) -> AbstractContextManager[Any]:
+        """On a GPU, a stream of the lowest priority."""
+        if self.target.device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self.target.device, priority=0))
+
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            self.buffer.add(self._inbox.popleft())
+
+    def _forward(
+        self, batch: TextBatch, weights: Mapping[str, Tensor] | None, loss_fn: Callable[..., Any] | None
+    ) -> Any:
+        """The heads' pass over a batch, with these weights or the student's own."""
+        seeds = torch.randint(-(2**63), 2**63 - 1, batch.loss_mask.shape, generator=self._generator)
+        arguments = {
+            "loss_fn": loss_fn,
+            "loss_mask": OnHost(batch.loss_mask),
+            "document_ids": OnHost(batch.document_ids),
+            "token_seeds": OnHost(seeds),
+        }
+        given = batch.features, batch.input_ids
+        if weights is None:
+            return self._student(*given, **arguments)
+        return torch.func.functional_call(self._student, dict(weights), given, arguments)
+
+    def _take_step(self) -> float:
+        batch = join_texts(self.buffer.sample(self.tokens_per_step), self.target.device)
+        mask = OnHost(batch.loss_mask)
+        loss_type, heads = self._student.default_loss, self._student
+        teacher = compute_teacher(
+            self.target, batch.last_hidden, batch.input_ids, mask, heads.draft_token_ids, loss_type=loss_type
+        )
+        loss_fn = partial(
+            draft_loss,
+            teacher=teacher,
+            loss_mask=mask,
+            loss_type=loss_type,
+            step_decay=heads.default_step_decay,
+            depth_weights=heads.default_depth_weights,
+        )
+        with torch.enable_grad():
+            loss = self._forward(batch, None, loss_fn).loss
+            loss.backward()
+        norm = nn.utils.clip_grad_norm_(self._student.parameters(), 1.0)
+        if torch.isfinite(norm):  # a target may give states that are not
+            self._warm_up()
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.num_learned += batch.input_ids.numel()
+        return float(loss.detach())
+
+    def _measure(self, batch: TextBatch, weights: Mapping[str, Tensor] | None) -> float:
+        with torch.no_grad():
+            steps = self._forward(batch, weights, None)
+            return measure_acceptance(steps, batch, self._student.draft_token_ids)
+
+    def _restart_optimizer(self) -> None:
+        self._optimizer = self._new_optimizer(self._student.named_parameters())
+        self._peaks = [group["lr"] for group in self._optimizer.param_groups]
+        self._num_steps = 0
+
+    def _warm_up(self) -> None:
+        self._num_steps += 1
+        scale = min(1.0, self._num_steps / WARMUP_STEPS)
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = scale * peak
+
+    def _write_student(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in self._student.named_parameters():
+                parameter.copy_(weights[name])
+
+    def _resume(self, state: LearnerState) -> None:
+        """Goes on where an earlier run has ended."""
+        parameters = dict(self._student.named_parameters())
+        for name, value in state.optimizer.items():
+            parameter, _, kind = name.rpartition("/")
+            self._optimizer.state[parameters[parameter]][kind] = value.to(self.target.device)
+            self._num_steps = WARMUP_STEPS
+        counters = state.counters
+        self._before = counters["num_texts"], counters["num_tokens"], counters["num_learned"]
+        self.trials.extend(Trial(**trial) for trial in counters["trials"])
+
+
+def _copy_weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
