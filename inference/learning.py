@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+MAX_TOKENS = 2048  # of a text: about so many, the last ones, keep their states
+
 
 @dataclass(frozen=True)
 class SeenText:
@@ -33,7 +35,7 @@ class SeenText:
 class TextStates:
     """Gathers the states of one text, pass by pass.
 
-    Where a cache held the beginning of a prompt, the text begins behind it.
+    Where a cache held the beginning of a prompt, the text begins behind it; of a long text the last part is kept.
 
     Args:
         see: gets the text when it has ended.
@@ -50,6 +52,9 @@ class TextStates:
             self._start, self._parts = position, []
         self._end = position + len(features)
         self._parts.append((features, last))
+        while self._end - self._start - (size := len(self._parts[0][0])) >= MAX_TOKENS:
+            self._start += size
+            del self._parts[0]
 
     def finish(self, text: Sequence[int], num_prompt: int) -> None:
         """Hands the text on: all its tokens are known."""

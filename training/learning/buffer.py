@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from draftsmith.inference.learning import SeenText
 
 HELD_BACK = 8  # one text in so many is never learned from
 HELD_SHARE = 0.125  # of the memory, for those
-MAX_TOKENS = 2048  # of a text; of a longer one, the last
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ class TextBuffer:
             return
         self.num_texts += 1
         self.num_tokens += num_new
-        text = _cut(text)
         if self.num_texts % HELD_BACK == 0:
             self._held.append(text)
             while len(self._held) > 1 and _count_bytes(self._held) > HELD_SHARE * self.num_bytes:
@@ -121,15 +119,6 @@ class TextBuffer:
             chosen.append(text)
             size += len(text.token_ids)
         return chosen
-
-
-def _cut(text: SeenText) -> SeenText:
-    """The last `MAX_TOKENS` of a text."""
-    surplus = len(text.token_ids) - MAX_TOKENS
-    if surplus <= 0:
-        return text
-    states = {name: getattr(text, name)[surplus:].clone() for name in ("features", "last_hidden")}
-    return replace(text, token_ids=text.token_ids[surplus:], num_prompt=max(0, text.num_prompt - surplus), **states)
 
 
 def _count_bytes(texts: Sequence[SeenText] | deque[SeenText]) -> int:

@@ -39,7 +39,6 @@ WARMUP_STEPS = 10  # after a start, until the learning rate is the whole one
 TRIAL_RATIO = 3  # tokens that are learned between two trials, for each token of a trial: a fifth of the time is trials'
 PATIENCE = 3  # trials in a row without a gain, after which what was learned is dropped
 MAX_TRIALS = 1000  # that are remembered
-MAX_INBOX = 1024  # texts that wait for the learner
 WAIT_SECONDS = 0.05
 
 
@@ -111,7 +110,7 @@ class OnlineLearner(Learner):
         self._student.requires_grad_(requires_grad=True)
         self._new_optimizer = partial(MuonWithAdamW, muon_learning_rate=muon_learning_rate, learning_rate=learning_rate)
         self._generator = torch.Generator().manual_seed(seed)
-        self._inbox: deque[SeenText] = deque(maxlen=MAX_INBOX)
+        self._lock = threading.Lock()  # of the buffer
         self._better: dict[str, Tensor] | None = None  # to be used from the next step on
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -134,7 +133,8 @@ class OnlineLearner(Learner):
         same = tuple(self.feature_layers) == (self.target.num_layers,)  # then the features are the last states
         features = text.features.cpu()
         last = features if same else text.last_hidden.cpu()
-        self._inbox.append(replace(text, features=features, last_hidden=last))
+        with self._lock:
+            self.buffer.add(replace(text, features=features, last_hidden=last))
 
     def swap(self) -> None:
         """Puts better weights into the heads, if there are."""
@@ -166,18 +166,16 @@ class OnlineLearner(Learner):
 
     def learn(self, num_steps: int = 1) -> float:
         """Takes so many steps; returns the mean loss, 0 without a text to learn from."""
-        self._empty_inbox()
         losses = [self._take_step() for _ in range(num_steps if self.buffer.num_trainable else 0)]
         return sum(losses) / max(1, len(losses))
 
     def work(self) -> None:
         """Takes a step, or compares weights where it is time to; nothing without a text to learn from."""
-        self._empty_inbox()
         if not self.buffer.num_trainable:
             return
         self._take_step()
         seconds, learned = self._last_trial
-        texts = self.buffer.held_back(self.held_back_tokens)
+        texts = self._held_back()
         least = TRIAL_RATIO * sum(len(text.token_ids) for text in texts)
         is_late = time.perf_counter() - seconds >= self.trial_seconds
         if texts and is_late and self.num_learned - learned >= max(least, TRIAL_RATIO * self.tokens_per_step):
@@ -186,8 +184,7 @@ class OnlineLearner(Learner):
     def compare(self) -> Trial | None:
         """Compares the learned weights with those in use on the texts that were held back; None = there are none.
         Better ones are used after the next `swap`; after three trials in a row without a gain they are dropped."""
-        self._empty_inbox()
-        texts = self.buffer.held_back(self.held_back_tokens)
+        texts = self._held_back()
         if not texts:
             return None
         batch = join_texts(texts, self.target.device)
@@ -261,9 +258,9 @@ class OnlineLearner(Learner):
             return nullcontext()
         return torch.cuda.stream(torch.cuda.Stream(self.target.device, priority=0))
 
-    def _empty_inbox(self) -> None:
-        while self._inbox:
-            self.buffer.add(self._inbox.popleft())
+    def _held_back(self) -> list[SeenText]:
+        with self._lock:
+            return self.buffer.held_back(self.held_back_tokens)
 
     def _forward(
         self, batch: TextBatch, weights: Mapping[str, Tensor] | None, loss_fn: Callable[..., Any] | None
@@ -282,7 +279,9 @@ class OnlineLearner(Learner):
         return torch.func.functional_call(self._student, dict(weights), given, arguments)
 
     def _take_step(self) -> float:
-        batch = join_texts(self.buffer.sample(self.tokens_per_step), self.target.device)
+        with self._lock:
+            texts = self.buffer.sample(self.tokens_per_step)
+        batch = join_texts(texts, self.target.device)
         mask = OnHost(batch.loss_mask)
         loss_type, heads = self._student.default_loss, self._student
         teacher = compute_teacher(

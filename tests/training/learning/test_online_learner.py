@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
 from draftsmith.inference import Decoder, Target
-from draftsmith.inference.learning import SeenText
+from draftsmith.inference.learning import MAX_TOKENS, SeenText, TextStates
 from draftsmith.training.features.sources import OnlineFeatures
 from draftsmith.training.learning.buffer import TextBuffer, join_texts
 from draftsmith.training.learning.learner import OnlineLearner
@@ -241,3 +242,17 @@ def test_acceptance_is_that_of_greedy_chains(kind: str, target: Target) -> None:
     if kind in ("mtp", "medusa"):
         assert measured == pytest.approx(1 + hits / total, abs=0.02)
     assert measured >= 1.0
+
+
+def test_of_a_long_text_the_end_keeps_its_states() -> None:
+    seen = list[SeenText]()
+    states = TextStates(seen.append)
+    parts = [500] * 3 + [1] * 1500
+    for start, size in zip(itertools.accumulate([0, *parts]), parts, strict=False):
+        states.add(start, torch.full((size, 2), float(start)), torch.zeros(size, 2))
+    states.finish([*range(sum(parts) + 1)], 1000)
+    (text,) = seen
+    assert MAX_TOKENS <= len(text.features) < MAX_TOKENS + 500
+    assert text.token_ids == [*range(sum(parts) - len(text.features), sum(parts) + 1)]
+    assert text.num_prompt == max(0, 1000 - text.token_ids[0])
+    assert text.features[-1, 0] == sum(parts) - 1
