@@ -255,7 +255,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """
         self._check(target)
         view = copy.copy(self)
-        view._bound, view._adapter = [target], self._adapter
+        view._bound, view._adapter, view._copies = [target], self._adapter, self._copies
         columns = self._find_columns(target)
         if (self.dtype, self.device) != (target.dtype, target.device) or columns is not None:
             view._copy = self._copies.make(self, target.dtype, target.device, columns)

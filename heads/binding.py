@@ -86,7 +86,7 @@ class WeightCopies:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.dtype, torch.device], WeightCopy] = {}
-        self._all: weakref.WeakSet[WeightCopy] = weakref.WeakSet()
+        self._all: list[weakref.ref[WeightCopy]] = []  # in their order: copies of copies come later
         self._packed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def forget(self) -> None:
@@ -113,8 +113,10 @@ class WeightCopies:
             )
         for name, tensor in own.items():
             tensor.copy_(weights[name])
-        for each in self._all:
-            each.update()
+        self._all = [known for known in self._all if known() is not None]
+        for known in self._all:
+            if (each := known()) is not None:
+                each.update()
         for view in self._packed:
             repack(view)
 
@@ -149,7 +151,7 @@ class WeightCopies:
             pairs.append((tensor, tensor if moved is tensor else memo[id(tensor)], is_cut))
         parts = {name: copy.deepcopy(vars(module)[name], memo) for name in ("_modules", "_parameters", "_buffers")}
         made = self._kept[dtype, device] = WeightCopy(pairs, state, columns, parts)
-        self._all.add(made)
+        self._all.append(weakref.ref(made))
         return made
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draftsmith.inference.acceptance.rules import AcceptanceRule, resolve_rule
+from draftsmith.inference.acceptance.rules import EXACT, AcceptanceRule, resolve_rule
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.emitted_scores import EmittedScores
@@ -86,8 +86,8 @@ class Decoder:
         graphs: capture drafting, verification, acceptance and commits as CUDA graphs. They run the eager kernels, and
             the second step of each size is captured. docs/gpu.md says what ran on a GPU. A part that
             cannot be captured runs eagerly, with a warning. It excludes `compile`.
-        learner: improves the heads with the texts that are decoded (`draftsmith.training.learning.OnlineLearner`). The
-            text stays the same. All decoders of these heads must run in one thread.
+        learner: improves the heads with the texts that are decoded (`draftsmith.OnlineLearner`). The text stays the
+            same: acceptance must be exact. All decoders of these heads must run in one thread.
 
     Attributes:
         planner: chooses the trees; None with a fixed one.
@@ -133,6 +133,11 @@ class Decoder:
         self.learner = learner
         runner = self._choose_runner(compile=compile, graphs=graphs)
         self.step = Step(self.target, self.drafter, self.policy, is_coupled=is_coupled, rule=rule, runner=runner)
+        if learner is not None and rule is not EXACT:
+            raise ValueError(
+                f"acceptance is {acceptance!r}, and there is a learner: only with exact acceptance texts do not depend "
+                "on the heads; leave one of them out"
+            )
         if learner is not None and tuple(learner.feature_layers) != tuple(self.step.feature_layers):
             raise ValueError(
                 f"the learner's heads read the states {learner.feature_layers}, and this decoder's drafter "
@@ -359,9 +364,9 @@ class Decoder:
             )
         busy = ExitStack()
         busy.callback(self._is_free.release)
-        if self.learner is not None:
-            self.learner.is_decoding = True
-            busy.callback(setattr, self.learner, "is_decoding", False)
+        if (learner := self.learner) is not None:
+            learner.num_decoding += 1
+            busy.callback(lambda: setattr(learner, "num_decoding", learner.num_decoding - 1))
         return busy
 
     def _draw_seeds(self, request: Request, seed: int | Sequence[int] | None, *, reuse_cache: bool) -> Tensor | None:

@@ -5,12 +5,15 @@ Legend: T tokens of a text whose states are known, F feature width, D hidden siz
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 2048  # of a text: about so many, the last ones, keep their states
 
@@ -57,13 +60,15 @@ class TextStates:
             del self._parts[0]
 
     def finish(self, text: Sequence[int], num_prompt: int) -> None:
-        """Hands the text on: all its tokens are known."""
+        """Hands the text on: all its tokens are known. Decoding goes on, whatever the learner does."""
         known = [*text[self._start :]]
         if not self._parts or not known:
             return
-        features, last = (torch.cat(parts)[: len(known)] for parts in zip(*self._parts, strict=True))
-        self._parts = []
-        self._see(SeenText(known, max(0, num_prompt - self._start), features, last))
+        try:
+            features, last = (torch.cat(parts)[: len(known)] for parts in zip(*self._parts, strict=True))
+            self._see(SeenText(known, max(0, num_prompt - self._start), features, last))
+        except Exception:
+            logger.exception("a learner could not take a text")
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class LearningProgress:
-    """num_texts, num_tokens, num_learned: as in `Trial`, until now. trials: the newest, in their order."""
+    """num_texts, num_tokens, num_learned: as in `Trial`, until now. num_trials, num_swaps: of all trials. trials: the
+    newest, in their order."""
 
     num_texts: int
     num_tokens: int
     num_learned: int
+    num_trials: int
+    num_swaps: int
     trials: tuple[Trial, ...]
 
 
@@ -104,11 +112,11 @@ class Learner(ABC):
 
     Attributes:
         feature_layers: the states that it wants to see.
-        is_decoding: whether a text is being decoded; set by what decodes.
+        num_decoding: what decodes now: decoders in the middle of a text, servers with replies. They count themselves.
     """
 
     feature_layers: tuple[int, ...] = ()
-    is_decoding = False
+    num_decoding = 0
 
     @abstractmethod
     def see(self, text: SeenText) -> None:

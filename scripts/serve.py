@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,9 @@ class ServeArguments:
             raise ValueError("got --learn without --heads: give the heads that are to learn")
         if not 0 < self.learn_share <= 1:
             raise ValueError(f"got --learn_share {self.learn_share}: give more than 0 and at most 1")
-        if self.learn_dir is not None and not self.learn:
-            raise ValueError(f"got --learn_dir {self.learn_dir} without --learn: nothing is learned")
+        for own in (each for each in fields(self) if each.name.startswith("learn_")):
+            if not self.learn and getattr(self, own.name) != own.default:
+                raise ValueError(f"got --{own.name} {getattr(self, own.name)} without --learn: nothing is learned")
         for name in ("learn_memory", "learn_seconds"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"got --{name} {getattr(self, name)}: give more than 0")

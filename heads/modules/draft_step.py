@@ -47,7 +47,9 @@ class DraftStep:
         if self.rescore is None:
             return logits
         best, ids = logits.topk(min(self.num_candidates, logits.shape[-1]), dim=-1)
-        return torch.full_like(logits, float("-inf")).scatter(-1, ids, best + self.rescore(hidden, ids))
+        return torch.full_like(logits, float("-inf")).scatter(
+            -1, ids, (best + self.rescore(hidden, ids)).to(logits.dtype)
+        )
 
     def find_predicted(self, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """The columns whose predicted token has a loss by the mask [B, T] on the host: their indices in the flattened

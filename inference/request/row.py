@@ -69,9 +69,10 @@ class Row:
 
     def end(self) -> None:
         """Ends the text here. It lets go of what is told its tokens."""
-        if self.states is not None:
-            self.states.finish(self.text, len(self.prompt))
-        self.is_finished, self.is_end, self.on_token, self.states = True, None, None, None
+        states, self.states = self.states, None
+        self.is_finished, self.is_end, self.on_token = True, None, None
+        if states is not None:
+            states.finish(self.text, len(self.prompt))
 
     def check(self) -> None:
         """Raises ValueError if the text has ended because no token can follow."""

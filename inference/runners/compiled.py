@@ -83,6 +83,7 @@ class Compiler:
         num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
         self.is_freezing = num_bytes <= FREEZE_LIMIT_BYTES and all(weight.device.type == "cpu" for weight in weights)
         self.options: dict[str, Any] = {"guard_filter_fn": _keep_guards} if _CAN_FILTER_GUARDS else {}
+        self.changing_options = {**self.options, "freezing": False}
         if self.is_freezing:
             self.options |= FROZEN_OPTIONS
             self.reads_prompts = _prefers_onednn(weight.dtype for weight in weights)
@@ -115,7 +116,7 @@ class Compiler:
         """
         key = (function, False if is_fixed else None)
         if key not in self._functions:
-            options = {**self.options, "freezing": False} if drafts and self.drafter_changes else {**self.options}
+            options = self.changing_options if drafts and self.drafter_changes else self.options
             self._functions[key] = _CompiledFunction(function, self, options, dynamic=key[1])
         return self._functions[key]
 
@@ -244,15 +245,16 @@ class _CompiledFunction:
         """Tries again, more simply each time; the last way is to run eagerly, of several pieces those that cannot be
         compiled. What inductor failed to make has not run, so nothing of the step is done twice."""
         options = self.options
+        least = {name: options[name] for name in ("freezing",) if name in options}
         if isinstance(error, torch._dynamo.exc.Unsupported):
             ways: dict[str, Callable[[], Any]] = {
-                "in pieces": lambda: _run_failures(torch.compile(self.function, dynamic=self.dynamic))
+                "in pieces": lambda: _run_failures(torch.compile(self.function, dynamic=self.dynamic, options=least))
             }
         else:  # a loop that inductor cannot write, or a product without a kernel of its own
             again = partial(torch.compile, self.function, dynamic=self.dynamic, fullgraph=True)
             ways = {
                 "without loops over loops": lambda: _fuse_less(again(options={**options})),
-                "without kernels of its own": lambda: _fuse_less(again()),
+                "without kernels of its own": lambda: _fuse_less(again(options={**least})),
                 "not at all": lambda: self.function,
             }
         for way, compile_again in ways.items():

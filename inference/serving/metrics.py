@@ -43,9 +43,12 @@ class LearningCollector(Collector):
         name = "draftsmith:learning_"
         yield CounterMetricFamily(name + "texts", "Replies that the heads could learn from.", progress.num_texts)
         yield CounterMetricFamily(name + "learned_tokens", "Tokens of all steps of learning.", progress.num_learned)
-        for what, is_swapped in (("swaps", True), ("drops", False)):
-            count = sum(trial.is_swapped == is_swapped for trial in progress.trials)
-            yield GaugeMetricFamily(name + what, f"{what.title()} of learned weights among the latest trials.", count)
+        yield CounterMetricFamily(
+            name + "trials", "Comparisons of learned weights with those in use.", progress.num_trials
+        )
+        yield CounterMetricFamily(
+            name + "swaps", "Trials after which learned weights came into use.", progress.num_swaps
+        )
         if progress.trials:
             last = progress.trials[-1]
             length = max(last.before, last.after)

@@ -194,6 +194,7 @@ class Reply:
     def fail(self, error: str) -> None:
         """Ends the reply unfinished."""
         if not self.is_over:
+            self.row.states = None
             self.row.end()
             self._end("abort" if self.is_cancelled else "error")
             self.on_piece(Piece(error=error))

@@ -181,7 +181,7 @@ class Scheduler:
 
     def _tell_learner(self, *, is_decoding: bool) -> None:
         if self.learner is not None:
-            self.learner.is_decoding = is_decoding
+            self.learner.num_decoding = int(is_decoding)
 
     def _round(self) -> None:
         if self.learner is not None:

@@ -46,7 +46,7 @@ class TargetOutput:
     """
 
     logits: Tensor
-    features: Tensor | None
+    features: Tensor | None = None
     last: Tensor | None = None
 
 

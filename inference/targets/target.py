@@ -311,7 +311,7 @@ class Target:
         if output.logits is None:
             rows = last.repeat(-(-self.min_pass_tokens // len(last)), 1)
             last = self.compute_logits(rows)[: len(last)]
-        return TargetOutput(last[:, None], *(torch.cat(x, dim=1) if x else None for x in (features, states)))
+        return TargetOutput(last[:, None], *(x[0] if len(x) == 1 else torch.cat(x, 1) for x in (features, states) if x))
 
     def plan_reading(self, cache: KVCache, counts: Tensor, num_tokens: int) -> None:
         """Before a pass over prompts: recurrent layers will read the first counts[b] of `num_tokens` tokens."""

@@ -36,14 +36,33 @@ class TextBatch:
     document_ids: Tensor
 
 
+class Texts:
+    """Texts, and the bytes of their states."""
+
+    def __init__(self) -> None:
+        self.texts: deque[SeenText] = deque()
+        self.num_bytes = 0
+
+    def add(self, text: SeenText) -> None:
+        self.texts.append(text)
+        self.num_bytes += count_bytes(text)
+
+    def drop(self, place: int = 0) -> SeenText:
+        """Takes a text out, by default the oldest."""
+        text = self.texts[place]
+        del self.texts[place]
+        self.num_bytes -= count_bytes(text)
+        return text
+
+
 class TextBuffer:
     """Keeps texts in the memory that it is given.
 
     One text in `HELD_BACK` is held back, to measure heads with. Of the others, the newest have half of the memory, and
-    the rest is a uniform sample of those that came before.
+    the rest is a sample of those that came before: about as many of every time.
 
     Args:
-        num_bytes: of states, all together.
+        num_bytes: of states, all together; at least one text of each part is kept.
 
     Attributes:
         num_texts, num_tokens: taken so far, replies' tokens only.
@@ -53,11 +72,9 @@ class TextBuffer:
         self.num_bytes = num_bytes
         self.num_texts = self.num_tokens = 0
         self._random = random.Random(seed)
-        self._recent: deque[SeenText] = deque()
+        self._recent, self._old, self._held = Texts(), Texts(), Texts()
         self._unseen: deque[SeenText] = deque()  # those of the recent ones that no batch had
-        self._old: list[SeenText] = []
         self._num_old = 0  # texts that have left the recent ones
-        self._held: deque[SeenText] = deque()
 
     def add(self, text: SeenText) -> None:
         """Takes a text, unless nothing can be learned from it."""
@@ -67,34 +84,38 @@ class TextBuffer:
         self.num_texts += 1
         self.num_tokens += num_new
         if self.num_texts % HELD_BACK == 0:
-            self._held.append(text)
-            while len(self._held) > 1 and _count_bytes(self._held) > HELD_SHARE * self.num_bytes:
-                self._held.popleft()
+            self._held.add(text)
+            self._shrink(self._held, HELD_SHARE * self.num_bytes)
             return
-        self._recent.append(text)
+        self._recent.add(text)
         self._unseen.append(text)
         room = (1 - HELD_SHARE) / 2 * self.num_bytes
-        while len(self._recent) > 1 and _count_bytes(self._recent) > room:
-            self._retire(self._recent.popleft(), room)
+        for old in self._shrink(self._recent, room):
+            self._retire(old, room)
+
+    def _shrink(self, kept: Texts, room: float) -> list[SeenText]:
+        """Drops the oldest texts until the others fit."""
+        dropped = []
+        while len(kept.texts) > 1 and kept.num_bytes > room:
+            dropped.append(kept.drop())
+        return dropped
 
     def _retire(self, text: SeenText, room: float) -> None:
-        """Reservoir sampling: each text that has left is kept with the same probability."""
+        """Reservoir sampling."""
         if self._unseen and self._unseen[0] is text:
             self._unseen.popleft()
         self._num_old += 1
-        if _count_bytes([*self._old, text]) <= room:
-            self._old.append(text)
+        size = len(self._old.texts)
+        if self._old.num_bytes + count_bytes(text) > room and self._random.randrange(self._num_old) >= size:
             return
-        place = self._random.randrange(self._num_old)
-        if place < len(self._old):
-            self._old[place] = text
-            while len(self._old) > 1 and _count_bytes(self._old) > room:
-                self._old.pop(self._random.randrange(len(self._old)))
+        self._old.add(text)
+        while len(self._old.texts) > 1 and self._old.num_bytes > room:
+            self._old.drop(self._random.randrange(len(self._old.texts) - 1))
 
     @property
     def num_trainable(self) -> int:
         """Texts to learn from."""
-        return len(self._recent) + len(self._old)
+        return len(self._recent.texts) + len(self._old.texts)
 
     def sample(self, num_tokens: int) -> list[SeenText]:
         """About so many tokens to learn from: half of them new, if there are so many, the rest of any age."""
@@ -103,9 +124,11 @@ class TextBuffer:
         while self._unseen and size < num_tokens / 2:
             chosen.append(self._unseen.popleft())
             size += len(chosen[-1].token_ids)
-        known = [*self._recent, *self._old]
-        while known and size < num_tokens:
-            chosen.append(self._random.choice(known))
+        num_recent = len(self._recent.texts)
+        while self.num_trainable and size < num_tokens:
+            place = self._random.randrange(self.num_trainable)
+            known, place = (self._recent, place) if place < num_recent else (self._old, place - num_recent)
+            chosen.append(known.texts[place])
             size += len(chosen[-1].token_ids)
         return chosen
 
@@ -113,7 +136,7 @@ class TextBuffer:
         """The newest texts that nobody learned from, about so many tokens."""
         chosen: list[SeenText] = []
         size = 0
-        for text in reversed(self._held):
+        for text in reversed(self._held.texts):
             if chosen and size + len(text.token_ids) > num_tokens:
                 break
             chosen.append(text)
@@ -121,12 +144,10 @@ class TextBuffer:
         return chosen
 
 
-def _count_bytes(texts: Sequence[SeenText] | deque[SeenText]) -> int:
-    return sum(
-        tensor.numel() * tensor.itemsize
-        for text in texts
-        for tensor in {id(x): x for x in (text.features, text.last_hidden)}.values()
-    )
+def count_bytes(text: SeenText) -> int:
+    """Of its states."""
+    tensors = {id(tensor): tensor for tensor in (text.features, text.last_hidden)}
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
 
 
 def join_texts(texts: Sequence[SeenText], device: torch.device) -> TextBatch:

@@ -27,7 +27,7 @@ from draftsmith.heads.modules.host_tensors import OnHost
 from draftsmith.inference.learning import Learner, LearningProgress, SeenText, Trial
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.learning.buffer import TextBatch, TextBuffer, join_texts
-from draftsmith.training.learning.state import LearnerState, read_state, write_state
+from draftsmith.training.learning.state import LearnerState, fingerprint, read_state, write_state
 from draftsmith.training.learning.trial import measure_acceptance
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
@@ -91,6 +91,13 @@ class OnlineLearner(Learner):
     ) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"got share {share}: give more than 0 and at most 1")
+        for name, value in (("num_bytes", num_bytes), ("tokens_per_step", tokens_per_step)):
+            if value < 1:
+                raise ValueError(f"got {name} {value}: give at least 1")
+        if trial_seconds < 0 or held_back_tokens < 1:
+            raise ValueError(
+                f"got trial_seconds {trial_seconds} and held_back_tokens {held_back_tokens}: give at least 0 and 1"
+            )
         self.target = Target.of(target)
         if self.target.is_packed:
             raise ValueError("got a target with packed weights, through which no gradient passes: give the plain one")
@@ -111,13 +118,16 @@ class OnlineLearner(Learner):
         self._new_optimizer = partial(MuonWithAdamW, muon_learning_rate=muon_learning_rate, learning_rate=learning_rate)
         self._generator = torch.Generator().manual_seed(seed)
         self._lock = threading.Lock()  # of the buffer
-        self._better: dict[str, Tensor] | None = None  # to be used from the next step on
+        self._better: deque[dict[str, Tensor]] = deque(maxlen=1)  # to be used from the next step on
+        self._has_failed = False
+        self._num_trials = self._num_swaps = 0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._num_failed = 0
         self._last_trial = time.perf_counter(), 0  # when, and after how many learned tokens
         self._before = 0, 0, 0  # texts, tokens and learned tokens of earlier runs
         state = None if self.folder is None else read_state(self.folder, heads)
+        self._origin = fingerprint(heads) if state is None else state.origin
         if state is not None:
             heads.write_weights(state.in_use)
             self._write_student(state.in_use)
@@ -130,6 +140,8 @@ class OnlineLearner(Learner):
 
     def see(self, text: SeenText) -> None:
         """Takes a text that has ended."""
+        if self._has_failed:
+            return
         same = tuple(self.feature_layers) == (self.target.num_layers,)  # then the features are the last states
         features = text.features.cpu()
         last = features if same else text.last_hidden.cpu()
@@ -138,14 +150,16 @@ class OnlineLearner(Learner):
 
     def swap(self) -> None:
         """Puts better weights into the heads, if there are."""
-        better, self._better = self._better, None
-        if better is not None:
-            self.heads.write_weights(better)
+        if self._better:
+            self.heads.write_weights(self._better.pop())
 
     # Learning's side.
 
     def start(self) -> None:
         """Learns in a thread until `stop`."""
+        if self._thread is not None:
+            raise RuntimeError("this learner has been started: stop it first")
+        self._stopping.clear()
         self._thread = threading.Thread(target=self._run, name="draftsmith-learner", daemon=True)
         self._thread.start()
 
@@ -195,9 +209,12 @@ class OnlineLearner(Learner):
         self.trials.append(trial)
         self._last_trial = time.perf_counter(), self.num_learned
         self._num_failed = 0 if trial.is_swapped else self._num_failed + 1
+        self._num_trials, self._num_swaps = self._num_trials + 1, self._num_swaps + trial.is_swapped
         if trial.is_swapped:
             self._in_use = _copy_weights(self._student)
-            self._better = self._in_use
+            if self.target.device.type == "cuda":
+                torch.cuda.current_stream(self.target.device).synchronize()  # decoding reads them on its own stream
+            self._better.append(self._in_use)
         elif self._num_failed == PATIENCE:
             self._num_failed = 0
             self._write_student(self._in_use)
@@ -209,9 +226,8 @@ class OnlineLearner(Learner):
         """What was learned so far, earlier runs included. For any thread."""
         texts, tokens, learned = self._before
         buffer = self.buffer
-        return LearningProgress(
-            texts + buffer.num_texts, tokens + buffer.num_tokens, learned + self.num_learned, tuple(self.trials)
-        )
+        counts = texts + buffer.num_texts, tokens + buffer.num_tokens, learned + self.num_learned
+        return LearningProgress(*counts, self._num_trials, self._num_swaps, tuple(self.trials))
 
     def save(self) -> None:
         """Writes the weights in use, the optimizer and the counters to the folder, if there is one: whole, or not at
@@ -223,7 +239,7 @@ class OnlineLearner(Learner):
             for name, parameter in self._student.named_parameters()
             for kind, value in self._optimizer.state.get(parameter, {}).items()
         }
-        write_state(self.folder, self.heads, LearnerState(self._in_use, moments, asdict(self.progress)))
+        write_state(self.folder, self.heads, LearnerState(self._in_use, moments, asdict(self.progress), self._origin))
 
     def _run(self) -> None:
         with self._stream():
@@ -232,6 +248,7 @@ class OnlineLearner(Learner):
                 try:
                     self.work()
                 except Exception:  # decoding goes on without
+                    self._has_failed = True
                     logger.exception("learning ends: a step failed. Decoding goes on with the weights in use")
                     return
                 self._rest(begin + (time.thread_time() - busy) / self.share)
@@ -244,19 +261,22 @@ class OnlineLearner(Learner):
                 "after %d tokens the learned weights are %s (acceptance length %.3f, in use %.3f)",
                 *(trial.num_tokens, what, trial.after, trial.before),
             )
-            self.save()
+            try:
+                self.save()
+            except OSError as error:
+                logger.warning("what was learned could not be written: %s. Learning goes on", error)
 
     def _rest(self, until: float) -> None:
         """Waits while texts are decoded, until this moment."""
-        while self.is_decoding and (left := until - time.perf_counter()) > 0:
+        while self.num_decoding and (left := until - time.perf_counter()) > 0:
             if self._stopping.wait(min(left, WAIT_SECONDS)):
                 return
 
     def _stream(self) -> AbstractContextManager[Any]:
-        """On a GPU, a stream of the lowest priority."""
+        """On a GPU, a stream of its own."""
         if self.target.device.type != "cuda":
             return nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(self.target.device, priority=0))
+        return torch.cuda.stream(torch.cuda.Stream(self.target.device))
 
     def _held_back(self) -> list[SeenText]:
         with self._lock:
@@ -336,6 +356,7 @@ class OnlineLearner(Learner):
             self._num_steps = WARMUP_STEPS
         counters = state.counters
         self._before = counters["num_texts"], counters["num_tokens"], counters["num_learned"]
+        self._num_trials, self._num_swaps = counters["num_trials"], counters["num_swaps"]
         self.trials.extend(Trial(**trial) for trial in counters["trials"])
 
 

@@ -5,6 +5,7 @@ be loaded like any others. Both are replaced whole, so a killed process leaves t
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,6 +22,8 @@ from draftsmith.heads import DraftHeads
 
 FILE = "learner.safetensors"
 HEADS = "heads"
+SCRATCH = f"{FILE}.incomplete"
+UNIMPORTANT = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")  # of a config
 WEIGHTS, OPTIMIZER = "weights", "optimizer"  # what names in the file begin with
 
 
@@ -31,11 +35,29 @@ class LearnerState:
         in_use: the weights in use, by name.
         optimizer: its moments, by the weight's name and their own, as "fc.weight/exp_avg".
         counters: as JSON has them.
+        origin: the fingerprint of the heads that learning began with.
     """
 
     in_use: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     counters: dict[str, Any]
+    origin: str
+
+
+def fingerprint(heads: DraftHeads, weights: Mapping[str, Tensor] | None = None) -> str:
+    """Tells heads from others by their config, buffers and weights, as far as bfloat16 does.
+
+    Args:
+        weights: in the place of their own.
+    """
+    config = {name: value for name, value in heads.config.to_dict().items() if name not in UNIMPORTANT}
+    found = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    tensors = {**dict(heads.named_buffers()), **(weights or dict(heads.named_parameters()))}
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        narrow = tensor.to(torch.bfloat16).view(torch.int16) if tensor.is_floating_point() else tensor
+        found.update(name.encode() + narrow.numpy().tobytes())
+    return found.hexdigest()
 
 
 def write_state(folder: Path, heads: DraftHeads, state: LearnerState) -> None:
@@ -45,11 +67,9 @@ def write_state(folder: Path, heads: DraftHeads, state: LearnerState) -> None:
         heads: whose config and counts of tokens belong to the weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = copy.deepcopy(heads)
-    written.write_weights(state.in_use)
-    written.save_pretrained(folder / HEADS)
-    scratch = folder / f"{FILE}.{os.getpid()}"
-    metadata = {"counters": json.dumps(state.counters), "head_type": str(heads.config.head_type)}
+    scratch = folder / SCRATCH
+    known = {"origin": state.origin, "in_use": fingerprint(heads, state.in_use)}
+    metadata = {"counters": json.dumps(state.counters), **known}
     named = ((WEIGHTS, state.in_use), (OPTIMIZER, state.optimizer))
     tensors = {f"{part}/{name}": tensor.contiguous().cpu() for part, found in named for name, tensor in found.items()}
     try:
@@ -57,6 +77,9 @@ def write_state(folder: Path, heads: DraftHeads, state: LearnerState) -> None:
         os.replace(scratch, folder / FILE)
     finally:
         scratch.unlink(missing_ok=True)
+    written = copy.deepcopy(heads)
+    written.write_weights(state.in_use)
+    written.save_pretrained(folder / HEADS)
 
 
 def read_state(folder: Path, heads: DraftHeads) -> LearnerState | None:
@@ -66,22 +89,25 @@ def read_state(folder: Path, heads: DraftHeads) -> LearnerState | None:
         ValueError: it is no folder of a learner, or of other heads.
     """
     path = folder / FILE
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: give a folder")
     if not path.exists():
-        if folder.exists() and any(folder.iterdir()):
+        if folder.exists() and any(file.name != SCRATCH for file in folder.iterdir()):
             raise ValueError(f"{folder} holds other files and no {FILE}: give a new folder, or one of an earlier run")
         return None
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-        parts: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, OPTIMIZER: {}}
-        for name in file.keys():  # noqa: SIM118
-            part, _, rest = name.partition("/")
-            parts[part][rest] = file.get_tensor(name)
-    weights = parts[WEIGHTS]
-    own = {name: tensor.shape for name, tensor in heads.named_parameters()}
-    kind = metadata["head_type"]
-    if kind != heads.config.head_type or own != {name: tensor.shape for name, tensor in weights.items()}:
+    parts: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, OPTIMIZER: {}}
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+            for name in file.keys():  # noqa: SIM118
+                part, _, rest = name.partition("/")
+                parts[part][rest] = file.get_tensor(name)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete the folder, or give another one") from error
+    if fingerprint(heads) not in (metadata["origin"], metadata["in_use"]):
         raise ValueError(
-            f"{path} holds {kind} heads of another shape than these {heads.config.head_type} heads: give the heads "
-            "that learned there, or another folder"
+            f"{folder} holds what other heads than these {heads.config.head_type} heads learned: give the heads that "
+            f"learned there ({folder / HEADS} has them as they are now), or another folder"
         )
-    return LearnerState(weights, parts[OPTIMIZER], json.loads(metadata["counters"]))
+    counters = json.loads(metadata["counters"])
+    return LearnerState(parts[WEIGHTS], parts[OPTIMIZER], counters, metadata["origin"])

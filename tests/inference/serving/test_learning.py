@@ -45,7 +45,7 @@ def test_heads_learn_from_replies_and_texts_stay(
         assert progress["num_texts"] > 8
         assert progress["trials"][0].keys() >= {"before", "after", "is_swapped", "num_tokens"}
         assert one.metric("learning_texts_total") >= progress["num_texts"]
-        assert one.metric("learning_swaps") >= 1.0
+        assert one.metric("learning_swaps_total") >= 1.0
 
 
 def test_a_server_without_a_learner_says_so(served_target: Target, chat_tokenizer: PreTrainedTokenizerBase) -> None:
