@@ -73,14 +73,16 @@ class TextStates:
 
 @dataclass(frozen=True)
 class Trial:
-    """A comparison of learned weights with those in use, on texts that were held back.
+    """A comparison of learned weights with those in use and the first ones, on texts that were held back.
 
     Attributes:
         time: seconds since 1970.
         num_texts, num_tokens: decoded until then; tokens of replies.
         num_learned: tokens of all steps of learning until then.
-        before, after: acceptance length of the weights in use, and of the learned ones.
+        before, after, first: acceptance length of the weights in use, of the learned ones, and of those that the heads
+            had before they learned anything.
         is_swapped: whether the learned ones are in use now.
+        is_undone: whether the first ones are: the texts have become others.
     """
 
     time: float
@@ -89,12 +91,20 @@ class Trial:
     num_learned: int
     before: float
     after: float
+    first: float
     is_swapped: bool
+    is_undone: bool
+
+    @property
+    def length(self) -> float:
+        """Acceptance length of the weights that are in use now."""
+        return self.after if self.is_swapped else self.first if self.is_undone else self.before
 
 
 @dataclass(frozen=True)
 class LearningProgress:
-    """num_texts, num_tokens, num_learned: as in `Trial`, until now. num_trials, num_swaps: of all trials. trials: the
+    """num_texts, num_tokens, num_learned: as in `Trial`, until now. num_trials, num_swaps: of all trials; a swap
+    brought other weights into use. trials: the
     newest, in their order."""
 
     num_texts: int

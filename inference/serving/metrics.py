@@ -50,8 +50,7 @@ class LearningCollector(Collector):
             name + "swaps", "Trials after which learned weights came into use.", progress.num_swaps
         )
         if progress.trials:
-            last = progress.trials[-1]
-            length = max(last.before, last.after)
+            length = progress.trials[-1].length
             yield GaugeMetricFamily(name + "acceptance_length", "Of the weights in use, in the last trial.", length)
 
 

@@ -105,7 +105,7 @@ class Study:
             "old_acceptance": [before, self._measure_old(heads)],
             "swaps": []
             if learner is None
-            else [[t.num_texts, t.before, t.after, t.is_swapped] for t in learner.trials],
+            else [[t.num_texts, t.before, t.after, t.first, t.length] for t in learner.trials],
             "learned_tokens": 0 if learner is None else learner.num_learned,
         }
         print(name, json.dumps(result), flush=True)

@@ -50,8 +50,9 @@ class OnlineLearner(Learner):
 
     A copy of the heads takes optimizer steps in a thread of its own. Every minute or so the copy is compared with the
     weights in use, on texts that were held back. If it is better, it is used from the next step on; if it is not,
-    three times in a row, learning begins again from the weights in use. The decoded text does not depend on the heads,
-    so it never changes.
+    three times in a row, learning begins again from the weights in use. Where the texts have become others, and the
+    weights that the heads began with are better than both, those are used again. The decoded text does not depend on
+    the heads, so it never changes.
 
     Args:
         target: as it was before its weights were packed.
@@ -126,6 +127,7 @@ class OnlineLearner(Learner):
         self._num_failed = 0
         self._last_trial = time.perf_counter(), 0  # when, and after how many learned tokens
         self._before = 0, 0, 0  # texts, tokens and learned tokens of earlier runs
+        self._first = _copy_weights(self._student)
         state = None if self.folder is None else read_state(self.folder, heads)
         self._origin = fingerprint(heads) if state is None else state.origin
         if state is not None:
@@ -196,26 +198,28 @@ class OnlineLearner(Learner):
             self._hold_trial()
 
     def compare(self) -> Trial | None:
-        """Compares the learned weights with those in use on the texts that were held back; None = there are none.
-        Better ones are used after the next `swap`; after three trials in a row without a gain they are dropped."""
+        """Compares the learned weights, and the first ones, with those in use on the texts that were held back; None =
+        there are none. Better ones are used after the next `swap`; after three trials in a row without a gain the
+        learned ones are dropped."""
         texts = self._held_back()
         if not texts:
             return None
         batch = join_texts(texts, self.target.device)
-        before, after = self._measure(batch, self._in_use), self._measure(batch, None)
+        before, after, first = (self._measure(batch, weights) for weights in (self._in_use, None, self._first))
         so_far = self.progress
         counts = so_far.num_texts, so_far.num_tokens, so_far.num_learned
-        trial = Trial(time.time(), *counts, before, after, after > before)
+        is_swapped, is_undone = after > before and after >= first, first > max(before, after)
+        trial = Trial(time.time(), *counts, before, after, first, is_swapped, is_undone)
         self.trials.append(trial)
         self._last_trial = time.perf_counter(), self.num_learned
-        self._num_failed = 0 if trial.is_swapped else self._num_failed + 1
-        self._num_trials, self._num_swaps = self._num_trials + 1, self._num_swaps + trial.is_swapped
-        if trial.is_swapped:
-            self._in_use = _copy_weights(self._student)
+        self._num_trials, self._num_swaps = self._num_trials + 1, self._num_swaps + (is_swapped or is_undone)
+        self._num_failed = 0 if is_swapped or is_undone else self._num_failed + 1
+        if is_swapped or is_undone:
+            self._in_use = self._first if is_undone else _copy_weights(self._student)
             if self.target.device.type == "cuda":
                 torch.cuda.current_stream(self.target.device).synchronize()  # decoding reads them on its own stream
             self._better.append(self._in_use)
-        elif self._num_failed == PATIENCE:
+        if is_undone or self._num_failed == PATIENCE:
             self._num_failed = 0
             self._write_student(self._in_use)
             self._restart_optimizer()
@@ -256,10 +260,10 @@ class OnlineLearner(Learner):
     def _hold_trial(self) -> None:
         trial = self.compare()
         if trial is not None:
-            what = "better: they are used now" if trial.is_swapped else "not better"
+            what = "the learned" if trial.is_swapped else "the first" if trial.is_undone else "the same"
             logger.info(
-                "after %d tokens the learned weights are %s (acceptance length %.3f, in use %.3f)",
-                *(trial.num_tokens, what, trial.after, trial.before),
+                "after %d tokens %s weights are in use (acceptance length in use %.3f, learned %.3f, first %.3f)",
+                *(trial.num_tokens, what, trial.before, trial.after, trial.first),
             )
             try:
                 self.save()

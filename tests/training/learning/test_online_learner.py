@@ -223,6 +223,29 @@ def test_decoding_goes_on_when_a_learner_fails(target: Target, caplog: pytest.Lo
     assert "could not take a text" in caplog.text
 
 
+def test_the_first_weights_come_back_when_they_are_better(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = make("mtp", target)
+    first = {name: parameter.clone() for name, parameter in heads.named_parameters()}
+    learner = OnlineLearner(target, heads)
+    decoder = Decoder(target, heads, learner=learner)
+    for number in range(8):
+        decode(decoder, PROMPTS[0] + [number])
+    lengths = iter([1.0, 1.2, 1.0, 1.1, 1.15, 1.3])  # in use, learned, first; twice
+    monkeypatch.setattr(learner, "_measure", lambda batch, weights: next(lengths))
+    learner.learn(2)
+    assert learner.compare().is_swapped
+    learner.swap()
+    assert any(not torch.equal(parameter, first[name]) for name, parameter in heads.named_parameters())
+    learner.learn(2)
+    trial = learner.compare()
+    assert trial.is_undone
+    assert trial.length == 1.3
+    learner.swap()
+    for weights in (dict(heads.named_parameters()), dict(learner._student.named_parameters())):
+        assert all(torch.equal(weights[name], tensor) for name, tensor in first.items())
+    assert learner.progress.num_swaps == 2
+
+
 def test_a_thread_learns_beside_decoding(target: Target) -> None:
     heads = make("mtp", target)
     with OnlineLearner(target, heads, share=0.5, trial_seconds=0.0, tokens_per_step=64) as learner:
