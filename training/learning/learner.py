@@ -90,15 +90,7 @@ class OnlineLearner(Learner):
         learning_rate: float = 3e-4,
         seed: int = 0,
     ) -> None:
-        if not 0 < share <= 1:
-            raise ValueError(f"got share {share}: give more than 0 and at most 1")
-        for name, value in (("num_bytes", num_bytes), ("tokens_per_step", tokens_per_step)):
-            if value < 1:
-                raise ValueError(f"got {name} {value}: give at least 1")
-        if trial_seconds < 0 or held_back_tokens < 1:
-            raise ValueError(
-                f"got trial_seconds {trial_seconds} and held_back_tokens {held_back_tokens}: give at least 0 and 1"
-            )
+        _check_numbers(share, num_bytes, tokens_per_step, trial_seconds, held_back_tokens)
         self.target = Target.of(target)
         if self.target.is_packed:
             raise ValueError("got a target with packed weights, through which no gradient passes: give the plain one")
@@ -362,6 +354,21 @@ class OnlineLearner(Learner):
         self._before = counters["num_texts"], counters["num_tokens"], counters["num_learned"]
         self._num_trials, self._num_swaps = counters["num_trials"], counters["num_swaps"]
         self.trials.extend(Trial(**trial) for trial in counters["trials"])
+
+
+def _check_numbers(
+    share: float, num_bytes: int, tokens_per_step: int, trial_seconds: float, held_back_tokens: int
+) -> None:
+    """Refuses numbers that make no sense."""
+    if not 0 < share <= 1:
+        raise ValueError(f"got share {share}: give more than 0 and at most 1")
+    for name, value in (("num_bytes", num_bytes), ("tokens_per_step", tokens_per_step)):
+        if value < 1:
+            raise ValueError(f"got {name} {value}: give at least 1")
+    if trial_seconds < 0 or held_back_tokens < 1:
+        raise ValueError(
+            f"got trial_seconds {trial_seconds} and held_back_tokens {held_back_tokens}: give at least 0 and 1"
+        )
 
 
 def _copy_weights(module: nn.Module) -> dict[str, Tensor]:
