@@ -104,8 +104,7 @@ class Trial:
 @dataclass(frozen=True)
 class LearningProgress:
     """num_texts, num_tokens, num_learned: as in `Trial`, until now. num_trials, num_swaps: of all trials; a swap
-    brought other weights into use. trials: the
-    newest, in their order."""
+    brought other weights into use. trials: the newest, in their order."""
 
     num_texts: int
     num_tokens: int

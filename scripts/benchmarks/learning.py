@@ -93,12 +93,12 @@ class Study:
                 start = time.thread_time()
                 counts.append((*self._decode(decoder, batch, seed=number), time.thread_time() - start))
                 decoding += counts[-1][2]
-                while learner is not None and learning < share / (1 - share) * decoding:
+                while learner is not None and learner.has_work and learning < share / (1 - share) * decoding:
                     start = time.thread_time()
                     learner.work()
                     learning += time.thread_time() - start
         result = {
-            "acceptance": _windows(counts, lambda part: _mean_acceptance(part)),
+            "acceptance": _windows(counts, _mean_acceptance),
             "tokens_per_cpu_second": _windows(counts, lambda part: sum(c[1] for c in part) / sum(c[2] for c in part)),
             "learning_seconds": learning,
             "decoding_seconds": decoding,

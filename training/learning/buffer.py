@@ -66,11 +66,12 @@ class TextBuffer:
 
     Attributes:
         num_texts, num_tokens: taken so far, replies' tokens only.
+        num_read: tokens taken so far, prompts included.
     """
 
     def __init__(self, num_bytes: int, seed: int = 0) -> None:
         self.num_bytes = num_bytes
-        self.num_texts = self.num_tokens = 0
+        self.num_texts = self.num_tokens = self.num_read = 0
         self._random = random.Random(seed)
         self._recent, self._old, self._held = Texts(), Texts(), Texts()
         self._unseen: deque[SeenText] = deque()  # those of the recent ones that no batch had
@@ -83,6 +84,7 @@ class TextBuffer:
             return
         self.num_texts += 1
         self.num_tokens += num_new
+        self.num_read += len(text.token_ids)
         if self.num_texts % HELD_BACK == 0:
             self._held.add(text)
             self._shrink(self._held, HELD_SHARE * self.num_bytes)

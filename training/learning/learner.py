@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 WARMUP_STEPS = 10  # after a start, until the learning rate is the whole one
 TRIAL_RATIO = 3  # tokens that are learned between two trials, for each token of a trial: a fifth of the time is trials'
 PATIENCE = 3  # trials in a row without a gain, after which what was learned is dropped
+MAX_PASSES = 4  # over what was read; then learning waits for new texts
 MAX_TRIALS = 1000  # that are remembered
 WAIT_SECONDS = 0.05
 
@@ -57,7 +58,8 @@ class OnlineLearner(Learner):
     Args:
         target: as it was before its weights were packed.
         heads: those that draft. Their weights change in place.
-        share: of the time, that learning may take while texts are decoded; otherwise it takes all.
+        share: of the time, that learning may take while texts are decoded; otherwise it takes all, until it has gone
+            four times over what was read.
         num_bytes: of states of decoded texts, in memory only.
         folder: where the weights in use, the optimizer and counters are kept, and taken from at the start; None =
             nowhere. No text is ever written.
@@ -177,10 +179,13 @@ class OnlineLearner(Learner):
         losses = [self._take_step() for _ in range(num_steps if self.buffer.num_trainable else 0)]
         return sum(losses) / max(1, len(losses))
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something left to learn."""
+        return self.buffer.num_trainable > 0 and self.num_learned < MAX_PASSES * self.buffer.num_read
+
     def work(self) -> None:
-        """Takes a step, or compares weights where it is time to; nothing without a text to learn from."""
-        if not self.buffer.num_trainable:
-            return
+        """Takes a step, and compares weights where it is time to."""
         self._take_step()
         seconds, learned = self._last_trial
         texts = self._held_back()
@@ -239,7 +244,9 @@ class OnlineLearner(Learner):
 
     def _run(self) -> None:
         with self._stream():
-            while not self._stopping.wait(0 if self.buffer.num_trainable else WAIT_SECONDS):
+            while not self._stopping.wait(0 if self.has_work else WAIT_SECONDS):
+                if not self.has_work:
+                    continue
                 begin, busy = time.perf_counter(), time.thread_time()
                 try:
                     self.work()
@@ -325,7 +332,8 @@ class OnlineLearner(Learner):
     def _measure(self, batch: TextBatch, weights: Mapping[str, Tensor] | None) -> float:
         with torch.no_grad():
             steps = self._forward(batch, weights, None)
-            return measure_acceptance(steps, batch, self._student.draft_token_ids)
+            serves_all = self._student.runs_target_layers
+            return measure_acceptance(steps, batch, self._student.draft_token_ids, serves_all_depths=serves_all)
 
     def _restart_optimizer(self) -> None:
         self._optimizer = self._new_optimizer(self._student.named_parameters())

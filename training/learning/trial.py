@@ -18,8 +18,13 @@ DEPTHS_OF_ONE = 4  # that are looked at where one step serves all depths
 
 
 @torch.no_grad()
-def measure_acceptance(steps: Sequence[DraftStep], batch: TextBatch, draft_token_ids: Tensor | None) -> float:
+def measure_acceptance(
+    steps: Sequence[DraftStep], batch: TextBatch, draft_token_ids: Tensor | None, *, serves_all_depths: bool
+) -> float:
     """The mean acceptance length of chains that begin at every slot, the target's own token included.
+
+    Args:
+        serves_all_depths: there is one step for all depths (`DraftHeads.runs_target_layers`).
 
     A depth counts if the heads' best token, and that of every depth before, is the text's. Below a right token the
     steps of an unroll read what the drafter would read.
@@ -36,7 +41,7 @@ def measure_acceptance(steps: Sequence[DraftStep], batch: TextBatch, draft_token
             hit[places[part]] = tokens == labels[part]
         if step is steps[0]:
             begins[places] = True
-    if len(steps) == 1 and steps[0].shift == 2:
+    if serves_all_depths:
         hits = torch.stack([torch.nn.functional.pad(hits[0, k:], (0, k)) for k in range(DEPTHS_OF_ONE)])
     lengths = hits.long().cumprod(0).sum(0)[begins]
     return 1.0 + lengths.double().mean().item() if len(lengths) else 1.0
