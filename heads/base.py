@@ -102,11 +102,12 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         self._columns: Tensor | None = None
         self._column_ids: Tensor | None = None
         self.register_module("borrowed_rows", None)
+        self._learned: list[tuple[Tensor, nn.Linear]] = []  # the same of `learn_draft_vocabulary`
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are unbound."""
         stored = [adapter for adapter in self._adapter if isinstance(adapter, StoredAdapter)]
-        fresh = {"_bound": [], "_adapter": stored, "_checked": None, "_copies": None, "_copy": None}
+        fresh = {"_bound": [], "_adapter": stored, "_checked": None, "_copies": None, "_copy": None, "_learned": []}
         return {**self.__dict__, **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -121,7 +122,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     @property
     def draft_token_ids(self) -> Tensor | None:
         """[C] int64, the target's id of each draft vocabulary entry; None = the target's own vocabulary."""
-        return self._column_ids
+        return self._learned[0][0] if self._learned else self._column_ids
 
     @abstractmethod
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> Any: ...
@@ -240,7 +241,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """
         target = Target.of(target)
         self._check(target)
-        self._bound[:] = [target]
+        self._bound[:], self._learned[:] = [target], []
         return cast(Self, cast(nn.Module, self).to(target.device))
 
     def for_target(self, target: Target) -> Self:
@@ -256,12 +257,12 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         self._check(target)
         view = copy.copy(self)
         view._bound, view._adapter, view._copies = [target], self._adapter, self._copies
-        columns = self._find_columns(target)
+        columns = view._find_columns(target)
         if (self.dtype, self.device) != (target.dtype, target.device) or columns is not None:
             view._copy = self._copies.make(self, target.dtype, target.device, columns)
             vars(view).update(view._copy.parts)
         if columns is not None:
-            ids, columns = self.draft_token_ids, columns.to(target.device)
+            ids, columns = view.draft_token_ids, columns.to(target.device)
             view._columns, view._column_ids = None, columns if ids is None else ids.to(target.device)[columns]
             rows = take_lm_head_rows(target, view._column_ids) if self.borrows_lm_head else None
             view._modules = {**view._modules, "borrowed_rows": rows}
@@ -304,6 +305,25 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         self._columns = choose_columns(size, counts, self.config.target_vocab_size, self.draft_token_ids)
         self.draft_vocab_size = size
         return self
+
+    def learn_draft_vocabulary(self) -> int | None:
+        """Lets a loss, too, compare only the tokens that decoders draft (`limit_vocabulary`), which takes less time
+        where the LM head is large. Scores of the other tokens are not learned; saved heads are whole.
+
+        Call it on bound heads that have counts; binding again ends it.
+
+        Returns:
+            the number of these tokens; None = all, because decoders draft all tokens, or heads with LM heads of their
+            own train these.
+        """
+        self._learned.clear()
+        has_own = any(name.rpartition(".")[2] == "lm_head" for name, _ in self.named_modules())
+        columns = None if has_own else self._find_columns(self.target)
+        if columns is None:
+            return None
+        ids = columns.to(self.target.device)
+        self._learned.append((ids, take_lm_head_rows(self.target, ids)))
+        return ids.numel()
 
     def _find_columns(self, target: Target) -> Tensor | None:
         """The columns of scores that drafts for a target keep; None = all."""
@@ -352,8 +372,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     def score_as_target(self, hidden: Tensor) -> Tensor:
         """The target's own (frozen) LM head: states [..., D] of its final norm's scale -> logits [..., C] over
         `draft_token_ids` in its dtype."""
-        target = self.target
-        return target.compute_logits(hidden.to(target.dtype), cast(nn.Module | None, self.borrowed_rows))
+        target, rows = self.target, cast(nn.Module | None, self.borrowed_rows)
+        return target.compute_logits(hidden.to(target.dtype), self._learned[0][1] if self._learned else rows)
 
     def get_input_embeddings(self) -> Any:
         """None, which FSDP reads: the embeddings are the target's."""

@@ -178,3 +178,26 @@ def test_other_counts_are_other_rows_of_own_lm_heads() -> None:
         view = heads.for_target(target)
         rows = dict(view.named_parameters())["heads.0.lm_head.weight"]
         assert torch.equal(rows, heads.heads[0].lm_head.weight[view.draft_token_ids])
+
+
+@every_kind
+def test_a_loss_of_drafted_tokens(head_type: str, overrides: dict[str, Any]) -> None:
+    """It reads the columns that decoders draft; saved and decoding heads stay whole, and binding again ends it."""
+    target, ids = target_of("qwen2"), random_prompt(9)
+    heads = tiny_heads(head_type, target, **overrides)
+    heads.limit_vocabulary(SIZE, torch.arange(128))
+    features = torch.randn(1, 9, len(heads.feature_layers) * target.hidden_size)
+    names = heads.state_dict().keys()
+    states = [step.hidden for step in heads.unroll(features, ids)]
+    whole = [step.head(state) for step, state in zip(heads.unroll(features, ids), states, strict=True)]
+    own, wanted = heads.draft_token_ids, heads.for_target(target).draft_token_ids
+    has_own = any(name.rpartition(".")[2] == "lm_head" for name, _ in nn.Module.named_modules(heads))
+    assert heads.learn_draft_vocabulary() == (None if has_own else SIZE)
+    assert heads.state_dict().keys() == names
+    assert torch.equal(heads.for_target(target).draft_token_ids, wanted)
+    if not has_own:
+        assert torch.equal(heads.draft_token_ids, wanted)
+        for step, state, logits in zip(heads.unroll(features, ids), states, whole, strict=True):
+            torch.testing.assert_close(step.head(state), logits[..., wanted])
+    again = heads.bind(target).draft_token_ids
+    assert again is own or torch.equal(again, own)

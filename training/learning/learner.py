@@ -110,6 +110,7 @@ class OnlineLearner(Learner):
         self.num_learned = 0
         self._student = copy.deepcopy(heads).float().bind(self.target).eval()  # eval: no dropout
         self._student.requires_grad_(requires_grad=True)
+        self._student.learn_draft_vocabulary()
         self._new_optimizer = partial(MuonWithAdamW, muon_learning_rate=muon_learning_rate, learning_rate=learning_rate)
         self._generator = torch.Generator().manual_seed(seed)
         self._lock = threading.Lock()  # of the buffer

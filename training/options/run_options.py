@@ -129,6 +129,11 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
         for name, (is_given, reason) in elsewhere.items():
             if is_given:
                 yield f"got features_endpoint with {name}, which {reason}, and the target is elsewhere: leave one out"
+    if training.loss_vocabulary == "draft" and (joint.is_on or options.placement.shard_target != "none"):
+        yield (
+            "got loss_vocabulary draft, which copies rows of the target's LM head, and a target that is trained "
+            "(lora_r) or split over the processes (shard_target): leave one of the two out"
+        )
     if joint.is_on and options.placement.shard_target != "none":
         yield (
             f"got shard_target {options.placement.shard_target} with lora_r {joint.lora_r}: a target that is trained "

@@ -93,6 +93,12 @@ class HeadsTrainingArguments(TrainingArguments):
         help="Loss, or a mixture such as smooth_l1+0.1*distillation; none = the kind's own. One of: "
         f"{', '.join(LOSSES)}.",
     )
+    loss_vocabulary: Literal["all", "draft"] = option(
+        default="all",
+        help="Tokens that the loss compares, for kinds that borrow the target's LM head: all, or draft = only those "
+        "that decoders draft by default (up to twice as fast where the LM head is large; engines that draft all "
+        "tokens then accept a little less).",
+    )
     muon_learning_rate: float | None = option(
         default=None, help="Train hidden matrices with Muon at this rate (0.02 to 0.05 fits); none = AdamW for all."
     )

@@ -246,6 +246,8 @@ def _load_rows(options: RunOptions, models: _Models, checkpoint: Path | None) ->
         is_stream = isinstance(train_set, ConversationStream)
         counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
         models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
+    if args.loss_vocabulary == "draft" and (number := models.heads.learn_draft_vocabulary()) is not None:
+        logger.info("the loss compares the %s tokens that decoders draft", f"{number:,}")
     for stored in (train_set, eval_set):
         refuse_placeholders(stored, models.target.model.config)
     if not any("media" in getattr(rows, "column_names", ()) for rows in (train_set, eval_set)):

@@ -116,6 +116,18 @@ class TestARun:
         assert metrics.keys() == {"eval_acceptance_length"}
         assert "left out 1 prompts" in caplog.text
 
+    def test_a_loss_of_the_tokens_that_decoders_draft(
+        self, train: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("draftsmith.heads.base.default_draft_vocabulary", lambda *_: 50)
+        with caplog.at_level(logging.INFO):
+            train(head_type="mtp", head_overrides=None, loss_vocabulary="draft", max_steps=2)
+        assert "the loss compares the 50 tokens that decoders draft" in caplog.text
+        heads = DraftHeads.from_pretrained(train.output_dir)
+        assert heads.draft_token_ids is None, "saved heads are whole"
+        with pytest.raises(ValueError, match=r"got loss_vocabulary draft.*\(lora_r\)"):
+            train(head_type="medusa", head_overrides=None, loss_vocabulary="draft", lora_r=2)
+
     def test_continues_from_trained_heads(self, train: Runner, tmp_path: Path) -> None:
         """Weights and draft vocabulary are theirs, though the new conversations would give another one."""
         train(max_steps=2)
