@@ -18,11 +18,17 @@ from draftsmith.scripts.measuring.environment import describe_machine
 from draftsmith.scripts.shared.whole_files import write_text
 from tests.conftest import REPOSITORY
 from tests.lossless.matrix import render
-from tests.lossless.matrix.cells import Cell, greedy_cells, pair_cells, recurrent_cells, trained_cells
+from tests.lossless.matrix.cells import Cell, bfloat16_cells, greedy_cells, pair_cells, recurrent_cells, trained_cells
 from tests.lossless.matrix.results import DIFFERENT, Result, find_gaps, run_cell
 from tests.tiny_targets import LEFT_OUT
 
-PARTS = {"greedy": greedy_cells, "pairs": pair_cells, "trained": trained_cells, "recurrent": recurrent_cells}
+PARTS = {
+    "greedy": greedy_cells,
+    "pairs": pair_cells,
+    "trained": trained_cells,
+    "recurrent": recurrent_cells,
+    "bfloat16": bfloat16_cells,
+}
 PUBLISHED = ("greedy", "pairs", "trained")  # what a whole run has
 DOCS = REPOSITORY / "docs"
 

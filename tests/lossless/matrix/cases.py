@@ -41,6 +41,7 @@ class Case:
 
     policy: a name of `drafters.POLICIES`, or a tree. acceptance: "exact" (coupled), "exact uncoupled", or a rule.
     text_length: length of the reference texts, at least the longest `max_new_tokens`. seed: of the target's weights.
+    dtype: float32, or bfloat16 in batch-invariant mode, where no text may differ, near-tie or not.
     """
 
     family: str
@@ -55,6 +56,11 @@ class Case:
     ranks: tuple[int, ...] | None = None
     text_length: int = 40
     seed: int = 0
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def source(self) -> tuple[str, str, int]:
+        return self.family, self.attention, self.seed
 
 
 @dataclass
@@ -82,8 +88,8 @@ def run_case(case: Case) -> Outcome:
     Raises:
         AssertionError: for a text that differs without a near-tie, and for anything else that is not as it must be.
     """
-    target = target_of(case.family, case.attention, case.seed)
-    drafting = drafter_of(case.drafter, case.family, case.attention, case.seed, ranks=case.ranks)
+    target = target_of(*case.source, case.dtype)
+    drafting = drafter_of(case.drafter, *case.source, case.dtype, ranks=case.ranks)
     tree: TreePolicy | str | None = case.policy
     if isinstance(tree, str):
         tree = policy_of(tree, None if drafting.drafter is None else drafting.drafter.max_depth)
@@ -99,8 +105,7 @@ def run_case(case: Case) -> Outcome:
 
 def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outcome: Outcome) -> None:
     prompts = [prompt_of(case.family, row) for row in call.rows]
-    source = case.family, case.attention, case.seed
-    texts = [reference_of(*source, row, case.sampling, case.text_length) for row in call.rows]
+    texts = [reference_of(*case.source, row, case.sampling, case.text_length, case.dtype) for row in call.rows]
     eos = _choose_eos(call, texts, prompts)
     expected = [_cut(text, len(prompt), call, eos) for text, prompt in zip(texts, prompts, strict=True)]
 
@@ -171,7 +176,8 @@ def _count_equal(expected: Tensor, got: Tensor) -> int:
 
 
 def _judge(case: Case, row: Row, expected: Tensor, got: Tensor, name: str) -> list[str]:
-    model, scores = target_of(case.family, case.attention, case.seed).model, None
+    assert case.dtype == torch.float32, f"{name} ({row}): {got.tolist()}, and plain decoding's is {expected.tolist()}"
+    model, scores = target_of(*case.source).model, None
     if case.sampling != "greedy":
         scores = picking_scores(
             model, row.seed, do_sample=do_sample(case.sampling), max_new_tokens=1, **SAMPLING[case.sampling]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
+
+import torch
 
 from tests.lossless.matrix.cases import Call, Case
 from tests.lossless.matrix.covering import cover
 from tests.lossless.matrix.drafters import DRAFTERS, POLICIES, TRAINED
-from tests.lossless.matrix.references import CHAT, SAMPLING, Row, attentions_of, do_sample
+from tests.lossless.matrix.references import CHAT, SAMPLING, Row, attentions_of, do_sample, target_of
 from tests.tiny_targets import FAMILIES, RECURRENT_FAMILIES
 
 BATCHES = (1, 2, 7, 32)
@@ -23,7 +26,7 @@ WIDE_SAMPLING = ("greedy", "T=0.7")  # batches of 32 have only these: their refe
 
 @dataclass(frozen=True)
 class Cell:
-    """part: "greedy" (the complete part), "pairs", "trained" or "recurrent"."""
+    """part: "greedy" (the complete part), "pairs", "trained", "recurrent" or "bfloat16"."""
 
     part: str
     batch: int
@@ -44,6 +47,7 @@ class Cell:
                 case.padding,
                 f"chunk {case.prefill_chunk}",
                 f"seed {case.seed}",
+                *([] if case.dtype == torch.float32 else ["bfloat16"]),
             )
         )
 
@@ -153,3 +157,22 @@ def trained_cells() -> list[Cell]:
         for sampling in ("greedy", "T=0.7")
         for batch in (1, 7)
     ]
+
+
+def bfloat16_cells() -> list[Cell]:
+    """The cells of the published parts in bfloat16, with targets that have a batch-invariant mode."""
+    cells = [*greedy_cells(), *pair_cells(), *trained_cells()]
+    return [
+        Cell("bfloat16", cell.batch, replace(cell.case, dtype=torch.bfloat16))
+        for cell in cells
+        if _is_batch_invariant(*cell.case.source)
+    ]
+
+
+@cache
+def _is_batch_invariant(family: str, attention: str, seed: int) -> bool:
+    try:
+        target_of(family, attention, seed, torch.bfloat16)
+    except ValueError:
+        return False
+    return True

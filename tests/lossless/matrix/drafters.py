@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 from draftsmith.heads import HEAD_TYPES
 from draftsmith.inference import Drafter, DynamicTree, StaticTree, Target, TreePolicy, chain
 from draftsmith.inference.drafters.ngram import NgramDrafter
@@ -72,15 +74,23 @@ def policy_of(name: str, max_depth: int | None = None) -> TreePolicy | None:
 
 
 @cache
-def _small_model(family: str, attention: str, seed: int) -> Target:
+def _small_model(family: str, attention: str, seed: int, dtype: torch.dtype) -> Target:
     if family in RECURRENT_FAMILIES:  # a small model has attention only
         return target_of("llama", "sdpa", seed)
-    return Target(rough_copy(target_of(family, attention, seed).model))
+    return Target(rough_copy(target_of(family, attention, seed, dtype).model))
 
 
-def drafter_of(name: str, family: str, attention: str, seed: int, *, ranks: tuple[int, ...] | None = None) -> Drafting:
+def drafter_of(
+    name: str,
+    family: str,
+    attention: str,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    ranks: tuple[int, ...] | None = None,
+) -> Drafting:
     """A fresh drafter for this target. Every kind of heads must accept every target."""
-    target = target_of(family, attention, seed)
+    target = target_of(family, attention, seed, dtype)
     if name == "none":
         return Drafting(None)
     if name == "scripted":
@@ -89,14 +99,14 @@ def drafter_of(name: str, family: str, attention: str, seed: int, *, ranks: tupl
         script = ScriptedDrafter([], target.vocab_size, feature_layers=layers, is_strict=False, **options)
         return Drafting(script, script)
     if " + " in name:
-        first, second = (drafter_of(part, family, attention, seed, ranks=ranks) for part in name.split(" + "))
+        first, second = (drafter_of(part, family, attention, seed, dtype, ranks=ranks) for part in name.split(" + "))
         assert first.drafter is not None
         assert second.drafter is not None
         return Drafting(MixedDrafter(first.drafter, second.drafter), first.script)
     if name == "ngram":
         return Drafting(NgramDrafter())
     if name in ("small model", "staged"):
-        small = SmallModelDrafter(_small_model(family, attention, seed))
+        small = SmallModelDrafter(_small_model(family, attention, seed, dtype))
         return Drafting(small if name == "small model" else StagedDrafter(small))
     if family == CHAT:
         from tests.lossless.test_real_heads import chat_heads

@@ -52,13 +52,15 @@ def do_sample(sampling: str) -> bool:
 
 
 @cache
-def target_of(family: str, attention: str, seed: int) -> Target:
-    """A family's target with these weights (the chat target has only its own)."""
+def target_of(family: str, attention: str, seed: int, dtype: torch.dtype = torch.float32) -> Target:
+    """A family's target with these weights (the chat target has only its own); in bfloat16 in batch-invariant mode."""
     if family == CHAT:
         from tests.lossless.test_real_heads import chat_target
 
-        return chat_target(torch.float32)
-    return Target(tiny_target(family, seed, attn_implementation=attention, initializer_range=0.3))
+        target = chat_target(dtype)
+    else:
+        target = Target(tiny_target(family, seed, attn_implementation=attention, dtype=dtype, initializer_range=0.3))
+    return target if dtype == torch.float32 else target.batch_invariant()
 
 
 def attentions_of(family: str) -> tuple[str, ...]:
@@ -78,13 +80,22 @@ def prompt_of(family: str, row: Row) -> Tensor:
 
 
 @cache
-def reference_of(family: str, attention: str, seed: int, row: Row, sampling: str, max_new_tokens: int) -> Tensor:
-    """The row's text [L + max_new_tokens + BEYOND] at batch size 1, without EOS."""
-    prompt, target = prompt_of(family, row)[None], target_of(family, attention, seed)
+def reference_of(
+    family: str,
+    attention: str,
+    seed: int,
+    row: Row,
+    sampling: str,
+    max_new_tokens: int,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The row's text [L + max_new_tokens + BEYOND] at batch size 1, without EOS. In bfloat16 it is plain decoding's."""
+    prompt, target = prompt_of(family, row)[None], target_of(family, attention, seed, dtype)
     options = {"max_new_tokens": max_new_tokens + BEYOND, "eos_token_id": None, "pad_token_id": PAD}
     options |= SAMPLING[sampling]
-    if do_sample(sampling):
-        return Decoder(target).generate(prompt, do_sample=True, seed=[row.seed], **options).sequences[0]
+    if do_sample(sampling) or dtype != torch.float32:
+        seed = [row.seed] if do_sample(sampling) else None
+        return Decoder(target).generate(prompt, do_sample=do_sample(sampling), seed=seed, **options).sequences[0]
     model: PreTrainedModel = target.model
     mask = torch.ones_like(prompt)
     text: Tensor = model.generate(prompt, attention_mask=mask, do_sample=False, **options)[0]
