@@ -36,6 +36,7 @@ from draftsmith.training.run.optimizer import MuonWithAdamW
 logger = logging.getLogger(__name__)
 
 WARMUP_STEPS = 10  # after a start, until the learning rate is the whole one
+MOST_DEPTHS = 4  # of EAGLE's that learn: with new texts deeper drafts are seldom reached, and take half the time
 TRIAL_RATIO = 3  # tokens that are learned between two trials, for each token of a trial: a fifth of the time is trials'
 PATIENCE = 3  # trials in a row without a gain, after which what was learned is dropped
 MAX_PASSES = 4  # over what was read; then learning waits for new texts
@@ -111,6 +112,8 @@ class OnlineLearner(Learner):
         self._student = copy.deepcopy(heads).float().bind(self.target).eval()  # eval: no dropout
         self._student.requires_grad_(requires_grad=True)
         self._student.learn_draft_vocabulary()
+        if getattr(self._student.config, "ttt_steps", 0) > MOST_DEPTHS:
+            self._student.config.ttt_steps = MOST_DEPTHS
         self._new_optimizer = partial(MuonWithAdamW, muon_learning_rate=muon_learning_rate, learning_rate=learning_rate)
         self._generator = torch.Generator().manual_seed(seed)
         self._lock = threading.Lock()  # of the buffer
