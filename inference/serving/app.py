@@ -136,6 +136,7 @@ def _add_routes(app: FastAPI, server: Server) -> None:
             "object": "model",
             "created": int(time.time()),
             "owned_by": "draftsmith",
+            "root": getattr(server.scheduler.target.model, "name_or_path", "") or server.model,
             "max_model_len": server.maker.max_length,
             "draft_heads": list(server.maker.drafters),
         }

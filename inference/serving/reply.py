@@ -120,6 +120,7 @@ class Reply:
         num_top: how many of the likeliest tokens are reported; None = no log-probabilities.
         min_tokens: stop strings among the first so many tokens do not end the text.
         may_learn: whether the server's learner may see the text.
+        on_end: called in the engine's thread before the last piece, so that who has read it finds the reply counted.
 
     Attributes:
         row: the request's, which tells the reply its tokens and asks it for the end.
@@ -138,6 +139,7 @@ class Reply:
     num_top: int | None = None
     min_tokens: int = 0
     may_learn: bool = True
+    on_end: Callable[[Reply], None] | None = None
     stats: GenerationStats = field(default_factory=GenerationStats)
     arrived: float = field(default_factory=time.perf_counter)
     drafts: list[DraftedStep] = field(default_factory=list)
@@ -202,3 +204,5 @@ class Reply:
     def _end(self, reason: str) -> None:
         self.end_reason, self.ended = reason, time.perf_counter()
         self.stats.num_new_tokens = len(self.row.new)
+        if self.on_end is not None:
+            self.on_end(self)

@@ -101,7 +101,7 @@ class Scheduler:
             self.metrics.watch_learning(lambda: learner.progress)
         self._lanes: dict[LaneName, Lane] = {}
         self._waiting: deque[tuple[Reply, LaneName]] = deque()
-        self._replies: list[Reply] = []  # submitted and not yet counted as ended
+        self._replies: list[Reply] = []  # submitted, and some of the present round's that have ended
         self._reading: tuple[Reply, LaneName, Generator[int]] | None = None
         self._changed = threading.Condition()
         self._deadline: float | None = None  # set while stopping
@@ -142,6 +142,8 @@ class Scheduler:
             if len(self._waiting) + len(replies) > self.limits.max_waiting:
                 num_turns = 1 + len(self._waiting) // self.limits.max_rows
                 raise QueueFullError(min(60, max(1, round(self._mean_seconds * num_turns))))
+            for reply in replies:
+                reply.on_end = self._count
             self._waiting.extend((reply, lane) for reply in replies)
             self._replies.extend(replies)
             self._changed.notify_all()
@@ -166,7 +168,7 @@ class Scheduler:
                 self._deadline = self._deadline or 0.0
                 for reply in self._replies:
                     reply.fail("the server is shutting down")
-                self._count_ended()
+                self._forget_ended()
 
     def _wait_for_rows(self) -> bool:
         """Whether there is something to do; False when the thread is to end."""
@@ -191,7 +193,7 @@ class Scheduler:
         for name, lane in list(self._lanes.items()):
             if lane.replies:
                 self._guard(name, lane.advance)
-        self._count_ended()
+        self._forget_ended()
 
     def _drop_cancelled(self) -> None:
         for reply in list(self._replies):
@@ -278,15 +280,16 @@ class Scheduler:
                 reply.fail(INTERNAL_ERROR)
             return None
 
-    def _count_ended(self) -> None:
+    def _count(self, reply: Reply) -> None:
+        """Counts a reply that ends."""
+        self.metrics.count_reply(reply)
+        if reply.started is not None and reply.ended is not None:
+            self._mean_seconds += 0.1 * (reply.ended - reply.started - self._mean_seconds)
+
+    def _forget_ended(self) -> None:
         with self._changed:
-            ended = [reply for reply in self._replies if reply.is_over]
             self._replies = [reply for reply in self._replies if not reply.is_over]
             self.metrics.waiting.set(len(self._waiting))
-        for reply in ended:
-            self.metrics.count_reply(reply)
-            if reply.started is not None and reply.ended is not None:
-                self._mean_seconds += 0.1 * (reply.ended - reply.started - self._mean_seconds)
         num_running = sum(len(lane.replies) for lane in self._lanes.values())
         self.metrics.running.set(num_running + (self._reading is not None))
         self.metrics.cache_rows.set(num_running)

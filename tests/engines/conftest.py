@@ -41,11 +41,12 @@ def vllm_python() -> str:
 
 @pytest.fixture
 def run_vllm(vllm_python: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Runs vllm_worker.py; its job is these settings, with the given ones in place of them."""
+    """Runs vllm_worker.py, or another script that calls it; its job is these settings, with the given ones in place of
+    them."""
 
-    def run(**job: Any) -> dict[str, Any]:
+    def run(script: str = "vllm_worker.py", **job: Any) -> dict[str, Any]:
         usual = {"target": str(CHAT_TARGET), "heads": None, "method": None, "max_length": 512}
-        path = run_worker(vllm_python, "vllm_worker.py", {**usual, **job}, tmp_path, "result.json")
+        path = run_worker(vllm_python, script, {**usual, **job}, tmp_path, "result.json")
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return result
 

@@ -95,6 +95,22 @@ def test_blocks(
     compare_with_engine(heads, texts, DEPTH, result, f"block, {format_name}, {settings}")
 
 
+def test_dflash2(target: Target, texts: Texts, run_vllm: Callable[..., Any], exported: Callable[..., Path]) -> None:
+    """Six texts: interpreted kernels are slow."""
+    few = Texts(texts.prompts[:6], texts.replies[:6], texts.max_new_tokens)
+    heads = create_heads("dflash2", target, block_size=DEPTH + 1, num_layers=2, num_anchors=32, selector_rank=32)
+    learn_by_heart(heads, few, num_steps=60)
+    result = run_vllm(
+        "vllm_interpreted.py",
+        heads=str(exported(heads)),
+        method="dflash",
+        num_drafts=DEPTH,
+        prompts=few.prompts,
+        max_new_tokens=few.max_new_tokens,
+    )
+    compare_with_engine(heads, few, DEPTH, result, "dflash2")
+
+
 def test_plain_vllm_writes_the_targets_texts(texts: Texts, run_vllm: Callable[..., Any]) -> None:
     result = run_vllm(prompts=texts.prompts, max_new_tokens=texts.max_new_tokens)
     assert [text["tokens"] for text in result["texts"]] == texts.replies

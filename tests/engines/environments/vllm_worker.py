@@ -66,7 +66,8 @@ def main() -> None:
 
 def record_drafts(engine: Any, drafts: list[list[int]]) -> None:
     """Every call of the drafter appends the tokens that it proposes."""
-    drafter = engine.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+    drafter = getattr(runner, "drafter", None) or runner.speculator  # of the first runner, or of the second
     propose = drafter.propose
 
     def recorded(*args: Any, **kwargs: Any) -> Any:

@@ -327,6 +327,35 @@ def test_cancelled_rows_leave_before_the_next_step(oracle: Scheduler) -> None:
     assert oracle.metrics.registry.get_sample_value("draftsmith:num_requests_running") == 0
 
 
+def test_a_reply_is_counted_before_its_last_piece(oracle: Scheduler) -> None:
+    """`vllm bench serve` reads /metrics as soon as the last reply has arrived."""
+    names = (
+        "generation_tokens",
+        "spec_decode_num_drafts",
+        "spec_decode_num_accepted_tokens",
+        "request_queue_time_seconds",
+    )
+    arrival = Arrival(oracle.target, [3], {"max_new_tokens": 9, "do_sample": False})
+    counts: list[tuple[float | None, ...]] = []
+    done = threading.Event()
+
+    def look() -> None:
+        registry = oracle.metrics.registry
+        endings = ("_total", "_total", "_total", "_count")
+        pairs = zip(names, endings, strict=True)
+        counts.append(tuple(registry.get_sample_value(f"draftsmith:{name}{ending}") for name, ending in pairs))
+        if arrival.pieces[-1].is_last:
+            done.set()
+
+    oracle.start()
+    oracle.submit([arrival.make_row(look)], ("draft", None))
+    assert done.wait(SECONDS)
+    assert arrival.row is not None
+    assert counts[0] == (0, 0, 0, 0)
+    assert counts[-1] == (9, len(arrival.row.drafts), sum(step.num_accepted for step in arrival.row.drafts), 1)
+    assert counts[-1][2]
+
+
 def test_a_failing_step_ends_its_rows_only(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     options = {"max_new_tokens": 12, "do_sample": False}
     broken, fine, later = (
