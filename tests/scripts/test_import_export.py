@@ -96,11 +96,6 @@ def test_out_and_back_is_the_same_heads(
 
 
 WRONG = {
-    "ids counted from the layer after": (
-        {"eagle_aux_hidden_state_layer_ids": [1, 7, 12]},
-        "the layer ids are one less than hidden_states' (read as [2, 8, 13])",
-        {"feature_layers": [2, 8, 13]},
-    ),
     "ids counted from the layer before": (
         {"eagle_aux_hidden_state_layer_ids": [3, 9, 14]},
         "the layer ids are one more than hidden_states' (read as [2, 8, 13])",
