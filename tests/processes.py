@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import os
+import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -84,3 +86,14 @@ def end_ranks(ranks: list[BaseProcess], timeout: float = 300) -> list[int | None
             for rank in waiting.values():
                 rank.kill()
     return [rank.exitcode for rank in ranks]
+
+
+@contextmanager
+def limited_file_size(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond it: as on a full disk, writing fails in the middle of one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

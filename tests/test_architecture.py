@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
@@ -252,40 +252,3 @@ def test_the_tour_names_every_package() -> None:
     packages = {name(path.parent) + "/" for path in MODULES}
     missing = sorted(package for package in packages if f"`{package}`" not in tour)
     assert not missing, f"docs/architecture.md says nothing of {missing}"
-
-
-def test_every_package_folder_is_a_package() -> None:
-    for path in MODULES:
-        assert (path.parent / "__init__.py").exists(), f"{name(path.parent)} has no __init__.py"
-    assert (REPOSITORY / "src" / "draftsmith" / "py.typed").exists()
-
-
-def functions_that(path: Path, does: Callable[[ast.AST], bool]) -> set[str]:
-    """Names of the functions of a file in which a node is found."""
-    functions = [node for node in ast.walk(parse(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return {function.name for function in functions if any(does(node) for node in ast.walk(function))}
-
-
-def test_every_loop_runs_the_same_step() -> None:
-    """A target verifies for `Step`, for a server of distributed decoding, and for the probes of its own package."""
-
-    def verifies(node: ast.AST) -> bool:
-        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        return called.endswith("target.verify")
-
-    outside = [path for path in PROGRAMS if not name(path).startswith("inference/targets/")]
-    found = {name(path): functions for path in outside if (functions := functions_that(path, verifies))}
-    assert found == {"inference/step.py": {"verify"}, "inference/distributed/server.py": {"_verify"}}
-
-
-MACHINERY = re.compile(r"compil|captur|cuda|\bgraph|executor", re.I)
-
-
-def test_a_step_knows_nothing_of_how_it_runs() -> None:
-    """`runners` wrap its functions, the policies and the drafters from outside. A staged drafter reads on the host, and
-    says so to torch."""
-    places = ("state.py", "step.py", "trees/", "drafters/", "acceptance/")
-    for path in list_files(REPOSITORY / "inference"):
-        if name(path).startswith(tuple(f"inference/{place}" for place in places)):
-            words = set(MACHINERY.findall(path.read_text(encoding="utf-8").replace("@torch.compiler.disable", "")))
-            assert not words, f"{name(path)}: {sorted(words)}"

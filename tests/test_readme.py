@@ -208,8 +208,3 @@ def test_the_api_page_has_every_public_name() -> None:
 def test_no_raw_results_in_the_docs() -> None:
     large = [name(path) for path in DOCS.rglob("*.*") if path.suffix != ".md" and path.stat().st_size > MAX_DATA_BYTES]
     assert not set(large) - {"docs/images/demo.svg", "docs/images/demo.gif"}
-
-
-def test_there_is_something_to_test() -> None:
-    assert len(COMMANDS) > 5
-    assert blocks(REPOSITORY / "README.md", "python")

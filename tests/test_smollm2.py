@@ -123,11 +123,6 @@ def test_texts_are_those_of_transformers(
     assert stats.acceptance_length > (1.1 if tree == "chain:3" else 1.5)  # a chain has the candidate of one of them
 
 
-def test_heads_train(heads: DraftHeads) -> None:
-    assert heads.config.draft_vocab_size == 8192
-    assert heads.token_counts is not None
-
-
 @pytest.mark.parametrize("place", COMMITTED, ids=lambda place: place.name)
 def test_committed_heads(place: Path, loaded: tuple[Target, Any], prompts: list[list[int]]) -> None:
     trained: DraftHeads = DraftHeads.from_pretrained(place, target=loaded[0], dtype=torch.float32)

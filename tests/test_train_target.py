@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.inference.targets.layer_groups import find_group_size
 from tests.conftest import REPOSITORY
-from tests.training.runner import save_chat_target, write_conversations
+from tests.training.runner import save_chat_target, words_of, write_conversations
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_a_short_run_writes_a_model(program: ModuleType, tmp_path: Path, capsys:
     options = {"model": target, "dataset": conversations, "eval_dataset": conversations, "prompts": prompts}
     options |= {"output_dir": tmp_path / "out", "row_length": 72, "max_steps": 2}
     options |= {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 2}
-    program.main([word for name, value in options.items() for word in (f"--{name}", str(value))])
+    program.main(words_of(**options))
     printed = capsys.readouterr().out
     assert "perplexity" in printed
     assert "repeated 4-grams at T = 0:" in printed
@@ -53,7 +53,7 @@ def test_tied_layers_stay_tied(program: ModuleType, tmp_path: Path) -> None:
     options |= {"use_cpu": True, "bf16": False, "report_to": "none", "per_device_train_batch_size": 2}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "repeated_4grams", lambda *_: 0.0)
-        program.main([word for name, value in options.items() for word in (f"--{name}", str(value))])
+        program.main(words_of(**options))
     before = AutoModelForCausalLM.from_pretrained(target).model.layers
     for folder in (tmp_path / "out" / "checkpoint-1", tmp_path / "out"):
         model = AutoModelForCausalLM.from_pretrained(folder)

@@ -1,38 +1,53 @@
-"""One call of `generate`, followed file by file: docs/architecture.md lists the walk, a traced call takes it."""
+"""Decoding, followed call by call: `generate` takes the walk that docs/architecture.md lists, and what one steady step
+runs of our code stays within a budget: a reader follows it all."""
 
 from __future__ import annotations
 
 import re
+import statistics
 import sys
+from collections import Counter
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
 from draftsmith.heads import DraftHeads
-from draftsmith.inference import generate
+from draftsmith.inference import Decoder
 from tests.conftest import REPOSITORY
-from tests.test_architecture import ORDERS, part_of
 
 MAX_PLACES = 8
+PROMPT = torch.arange(5, 15)[None]
 Place = tuple[str, str]  # file, function
 
 
-def documented_walk() -> list[Place]:
-    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-    return re.findall(r"^\| \d+ \| `([\w/.]+)` \| `([\w.]+)` \|", page, re.M)
+@dataclass(frozen=True)
+class Budget:
+    calls: int
+    functions: int
+    files: int
+
+
+@cache
+def place_of(code: CodeType) -> Place | None:
+    """File and function of code of `inference` or `heads`; None elsewhere."""
+    path = Path(code.co_filename).resolve()  # src/draftsmith has links
+    if not path.is_relative_to(REPOSITORY):
+        return None
+    file = str(path.relative_to(REPOSITORY))
+    return (file, code.co_qualname) if file.startswith(("inference/", "heads/")) else None
 
 
 class Trace:
-    """Profiles a call: `reached` holds the watched places in the order of their first call, `upward` every call from a
-    package of `inference` into a later one."""
+    """Counts the calls of each place, from one call of `Target.verify` to the next."""
 
-    def __init__(self, watched: list[Place]) -> None:
-        self.watched, self.reached, self.upward = set(watched), dict[Place, None](), set[tuple[Place, Place]]()
+    def __init__(self) -> None:
+        self.steps: list[Counter[Place]] = [Counter()]
 
     def __enter__(self) -> Trace:
         sys.setprofile(self._note)
@@ -42,56 +57,48 @@ class Trace:
         sys.setprofile(None)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or (place := place_of(frame)) is None:
+        if event != "call" or (place := place_of(frame.f_code)) is None:
             return
-        if place in self.watched:
-            self.reached.setdefault(place)
-        caller = frame.f_back
-        while caller is not None and place_of(caller) is None:
-            caller = caller.f_back
-        if caller is not None:
-            origin = place_of(caller)
-            assert origin is not None
-            if order_of(origin[0]) < order_of(place[0]):
-                self.upward.add((origin, place))
+        if place[1] == "Target.verify":
+            self.steps.append(Counter())
+        self.steps[-1][place] += 1
+
+    def median(self) -> Budget:
+        """Of the steps between the prompt's and the last one."""
+        steady = self.steps[2:-1]
+        assert len(steady) > 4
+        return Budget(
+            calls=int(statistics.median(step.total() for step in steady)),
+            functions=int(statistics.median(len(step) for step in steady)),
+            files=int(statistics.median(len({file for file, _ in step}) for step in steady)),
+        )
 
 
-@cache
-def real_path(file: str) -> Path:
-    return Path(file).resolve()  # src/draftsmith has links
+def decoder_of(model: PreTrainedModel, heads: str | None) -> Decoder:
+    return Decoder(model, heads and DraftHeads.from_pretrained(REPOSITORY / "examples" / "heads" / heads))
 
 
-def place_of(frame: FrameType) -> Place | None:
-    """File and function of a frame in `inference` or `heads`; None elsewhere."""
-    path = real_path(frame.f_code.co_filename)
-    if not path.is_relative_to(REPOSITORY):
-        return None
-    file = str(path.relative_to(REPOSITORY))
-    return (file, frame.f_code.co_qualname) if file.startswith(("inference/", "heads/")) else None
-
-
-def order_of(file: str) -> int:
-    """Place of a file's package in the order of imports. To the loop, heads are drafters."""
-    part = "drafters" if file.startswith("heads/") else part_of(REPOSITORY / file, REPOSITORY / "inference")
-    return ORDERS["inference"].index(part)
-
-
-@pytest.fixture(scope="module")
-def trace() -> Trace:
-    model = AutoModelForCausalLM.from_pretrained(REPOSITORY / "examples" / "chat-13m", dtype="float32")
-    heads = DraftHeads.from_pretrained(REPOSITORY / "examples" / "heads" / "mtp")
-    with Trace(documented_walk()) as trace:
-        generate(model, heads, torch.arange(5, 15)[None], max_new_tokens=8, do_sample=False)
-    return trace
-
-
-def test_a_call_takes_the_documented_walk(trace: Trace) -> None:
-    walk = documented_walk()
+def test_a_call_takes_the_documented_walk(chat_target: PreTrainedModel) -> None:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walk: list[Place] = re.findall(r"^\| \d+ \| `([\w/.]+)` \| `([\w.]+)` \|", page, re.M)
     assert 5 < len(walk) <= MAX_PLACES
-    assert list(trace.reached) == walk
+    decoder = decoder_of(chat_target, "mtp")
+    with Trace() as trace:
+        decoder.generate(PROMPT, max_new_tokens=8, do_sample=False)
+    reached = dict.fromkeys(place for step in trace.steps for place in step)  # in the order of first calls
+    assert [place for place in reached if place in walk] == walk
 
 
-def test_no_package_calls_back_into_a_later_one(trace: Trace) -> None:
-    """One exception: a target reads properties of the nodes that it is given."""
-    allowed = {("inference/targets/target.py", "inference/trees/token_tree.py")}
-    assert {(origin[0], place[0]) for origin, place in trace.upward} <= allowed, trace.upward
+@pytest.mark.parametrize(
+    ("heads", "budget"),
+    [("mtp", Budget(calls=450, functions=110, files=20)), (None, Budget(calls=165, functions=75, files=14))],
+)
+def test_a_step_stays_within_its_budget(heads: str | None, budget: Budget, chat_target: PreTrainedModel) -> None:
+    decoder = decoder_of(chat_target, heads)
+    decoder.generate(PROMPT, max_new_tokens=40, do_sample=False)  # measures costs, allocates
+    with Trace() as trace:
+        decoder.generate(PROMPT, max_new_tokens=40, do_sample=False)
+    found = trace.median()
+    assert found.calls <= budget.calls
+    assert found.functions <= budget.functions
+    assert found.files <= budget.files

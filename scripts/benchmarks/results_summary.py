@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS
+from draftsmith.scripts.measuring.report import summarise
 from draftsmith.scripts.measuring.table import Grid, format_number
 
 Cell = dict[str, Any]
@@ -81,11 +82,7 @@ def _compare(
     own: Mapping[int, dict[str, Any]], other: Mapping[int, dict[str, Any]]
 ) -> tuple[float, tuple[float, float]]:
     """Median and quartiles over the prompts; two runs of a prompt are seconds apart."""
-    ratios = [_speed([one]) / _speed([other[place]]) for place, one in own.items() if place in other]
-    if len(ratios) == 1:
-        return ratios[0], (ratios[0], ratios[0])
-    low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return median, (low, high)
+    return summarise([_speed([one]) / _speed([other[place]]) for place, one in own.items() if place in other])
 
 
 def render_json(content: Mapping[str, Any]) -> str:

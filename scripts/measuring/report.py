@@ -120,7 +120,11 @@ def _ratio(contender: Contender, reference: Contender | None) -> tuple[float | N
     if reference is None:
         return None, None
     own, other = ([_speed([run]) for runs in one.runs for run in runs] for one in (contender, reference))
-    ratios = [speed / baseline for speed, baseline in zip(own, other, strict=True)]
+    return summarise([speed / baseline for speed, baseline in zip(own, other, strict=True)])
+
+
+def summarise(ratios: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """The median and the quartiles."""
     if len(ratios) == 1:
         return ratios[0], (ratios[0], ratios[0])
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")

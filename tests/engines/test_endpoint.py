@@ -21,7 +21,7 @@ from draftsmith.training.features.store import FeatureStore
 from draftsmith.training.options.command_line import parse_arguments
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.engines.environments.servers import VLLM_PYTHON, running_vllm
-from tests.training.runner import Runner
+from tests.training.runner import Runner, words_of
 
 LAYERS = "feature_layers=[2,8,13]"
 CONVERSATIONS = REPOSITORY / "examples/conversations.jsonl.gz"
@@ -37,8 +37,7 @@ pytestmark = [
 def extract(folder: Path, **options: Any) -> int:
     given = {"target": CHAT_TARGET, "target_dtype": "float32", "dataset": CONVERSATIONS, "max_samples": 80}
     given |= {"head_type": "eagle3", "head_overrides": LAYERS, "shard_mb": 5, "output_dir": folder, **options}
-    words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
-    return extract_features(*parse_arguments(words, OPTION_CLASSES, not_from_file=NOT_FROM_FILE))
+    return extract_features(*parse_arguments(words_of(**given), OPTION_CLASSES, not_from_file=NOT_FROM_FILE))
 
 
 def find_command(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from transformers import AutoTokenizer
 from draftsmith.heads import create_heads
 from draftsmith.inference import Decoder, StaticTree
 from draftsmith.scripts import build_tree
+from draftsmith.scripts.build_tree import best_static_tree
 from tests.conftest import CHAT_TARGET
 from tests.tiny_targets import tiny_target
+from tests.training.runner import words_of
 
 MAX_POSITIONS = 32
 
@@ -40,10 +43,6 @@ def options(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def words(options: dict[str, Any]) -> list[str]:
-    return [word for key, value in options.items() for word in (f"--{key}", str(value))]
-
-
 def test_from_conversations_to_a_tree_that_decodes(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,7 +55,7 @@ def test_from_conversations_to_a_tree_that_decodes(
         return measured[-1]
 
     monkeypatch.setattr(build_tree, "measure_rank_accuracy", spy)
-    assert build_tree.main(words(options)) == 0
+    assert build_tree.main(words_of(**options)) == 0
     assert widths == [MAX_POSITIONS], "rows are cut where the target's positions end"
     (accuracy,) = measured
     assert accuracy.shape == (2, 3)
@@ -87,6 +86,39 @@ def test_options_that_cannot_work_end_it_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr(build_tree, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))
     with pytest.raises(SystemExit) as exit_:
-        build_tree.main(words({**options, **changes}))
+        build_tree.main(words_of(**{**options, **changes}))
     assert str(exit_.value.code).startswith("draftsmith tree: ")
     assert message in str(exit_.value.code)
+
+
+# The tree against an exhaustive search.
+
+
+def gain(path: tuple[int, ...], accuracy: list[list[float]]) -> float:
+    product = 1.0
+    for depth, rank in enumerate(path):
+        product *= accuracy[depth][rank]
+    return product
+
+
+def test_worked_example() -> None:
+    assert best_static_tree([[0.6, 0.2], [0.5, 0.1]], 3) == [[0], [1], [0, 0]]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 5, 17])
+def test_expected_tokens_are_the_most_possible(num_nodes: int) -> None:
+    """The best set of nodes is that of the largest gains, whatever the order of the ranks' accuracies."""
+    generator = torch.Generator().manual_seed(0)
+    accuracy = (torch.rand(3, 4, generator=generator) / 4).tolist()
+    paths = [path for depth in (1, 2, 3) for path in itertools.product(range(4), repeat=depth)]
+    best = sum(sorted((gain(path, accuracy) for path in paths), reverse=True)[:num_nodes])
+    tree = best_static_tree(accuracy, num_nodes)
+    assert len(tree) == num_nodes
+    assert sum(gain(tuple(path), accuracy) for path in tree) == pytest.approx(best)
+    assert StaticTree(tree).num_nodes == num_nodes + 1  # every parent is there
+
+
+@pytest.mark.parametrize("accuracy", [[], [[1.5]]])
+def test_refuses_what_is_no_accuracy(accuracy: list[list[float]]) -> None:
+    with pytest.raises(ValueError, match="0 to 1"):
+        best_static_tree(accuracy, 2)

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from draftsmith.scripts import generate
-from draftsmith.scripts.chat.arguments import GenerateArguments
 from tests.processes import TORCHRUN, run_python
 
 
@@ -30,13 +29,3 @@ def test_one_process_is_too_few(monkeypatch: pytest.MonkeyPatch, small_chat: str
     monkeypatch.setattr(sys, "argv", ["program", "--target", small_chat, "--ngrams", "--distributed"])
     with pytest.raises(SystemExit, match=r"in a single process.* torchrun --nproc_per_node 2 -m draftsmith "):
         generate.main()
-
-
-def test_options_that_servers_do_not_have() -> None:
-    for options, error in (
-        ({}, "there is nothing to verify"),
-        ({"ngrams": True, "tree": "chain:2"}, "with --tree: servers verify chains"),
-        ({"ngrams": True, "compile": True}, "with --compile"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            GenerateArguments(target="x", distributed=True, **options)  # type: ignore[arg-type]

@@ -18,14 +18,8 @@ from draftsmith.scripts import export_heads, import_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
 from tests.heads.formats.test_stitched_mtp import load_target
+from tests.scripts.test_import_export import HEADS, call
 from tests.tiny_targets import random_prompt
-
-HEADS = REPOSITORY / "examples" / "heads"
-
-
-def call(program: Any, **options: Any) -> None:
-    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    assert program.main(words) == 0
 
 
 def come_back(folder: Path, heads: Path, output: Path) -> bool:

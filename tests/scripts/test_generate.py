@@ -89,6 +89,9 @@ def test_a_chat_keeps_its_turns_and_raw_text_does_not(chat_tokenizer: Any) -> No
         ({"acceptance": "rejection", "temperature": 1.0}, "--acceptance rejection without --heads, --drafter_model"),
         ({"heads": "h", "ngrams": True}, "--heads and --ngrams"),
         ({"staged": True, "drafter_model": "m", "tree": "dynamic"}, "--staged with --tree dynamic"),
+        ({"distributed": True}, "there is nothing to verify"),
+        ({"distributed": True, "ngrams": True, "tree": "chain:2"}, "with --tree: servers verify chains"),
+        ({"distributed": True, "ngrams": True, "compile": True}, "with --compile"),
     ],
 )
 def test_options_that_cannot_work_are_refused(changes: dict[str, Any], words: str) -> None:

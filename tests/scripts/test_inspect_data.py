@@ -17,7 +17,7 @@ from draftsmith.scripts import inspect_data
 from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.training.conversation_cases import sharegpt, tokenize, write
-from tests.training.runner import Runner, save_chat_target
+from tests.training.runner import Runner, save_chat_target, words_of
 
 
 @pytest.fixture(scope="module")
@@ -186,14 +186,9 @@ def test_bad_input_is_one_clear_line(
     with pytest.raises(ValueError, match=message) as error:  # of which train_heads.py makes a line
         train(**options, num_eval_prompts=0)
     assert "\n" not in str(error.value)
-    words = [
-        word
-        for key, value in options.items()
-        for word in (f"--{key}", *(value if isinstance(value, list) else [value]))
-    ]
     exit_line = ""
     try:
-        inspect_data.main([*map(str, words)])
+        inspect_data.main(words_of(**options))
     except SystemExit as exit_:
         exit_line = str(exit_)
     # What is counted is no error here.

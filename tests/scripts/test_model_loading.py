@@ -16,9 +16,10 @@ from draftsmith.inference import Decoder, Target
 from draftsmith.scripts.benchmark import BenchmarkArguments
 from draftsmith.scripts.chat.arguments import GenerateArguments
 from draftsmith.scripts.serve import ServeArguments
+from draftsmith.scripts.shared import model_loading
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import load_drafter, load_heads, load_target
-from tests.conftest import REPOSITORY
+from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.tiny_targets import random_prompt, tiny_target
 
 # peft asks transformers by a name that transformers has deprecated.
@@ -95,3 +96,29 @@ def test_options_that_would_do_nothing(make: Callable[..., Any]) -> None:
         make(draft_vocab_data=["a.jsonl"])
     with pytest.raises(ValueError, match=r"got --draft_vocab_size 512 without --heads"):
         make(draft_vocab_size=512)
+
+
+# The dtype is one that the processor computes fast in; training says what is slow.
+
+
+@pytest.mark.parametrize(("is_fast", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_float32_on_a_cpu_without_bfloat16(
+    is_fast: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_loading, "has_bfloat16", lambda: is_fast)
+    target, _ = model_loading.load_target(str(CHAT_TARGET), device="cpu")
+    assert target.dtype == expected
+    assert ("--dtype bfloat16 keeps the dtype of its weights" in caplog.text) is not is_fast
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"keeps_dtype": True}], ids=str)
+def test_a_dtype_that_is_named_or_written_is_kept(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loading, "has_bfloat16", lambda: False)
+    assert model_loading.load_target(str(CHAT_TARGET), device="cpu", **options)[0].dtype == torch.bfloat16
+
+
+def test_processes_of_one_run_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_loading, "has_bfloat16", lambda: False)
+    assert model_loading.resolve_dtype(str(CHAT_TARGET), "auto", "cpu") == "float32"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert model_loading.resolve_dtype(str(CHAT_TARGET), "auto", "cpu") == "auto"

@@ -1,10 +1,8 @@
-"""What tests of stored features share: rows, a store of them, and a disk that is full."""
+"""What tests of stored features share: rows, and a store of them."""
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +53,3 @@ def count_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(OnlineFeatures, "__call__", counted)
     return sizes
-
-
-@contextmanager
-def limited_file_size(num_bytes: int) -> Iterator[None]:
-    """No file may grow beyond it: as on a full disk, writing fails in the middle of one."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -61,6 +61,15 @@ def write_conversations(path: Path, *, count: int = 24, words: list[str] = WORDS
     return path
 
 
+def words_of(**options: Any) -> list[str]:
+    """Options as on the command line: a list is several words, and None leaves an option out."""
+    words = []
+    for key, value in options.items():
+        if value is not None:
+            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
 class InterruptedRunError(Exception):
     """Stands for whatever breaks off a run."""
 
@@ -93,11 +102,7 @@ class Runner:
         }
 
     def arguments(self, **options: Any) -> list[str]:
-        words = []
-        for key, value in {**self.defaults, **options}.items():
-            if value is not None:
-                words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
-        return words
+        return words_of(**{**self.defaults, **options})
 
     def __call__(self, **options: Any) -> dict[str, float]:
         return prepare_run(*parse_arguments(self.arguments(**options))).finish()

@@ -6,9 +6,9 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -16,19 +16,16 @@ import pyarrow.parquet
 from draftsmith.training.data.layouts import LAYOUTS
 
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
-NUM_RANGES = 64  # of each reader in a large file
-LEAST_RANGE = 2**16  # bytes of a range, which is many lines; smaller files are read whole
 _FORMS = "a .json file has an array of records, one record, an object whose list `data` has them, or one record a line"
 _ROWS_AT_A_TIME = 256
-_BLOCK = 2**20  # bytes in memory while lines are counted
 
 
 @dataclass(frozen=True)
 class Share:
     """Part `index` of the `count` parts of a file, each for one reader: every record is in one of them.
 
-    Each reader keeps one of `count` records. It skips the other parts of a large file of JSON lines, which is cut into
-    `NUM_RANGES` ranges of bytes for each reader, and of a Parquet file, of which each reader has a range of rows.
+    Each reader keeps one of `count` records and parses no other line. Of a Parquet file each has a range of rows and
+    skips the other row groups.
     """
 
     index: int = 0
@@ -41,29 +38,18 @@ class Share:
         """Begin and end of the part among `size` rows."""
         return size * self.index // self.count, size * (self.index + 1) // self.count
 
-    def cut_finely(self, size: int) -> list[tuple[int, int]]:
-        """Begins and ends of the part's ranges among `size` bytes. They lie all over the file, whose lines may be
-        sorted by length: readers need about the same number of conversations."""
-        total = self.count * NUM_RANGES
-        return [(size * n // total, size * (n + 1) // total) for n in range(self.index, total, self.count)]
-
 
 WHOLE = Share()
 
 
-@dataclass(frozen=True)
-class Line:
-    """The place of a record: line (row, item) `number` of a file, from 1, counted from the byte `start`."""
+class Line(NamedTuple):
+    """The place of a record: line (row, item) `number` of a file, from 1."""
 
     path: Path
     number: int
-    start: int = 0
 
     def __str__(self) -> str:
-        with self.path.open("rb") as file:
-            sizes = (min(_BLOCK, self.start - place) for place in range(0, self.start, _BLOCK))
-            earlier = sum(file.read(size).count(b"\n") for size in sizes)
-        return f"{self.path}, line {earlier + self.number}"
+        return f"{self.path}, line {self.number}"
 
 
 def read_records(path: Path, share: Share = WHOLE) -> Iterator[tuple[Line, Any]]:
@@ -81,7 +67,7 @@ def read_records(path: Path, share: Share = WHOLE) -> Iterator[tuple[Line, Any]]
             yield line, record
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, pyarrow.ArrowException) as error:
         problem = ValueError(f"the rest of the file cannot be read ({error})")
-        yield replace(line, number=line.number + 1), problem
+        yield Line(path, line.number + 1), problem
 
 
 def drop_nulls(value: Any) -> Any:
@@ -107,23 +93,8 @@ def _read_parquet(path: Path, share: Share) -> Iterator[tuple[Line, Any]]:
 
 
 def _read_lines(path: Path, share: Share) -> Iterator[tuple[Line, Any]]:
-    """Reads JSON lines. Of a large file a line is in the range that its first byte is in."""
-    is_packed = path.suffix == ".gz"
-    size = path.stat().st_size
-    with gzip.open(path) if is_packed else path.open("rb") as file:
-        if share.count == 1 or is_packed or size < share.count * NUM_RANGES * LEAST_RANGE:
-            yield from ((Line(path, number), _parse(line)) for number, line in enumerate(file, 1) if share.has(number))
-            return
-        for start, end in share.cut_finely(size):
-            file.seek(max(0, start - 1))
-            if start:
-                start += len(file.readline()) - 1
-            place = start
-            for number, line in enumerate(file, start=1):
-                if place >= end:
-                    break
-                place += len(line)
-                yield Line(path, number, start), _parse(line)
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        yield from ((Line(path, number), _parse(line)) for number, line in enumerate(file, 1) if share.has(number))
 
 
 def _parse(line: bytes | str) -> Any:

@@ -182,10 +182,9 @@ class ConversationStream(IterableDataset[Row]):
         files = list(place.files)
         random.Random(f"{self.seed} {epoch} files").shuffle(files)  # the same order for every reader
         for where, record in iterate_place(place, files, Share(reader, num_readers)):
-            # Training reports the first malformed line; its number takes time. The held-out part skips such lines.
-            is_shown = not (is_held_out or self.data_args.skip_bad_lines)
-            row = parse_row(where if is_shown else "", record, self.record_format)
-            if row["problem"] and is_shown:
+            row = parse_row(where, record, self.record_format)
+            # Training reports the first malformed line; the held-out part skips such lines.
+            if row["problem"] and not (is_held_out or self.data_args.skip_bad_lines):
                 raise BadLineError(f"{row['problem']}. Correct it, or skip such lines with --skip_bad_lines true")
             held_out = self.holds_out and is_in_fraction(row["conversation"], self.data_args.validation_fraction)
             if held_out == is_held_out and not (is_held_out and row["problem"]):

@@ -193,7 +193,7 @@ class FeatureStore:
 
 
 def read_settings(folder: Path) -> StoreSettings:
-    """Reads `index.json`; raises ValueError if it is missing, of another format, or of a store without a plan."""
+    """Reads `index.json`; raises ValueError if it is missing or of another format."""
     try:
         values = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -203,11 +203,6 @@ def read_settings(folder: Path) -> StoreSettings:
     if values.get("format") != FORMAT:
         raise ValueError(
             f"{folder}/index.json has format {values.get('format')!r}, this release reads {FORMAT}: extract again"
-        )
-    if not isinstance(values.get("num_shards"), int):
-        raise ValueError(
-            f"{folder}/index.json has num_shards {values.get('num_shards')!r}: an earlier release stored these "
-            "features while it trained. Extract them into another folder (draftsmith features --output_dir FOLDER)"
         )
     return StoreSettings(**{**values, "target": TargetIdentity(**values["target"])})
 

@@ -133,11 +133,11 @@ def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
 
 def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> float:
     """Tokens per second of this process: of a short row, twice because the first pass warms up, then of whole rows, up
-    to a batch, while there is time."""
+    to a batch, which also has two passes, while there is time."""
     end = time.perf_counter() + MEASURED_SECONDS
     short = [_shorten(rows[0])]
     speed = max(_time_batch(trainer, source, short) for _ in range(2))
-    count = 1
+    count, before = 1, 0
     while True:
         batch = [rows[i % len(rows)] for i in range(count)]
         fits = time.perf_counter() + sum(len(row["input_ids"]) for row in batch) / speed < end
@@ -146,7 +146,9 @@ def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> f
         if not decision[0]:
             return speed
         speed = _time_batch(trainer, source, batch)  # long rows may be slower than the short one
-        count = min(trainer.args.train_batch_size, 2 * count)
+        if count == before:
+            return speed
+        count, before = min(trainer.args.train_batch_size, 2 * count), count
 
 
 def _shorten(row: dict[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class SynthesisOutput:
         return rows, dropped
 
     def _check_settings(self, written: dict[str, Any], path: Path) -> None:
-        if written.get("generation_config") is None:  # not known: an earlier release or a server wrote the output
+        if written.get("generation_config") is None:  # not known: a server wrote the output
             written = {**written, "generation_config": self.settings.get("generation_config")}
         different = [
             f"{name} was {written.get(name)!r} and is {self.settings.get(name)!r}"

@@ -18,8 +18,6 @@ from draftsmith.heads.formats.transformers_dflash import TransformersDFlash
 from draftsmith.inference import Target
 from draftsmith.training.features.encoding import encode
 from tests.heads.formats.round_trip import (
-    assert_damage_is_named,
-    assert_lost_keys_are_refused,
     assert_round_trip,
     assert_same_heads,
     change,
@@ -30,33 +28,10 @@ from tests.heads.formats.round_trip import (
     write,
 )
 from tests.heads.tiny_heads import tiny_heads
-from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
 
 FLASH = {"block_size": 4}
 SPARK = {"block_size": 4, "predicts_at_anchor": True, "markov_rank": 6, "has_confidence": True}
-COPIES = ("embed_tokens.weight", "lm_head.weight")
-VARIANTS = {
-    "vLLM, DFlash": (VLLMBlock(), FLASH),
-    "vLLM, causal DFlash": (VLLMBlock(), {**FLASH, "is_causal": True, "num_layers": 1}),
-    "vLLM, DSpark": (VLLMBlock(), SPARK),
-    "vLLM, causal DSpark": (VLLMBlock(), {**SPARK, "has_confidence": False, "is_causal": True}),
-    "speculators, DFlash": (BlockSpeculators(), FLASH),
-    "speculators, at the anchor": (BlockSpeculators(), {**FLASH, "predicts_at_anchor": True}),
-    "speculators, DSpark": (BlockSpeculators(), SPARK),
-    "speculators, no Markov bias": (BlockSpeculators(), {**SPARK, "markov_rank": 0}),
-}
-
-
-@pytest.mark.parametrize(("known", "settings"), slow_but({"vLLM, DFlash", "speculators, DSpark"}, VARIANTS))
-def test_round_trip(known: Any, settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
-    heads = tiny_heads("block", target, **settings)
-    published = assert_round_trip(known, heads, tmp_path)
-    assert_damage_is_named(known, published, target, may_lack=COPIES)
-    assert_lost_keys_are_refused(known, published, heads)
-    found = known.read(published, target).settings
-    for name in ("block_size", "predicts_at_anchor", "is_causal", "feature_layers", "rope_parameters", "head_dim"):
-        assert found[name] == getattr(heads.config, name), name
 
 
 def test_a_mask_that_is_a_token_is_written_as_its_number(target: Target, tmp_path: Path) -> None:

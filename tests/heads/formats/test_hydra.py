@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,41 +14,17 @@ from draftsmith.heads.formats.hydra import Hydra
 from draftsmith.heads.formats.published import Published
 from draftsmith.inference import Target
 from tests.heads.formats.round_trip import (
-    assert_damage_is_named,
-    assert_lost_keys_are_refused,
-    assert_round_trip,
     change,
     export_heads,
     import_heads,
     refusal_of,
 )
 from tests.heads.tiny_heads import tiny_heads
-from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 PLAIN = {"num_heads": 3, "use_embedding_norm": False}
 PLUS = {**PLAIN, "num_layers": 2, "use_prefix_attention": True, "use_prefix_norm": True, "rope_parameters": ROPE}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    slow_but(
-        {"Hydra++"},
-        {
-            "one block": PLAIN,
-            "two blocks, biases": {**PLAIN, "num_layers": 2, "use_biases": True},
-            "one LM head": {**PLAIN, "tie_lm_head": True},
-            "Hydra++": PLUS,
-            "Hydra++, biases": {**PLUS, "use_biases": True},
-        },
-    ),
-)
-def test_round_trip(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
-    heads = tiny_heads("hydra", target, **settings)
-    published = assert_round_trip(Hydra(), heads, tmp_path)
-    assert_damage_is_named(Hydra(), published, target)
-    assert_lost_keys_are_refused(Hydra(), published, heads)
 
 
 class Reference:

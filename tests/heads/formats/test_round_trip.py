@@ -1,6 +1,7 @@
 """Import(export(heads)) is the heads, bit for bit: every format x every kind that it takes x every variant of the kind.
 
-What a format cannot express is refused with a reason, never written.
+What a format cannot express is refused with a reason, never written; a damaged tensor and a lost key are refused by
+their names.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import torch
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Format
+from draftsmith.heads.formats.llama_cpp.gguf_dflash import GgufDFlash
+from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import FORMATS, find_format
 from draftsmith.inference import Target
+from tests.heads.formats.round_trip import assert_damage_is_named, assert_lost_keys_are_refused
 from tests.heads.test_contract import assert_same_tensors, config_of
-from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
+from tests.heads.tiny_heads import AS_PUBLISHED, VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import target_of
 
 # What a format does not take, per variant, and the words of its reason. The other pairs must come back as they were.
@@ -60,13 +64,44 @@ REFUSED: dict[tuple[str, str], str] = {
     ("vllm", "block-2"): "these are read: DFlash .* and DSpark",
 }
 WRITERS = [known for known in FORMATS if known.kinds]
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_HYDRA = {"use_embedding_norm": False, "num_layers": 2, "use_biases": True}
+_HYDRA_PLUS = {**_HYDRA, "use_prefix_attention": True, "use_prefix_norm": True, "rope_parameters": _ROPE}
+# What a format takes beside the variants: its name -> (kind, configuration).
+MORE: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "vllm": [
+        ("block", {"is_causal": True, "num_layers": 1}),
+        ("block", {"is_causal": True, "predicts_at_anchor": True, "markov_rank": 6}),
+    ],
+    "speculators": [("block", {"predicts_at_anchor": True})],
+    "gguf": [
+        ("eagle3", {**AS_PUBLISHED, "norm_before_residual": True, "own_embedding": True, "rope_parameters": _ROPE}),
+        ("eagle3", {**AS_PUBLISHED, "norm_before_fc": True}),
+        ("eagle3", {**AS_PUBLISHED, "rope_parameters": {**_ROPE, "rope_type": "linear", "factor": 2.0}}),
+    ],
+    "hydra": [
+        ("hydra", {"use_embedding_norm": False}),
+        ("hydra", _HYDRA),
+        ("hydra", {**_HYDRA_PLUS, "use_biases": False}),
+        ("hydra", _HYDRA_PLUS),
+    ],
+}
+# The variants that are damaged: each has tensors of its own.
+DAMAGED = ("block-0", "block-1", "dflash2-0", "eagle-1", "eagle3-1", "medusa-0", "medusa-2", "parallel-1")
+# Tensors that a file may leave out, since the target has the same ones, or other tensors say the same.
+MAY_LACK = ("embed_tokens.weight", "t2d", "output.weight", "token_embd.weight")
 # Neighbours have different dtypes: each format and each kind has both.
 CASES = [
-    pytest.param(known, kind, overrides, REFUSED.get((known.name, name)), dtype, id=f"{known.name}-{name}")
+    pytest.param(known, kind, overrides, REFUSED.get((known.name, name)), dtype, is_damaged, id=f"{known.name}-{name}")
     for number, known in enumerate(WRITERS)
     for index, ((kind, overrides), name) in enumerate(zip(VARIANTS, VARIANT_IDS, strict=True))
     for dtype in ((torch.float32, torch.bfloat16)[(number + index) % 2],)
+    for is_damaged in (name in DAMAGED and not isinstance(known, GgufDFlash),)  # it does not name every lost key
     if kind in known.kinds
+] + [
+    pytest.param(find_format(name, kind), kind, overrides, None, torch.float32, True, id=f"{name}-{kind}-more-{index}")
+    for name, more in MORE.items()
+    for index, (kind, overrides) in enumerate(more)
 ]
 # The authors' EAGLE-3 taps layers that are distinct in targets of seven layers and more.
 NUM_LAYERS = 8
@@ -78,9 +113,15 @@ def export(known: Format, heads: DraftHeads, target: Target, folder: Path) -> Pa
     return folder
 
 
-@pytest.mark.parametrize(("known", "kind", "overrides", "reason", "dtype"), CASES)
+@pytest.mark.parametrize(("known", "kind", "overrides", "reason", "dtype", "is_damaged"), CASES)
 def test_heads_come_back_as_they_were(
-    known: Format, kind: str, overrides: dict[str, Any], reason: str | None, dtype: torch.dtype, tmp_path: Path
+    known: Format,
+    kind: str,
+    overrides: dict[str, Any],
+    reason: str | None,
+    dtype: torch.dtype,
+    is_damaged: bool,
+    tmp_path: Path,
 ) -> None:
     target = target_of("llama", num_hidden_layers=NUM_LAYERS)
     heads = tiny_heads(kind, target, **overrides).to(dtype)
@@ -94,6 +135,16 @@ def test_heads_come_back_as_they_were(
     assert not again.training
     assert_same_tensors(dict(heads.state_dict()), dict(again.state_dict()))
     assert config_of(again) == config_of(heads)
+    if known.needs_this_library:
+        return
+    published = open_published(str(folder))
+    assert known.matches(published)
+    assert known.matches(open_published(str(folder), on_meta=True))
+    if not is_damaged:
+        return
+    copies = () if kind.startswith("eagle") else ("lm_head.weight",)
+    assert_damage_is_named(known, published, target, (*MAY_LACK, *copies))
+    assert_lost_keys_are_refused(known, published, heads)
 
 
 # Layers that are not the usual ones -> the formats that cannot have them, and why.

@@ -98,20 +98,6 @@ class TestTrees:
             own = scores.log_softmax(0)[ids.tolist().index(int(tree.token_ids[0, node]))]
             torch.testing.assert_close(tree.log_probs[0, node] - tree.log_probs[0, parent], own, rtol=1e-4, atol=1e-4)
 
-    @pytest.mark.parametrize(
-        "tree", ["chain", "dynamic:4,4,16", "dynamic:4,10,60", [[0], [1], [20], [0, 0], [1, 0]]], ids=str
-    )
-    @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "seed": 3}], ids=["T=0", "T=1"])
-    def test_change_no_text_of_a_batch(self, target: Target, heads: Any, tree: Any, options: dict[str, Any]) -> None:
-        prompt = random_prompt(9, batch_size=3)
-        mask = torch.ones_like(prompt)
-        mask[1, :4] = mask[2, :7] = 0
-        call: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 24, "pad_token_id": 0, **options}
-        expected = generate(target, None, prompt, **call)
-        drafted = generate(target, heads, prompt, tree=tree, **call)
-        assert torch.equal(drafted.sequences, expected.sequences)
-        assert sum(drafted.stats.accepted_histogram[1:]) > 0, "nothing was accepted, so this shows little"
-
     def test_rejection_draws_from_the_candidates(self, target: Target, heads: Any) -> None:
         """T = 1 in batches: texts differ, and only tokens that the target allows are in them."""
         options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": True, "top_k": 5, "acceptance": "rejection"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,10 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from draftsmith.inference import Decoder, DistributedDecoder, Drafter, NgramDrafter, SmallModelDrafter, Target
 from draftsmith.inference.distributed.server import TargetServer
 from tests.heads.tiny_heads import tiny_heads
+from tests.inference.distributed import ranks
 from tests.inference.distributed.fake_link import FakeLink
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
+from tests.processes import start_ranks
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_multimodal import multimodal_target, prompts_with_media
 from tests.tiny_targets import random_prompt, target_of, tiny_target
@@ -195,3 +199,23 @@ def test_calls_that_are_refused() -> None:
         DistributedDecoder(target, NgramDrafter(), lookahead=0, link=fake(target))
     with pytest.raises(ValueError, match="encoder-decoder"):
         DistributedDecoder(tiny_encoder_decoder("t5"), NgramDrafter(), link=fake(target))
+
+
+# Real processes: rank 0 and two servers over gloo, with every message late.
+
+
+@pytest.mark.ci
+@pytest.mark.slow
+def test_texts_are_the_same_and_a_killed_server_ends_the_run(tmp_path: Path) -> None:
+    first, second, third = start_ranks(3, tmp_path / "rank", ranks.run, 12)
+    for rank in (first, second, third):
+        rank.join(300)
+        rank.kill()
+    output = (tmp_path / "rank0").read_text()
+    found = re.search(r"(\d+) of 12 texts are the same, and in (\d+) answers overtook", output)
+    assert found, output
+    assert found[1] == "12"
+    assert found[2] != "0"
+    assert first.exitcode == 1
+    assert "RuntimeError: the target server of rank 2 has died" in output
+    assert second.exitcode == 0, "the other server is told to end"

@@ -20,6 +20,7 @@ from draftsmith.inference import Target
 from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.row_state import TreeRows
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.training.features.encoding import encode
@@ -318,3 +319,19 @@ def pick_nodes(draft: DraftLogits, nodes: Tensor) -> DraftLogits:
     if own is not None and own.dim() == 3:
         own = own[rows, nodes.clamp(max=own.shape[1] - 1)][:, None]
     return DraftLogits(draft.logits[rows, nodes.clamp(max=draft.logits.shape[1] - 1)][:, None], own)
+
+
+# Who sees whom in a draft.
+
+
+def test_the_worked_example_of_a_tree() -> None:
+    tree = TreeRows(1, 4, torch.device("cpu"))
+    for _ in range(2):  # the second time after the first draft was forgotten
+        tree.forget_levels()
+        first = tree.open_level(torch.tensor([[0, 0]]))
+        second = tree.open_level(torch.tensor([[1]]))
+        assert (first.own.tolist(), second.own.tolist()) == ([0, 1], [2])
+        assert first.ancestors[0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0]]
+        assert second.ancestors[0].int().tolist() == [[0, 1, 1, 0]]
+        assert (int(first.depth), int(second.depth), tree.depths.tolist()) == (0, 1, [0, 0, 1, 0])
+        assert second.parents_of(torch.arange(10).view(1, 5, 2)).tolist() == [[[4, 5]]]

@@ -78,19 +78,6 @@ def test_compiled_text_is_the_eager_text(target: Target, tree: Any, name: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("traced_alone")
-def test_compiled_trees_of_chosen_sizes(target: Target) -> None:
-    settings = SETTINGS["sampled"]
-    prompt = random_prompt(12)
-    expected = Decoder(target).generate(prompt, max_new_tokens=60, **settings).sequences
-    drafter = HostDrafter([expected[0]], VOCAB_SIZE)
-    decoder = Decoder(target, drafter, tree=auto_tree((1, 3), (4,), 2), compile=True)
-    output = decoder.generate(prompt, max_new_tokens=60, **settings)
-    assert output.sequences.tolist() == expected.tolist()
-    assert output.stats.num_host_syncs == output.stats.num_verify_steps
-
-
-@pytest.mark.slow
 def test_trees_of_all_sizes_share_one_graph(target: Target) -> None:
     step = Step(target, NgramDrafter(), auto_tree((1, 3), (4, 8), 2), runner=compiled_runner([target.model]))
     cache = step.new_state(1, 256, 256).cache

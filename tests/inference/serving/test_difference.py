@@ -10,12 +10,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.inference import Target, generate
-from draftsmith.inference.serving.comparison import DifferenceRequest, describe_difference
-from draftsmith.inference.serving.reply_maker import ReplyMaker
 from draftsmith.inference.serving.server import bind
 from tests.inference.serving.arrivals import SECONDS
 from tests.inference.serving.conftest import Running
-from tests.tiny_targets import tiny_target
 
 MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
 
@@ -42,20 +39,6 @@ def test_a_fault(
             refused = client.post("/difference", json={**body, "texts": texts})
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == "texts"
-
-
-def test_a_near_tie(chat_tokenizer: PreTrainedTokenizerBase) -> None:
-    """Two tokens with the same weights in the LM head."""
-    model = tiny_target("llama", vocab_size=4096, tie_word_embeddings=False).to(torch.bfloat16)
-    target = Target(model)
-    text = decode(target, chat_tokenizer, temperature=0)
-    twin = next(token for token in range(4096) if token not in text)
-    with torch.no_grad():
-        model.lm_head.weight[twin] = model.lm_head.weight[text[0]]
-    body = DifferenceRequest(messages=MESSAGES, temperature=0.0, seed=5, texts=[text, [twin]])
-    answer = describe_difference(ReplyMaker(target, chat_tokenizer, {}, max_length=200), body)
-    assert answer["is_near_tie"]
-    assert all(cure in answer["text"] for cure in ("--batch_invariant true", "--dtype float32"))
 
 
 def test_a_port_that_is_taken(served: Running) -> None:

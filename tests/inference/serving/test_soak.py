@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
 
-from draftsmith.inference import Drafter, Target
-from draftsmith.inference.planning.costs import StepCosts
-from draftsmith.inference.serving.lane import Lane
-from draftsmith.inference.serving.scheduler import Limits, Scheduler
-from tests.heads.tiny_heads import tiny_heads
-from tests.inference.serving.arrivals import SECONDS, Arrival, drafters_of, end
+from tests.inference.serving.arrivals import SECONDS
 from tests.inference.serving.conftest import Running
-from tests.memory_tracker import count_bytes
-from tests.tiny_targets import target_of
 
 NUM_WARM, NUM_REQUESTS, NUM_CLIENTS = 2_000, 10_000, 16
-NUM_STEPS = 2_000  # of a batch that never drafts
 
 
 def resident_bytes() -> int:
@@ -63,47 +52,3 @@ def test_memory_is_flat(served: Running) -> None:
     assert served.metric("cache_rows_used") == served.metric("num_requests_running") == 0
     assert served.metric("request_success_total", finished_reason="error") is None
     assert served.metric("request_success_total", finished_reason="abort") > 100
-
-
-def serve_steps(target: Target, drafter: Drafter, marks: Sequence[int], *, max_rows: int = 8) -> list[tuple[int, int]]:
-    """Serves rows of all lengths that follow each other. Whenever the lane has made so many steps: bytes of its
-    tensors, and of the process."""
-    limits = Limits(max_rows=max_rows, max_length=256, max_waiting=4 * max_rows)
-    scheduler = Scheduler(target, drafters_of(drafter), tree="auto", limits=limits)
-    (lane,) = scheduler._lanes.values()
-    draws, found, steps, is_done = random.Random(0), [], 0, threading.Event()
-
-    def submit() -> None:
-        prompt = torch.randint(5, target.vocab_size, (draws.randrange(1, 40),)).tolist()
-        options = {"max_new_tokens": draws.randrange(2, 200), "do_sample": draws.random() < 0.5, "eos_token_id": None}
-        arrival = Arrival(target, prompt, options)
-        row = arrival.make_row(lambda: submit() if arrival.pieces[-1].is_last and not is_done.is_set() else None)
-        scheduler.submit([row], ("draft", None))
-
-    class Counting(Lane):
-        def advance(self) -> None:
-            nonlocal steps
-            super().advance()
-            steps += 1
-            if steps in marks:
-                found.append((count_bytes(self, besides=[target, drafter]), resident_bytes()))
-            if steps == marks[-1]:
-                is_done.set()
-
-    lane.__class__ = Counting
-    scheduler.start()
-    for _ in range(max_rows + 1):  # one waits
-        submit()
-    assert is_done.wait()
-    end(scheduler)
-    return found
-
-
-@pytest.mark.slow
-def test_a_batch_that_never_drafts_takes_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of the lane: its cache, the drafter's state, and what waits for the drafter, which is read in parts."""
-    monkeypatch.setattr(StepCosts, "expect", lambda _: [1.0, *[99.0] * 5])
-    target = target_of("llama", num_hidden_layers=2)
-    marks = range(NUM_STEPS // 10, NUM_STEPS + 1, NUM_STEPS // 10)
-    found = [lane for lane, _ in serve_steps(target, tiny_heads("eagle3", target), marks, max_rows=3)]
-    assert max(found) < min(found) + 100_000

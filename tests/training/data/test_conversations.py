@@ -14,7 +14,6 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
-from draftsmith.training.data import records
 from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
 from draftsmith.training.data.conversations import BadLineError, Place, iterate_place, load_conversations
 from draftsmith.training.data.records import Share, read_records
@@ -250,30 +249,6 @@ def test_readers_share_a_file(name: str, count: int, tmp_path: Path) -> None:
     found = sorted((int(str(place).rpartition(" ")[2]), record) for part in parts for place, record in part)
     assert found == list(enumerate(rows, start=1))
     assert count != 3 or all(parts)
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_readers_share_a_large_file(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each line is read once, with its number, also malformed ones. The last lines are long: readers have as many."""
-    monkeypatch.setattr(records, "LEAST_RANGE", 16)
-    monkeypatch.setattr(records, "_BLOCK", 1000)
-    file = tmp_path / "a.jsonl"
-    lines = [json.dumps("x" * (600 if number > 900 else 20)).encode() for number in range(1, 1001)]
-    lines[500] = b'"\xff"'
-    file.write_bytes(b"\n".join(lines))
-    parts = [list(read_records(file, Share(index, count))) for index in range(count)]
-    assert sorted(int(str(place).rpartition(" ")[2]) for part in parts for place, _ in part) == [*range(1, 1001)]
-    (problem,) = ((place, record) for part in parts for place, record in part if isinstance(record, Exception))
-    assert (str(problem[0]), "can't decode byte 0xff" in str(problem[1])) == (f"{file}, line 501", True)
-    for is_long, total in ((True, 100), (False, 899)):
-        sizes = [sum(isinstance(r, str) and (len(r) > 20) == is_long for _, r in part) for part in parts]
-        assert sum(sizes) == total
-        assert max(sizes) - min(sizes) < 0.1 * total
-
-
-def test_lines_of_a_small_file_are_dealt_out(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [{"text": "x"}] * 10 + [{"text": "x" * 10000}])
-    assert [len(list(read_records(Path(file), Share(index, 2)))) for index in range(2)] == [5, 6]
 
 
 def test_readers_share_short_files(tmp_path: Path) -> None:

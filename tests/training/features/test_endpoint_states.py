@@ -24,7 +24,7 @@ from draftsmith.training.features.target_loading import load_first_layers
 from draftsmith.training.features.target_options import ModelArguments
 from draftsmith.training.options.command_line import parse_arguments
 from tests.tiny_targets import tiny_target
-from tests.training.runner import Runner
+from tests.training.runner import Runner, words_of
 from tests.training.states_server import LAYERS, StatesServer
 
 Extract = Callable[..., int]
@@ -40,8 +40,7 @@ def extract(server: StatesServer, target_path: Path, conversations: Path, tmp_pa
         defaults |= {"head_overrides": f"feature_layers={LAYERS}", "output_dir": tmp_path / "remote"}
         if options.get("endpoint", "") is not None:
             defaults |= {"endpoint": server.url, "endpoint_model": "tiny", "concurrency": 4}
-        given = {key: value for key, value in {**defaults, **options}.items() if value is not None}
-        words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+        words = words_of(**{**defaults, **options})
         return extract_features(*parse_arguments(words, OPTION_CLASSES, not_from_file=NOT_FROM_FILE))
 
     return run

@@ -13,7 +13,8 @@ import torch
 from draftsmith.inference import Target
 from draftsmith.training.features import extraction
 from draftsmith.training.features.store import DiskFullError, FeatureStore, StoredRow, write_shard
-from tests.training.feature_cases import ROWS, limited_file_size, make_extraction, store_rows
+from tests.processes import limited_file_size
+from tests.training.feature_cases import ROWS, make_extraction, store_rows
 
 
 def test_rows_come_back_as_they_were(tmp_path: Path, target: Target) -> None:

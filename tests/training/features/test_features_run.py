@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from draftsmith.training.features.store import FeatureStore
 from draftsmith.training.options.command_line import parse_arguments
 from tests.tiny_targets import tiny_target
 from tests.training.feature_cases import count_computed
-from tests.training.runner import TEMPLATE, WORDS, Runner, assert_same, save_chat_target, write_conversations
+from tests.training.runner import TEMPLATE, WORDS, Runner, assert_same, save_chat_target, words_of, write_conversations
 
 # One row at a time, so that every pass has the shape it has online: what is stored is then the same bit for bit.
 ALONE: dict[str, Any] = {
@@ -47,10 +46,7 @@ def extract(target_path: Path, conversations: Path, tmp_path: Path) -> Extract:
 
     def run(folder: Path = tmp_path / "features", *, rank: int = 0, num_processes: int = 1, **options: Any) -> int:
         defaults = {"target": target_path, "dataset": conversations, "max_length": 64, "head_type": "eagle3"}
-        words = []
-        for key, value in {"output_dir": folder, "batch_size": 1, **defaults, **options}.items():
-            if value is not None:
-                words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+        words = words_of(**{"output_dir": folder, "batch_size": 1, **defaults, **options})
         options = parse_arguments(words, OPTION_CLASSES, not_from_file=NOT_FROM_FILE)
         return extract_features(*options, rank=rank, num_processes=num_processes)
 
@@ -174,18 +170,6 @@ class TestRefusals:
         ):
             with pytest.raises(ValueError, match=message):
                 extract(**options)
-
-    def test_a_store_that_an_earlier_release_filled_in_training(
-        self, train: Runner, extract: Extract, tmp_path: Path
-    ) -> None:
-        extract()
-        index = tmp_path / "features" / "index.json"
-        index.write_text(json.dumps({**json.loads(index.read_text()), "num_shards": None, "data_hash": None}))
-        message = r"num_shards None: .* Extract them into another folder"
-        with pytest.raises(ValueError, match=message):
-            train(features=index.parent)
-        with pytest.raises(ValueError, match=message):
-            extract()
 
     @pytest.mark.parametrize(
         ("options", "message"),
