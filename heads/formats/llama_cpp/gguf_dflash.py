@@ -106,7 +106,8 @@ class GgufDFlash(Format):
             name: as_wide_as(x, wide) if any(part in name for part in (*_WIDE, "mask")) else x
             for name, x in found.items()
         }
-        return Imported("dflash2" if sizes else "block", settings | sizes, found, names, keys.problems)
+        known = {name: value for name, value in (settings | sizes).items() if value is not None}
+        return Imported("dflash2" if sizes else "block", known, found, names, keys.problems)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         most, token = getattr(config, "selector_top_k", 0), find_token(tensors["mask_embedding"], target)

@@ -14,7 +14,6 @@ import torch
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Format
-from draftsmith.heads.formats.llama_cpp.gguf_dflash import GgufDFlash
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import FORMATS, find_format
 from draftsmith.inference import Target
@@ -96,7 +95,7 @@ CASES = [
     for number, known in enumerate(WRITERS)
     for index, ((kind, overrides), name) in enumerate(zip(VARIANTS, VARIANT_IDS, strict=True))
     for dtype in ((torch.float32, torch.bfloat16)[(number + index) % 2],)
-    for is_damaged in (name in DAMAGED and not isinstance(known, GgufDFlash),)  # it does not name every lost key
+    for is_damaged in (name in DAMAGED,)
     if kind in known.kinds
 ] + [
     pytest.param(find_format(name, kind), kind, overrides, None, torch.float32, True, id=f"{name}-{kind}-more-{index}")
