@@ -1,7 +1,6 @@
 """Checks that a target in batch-invariant mode keeps its promise, on this machine and with this model.
 
-Whether a row of a product depends on the number of rows is a matter of the library that computes it, and of the layer:
-experts, for one, get as many rows as the router gives them.
+Whether a row of a product depends on the number of rows is a matter of the library that computes it, and of the layer.
 
 Legend: B batch, N tree nodes, V target vocabulary.
 """
@@ -17,7 +16,7 @@ from torch import Tensor
 from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.kernels.split_rows import find_tile
 from draftsmith.inference.targets.masks import plant
-from draftsmith.inference.targets.model_config import find_attention
+from draftsmith.inference.targets.model_config import chooses_experts, find_attention
 from draftsmith.inference.targets.refusals import draw_ids
 
 LEAST_ROWS = 4  # in float32, products of up to 3 rows have another kernel
@@ -27,7 +26,7 @@ _PATH = [0, 9, 22]  # far apart, and not in the first slots
 
 
 def check_supported(causal_lm: Any, *, has_attention_interface: bool) -> None:
-    """Refuses (ValueError) models whose attention cannot be replaced."""
+    """Refuses (ValueError) models whose attention cannot be replaced, or whose products cannot be padded."""
     name = type(causal_lm).__name__
     if causal_lm.config.is_encoder_decoder or not has_attention_interface:
         raise ValueError(f"batch_invariant=True replaces attention functions, and {name} has its own: leave it out")
@@ -35,6 +34,11 @@ def check_supported(causal_lm: Any, *, has_attention_interface: bool) -> None:
         raise ValueError(
             f"batch_invariant=True replaces the attention implementation 'sdpa', and {name} has {implementation!r}: "
             "load the model with attn_implementation='sdpa', or leave batch_invariant out"
+        )
+    if chooses_experts(causal_lm):
+        raise ValueError(
+            f"batch_invariant=True cannot be kept: an expert of {name} multiplies as many rows as the router gives it, "
+            "and products of a few rows round in another way. Leave batch_invariant out"
         )
 
 

@@ -233,6 +233,8 @@ def test_other_attention_is_refused() -> None:
         Target.of(tiny_target("llama", attn_implementation="eager")).batch_invariant()
     with pytest.raises(ValueError, match="T5ForConditionalGeneration has its own"):
         Target.of(tiny_encoder_decoder("t5")).batch_invariant()
+    with pytest.raises(ValueError, match="an expert of MixtralForCausalLM multiplies as many rows as the router"):
+        Target.of(tiny_target("mixtral", dtype=torch.bfloat16)).batch_invariant()
 
 
 def test_a_layer_that_counts_rows_is_refused() -> None:
