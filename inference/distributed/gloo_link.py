@@ -1,8 +1,4 @@
-"""Messages over torch.distributed's gloo, on CPUs and beside GPUs.
-
-`wire` turns messages into frames. A part of fixed size carries a frame's beginning, so that the receiver knows what to
-wait for. The rest of a long frame is a second part.
-"""
+"""Messages over torch.distributed's gloo, on CPUs and beside GPUs: the number of bytes, then the bytes (`wire`)."""
 
 from __future__ import annotations
 
@@ -20,10 +16,9 @@ from torch import Tensor
 
 from draftsmith.inference.distributed.messages import Answer, Greeting, Prompt, Task
 from draftsmith.inference.distributed.server import TargetServer
-from draftsmith.inference.distributed.wire import Message, decode, encode, read_size
+from draftsmith.inference.distributed.wire import Message, decode, encode
 from draftsmith.inference.targets.target import Target
 
-FIRST_PART = 2048  # bytes; a task or an answer without features fits
 IDLE = timedelta(days=365)  # servers wait for the next text: gloo's own timeout would end them
 GOODBYE = 5.0  # seconds for servers to confirm the end
 
@@ -59,11 +54,9 @@ class Channel:
         Raises:
             RuntimeError: the other process has died.
         """
-        data = torch.frombuffer(encode(message), dtype=torch.uint8)
-        first, rest = torch.zeros(FIRST_PART, dtype=torch.uint8), data[FIRST_PART:]
-        first[: len(data)] = data[:FIRST_PART]
+        data = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
         with self._naming(rank):
-            return [(dist.isend(part, rank, group=self._group), part) for part in (first, rest) if len(part)]
+            return [(dist.isend(part, rank, group=self._group), part) for part in (torch.tensor([len(data)]), data)]
 
     def receive(self, rank: int) -> Message:
         """Waits for a message.
@@ -71,20 +64,15 @@ class Channel:
         Raises:
             RuntimeError: the other process has died, or sent what cannot be read.
         """
-        frame = self._receive_bytes(rank, FIRST_PART)
+        size = torch.zeros(1, dtype=torch.long)
+        with self._naming(rank):
+            dist.recv(size, rank, group=self._group)
+            data = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(data, rank, group=self._group)
         try:
-            size = read_size(frame.numpy().data)
-            if size > FIRST_PART:
-                frame = torch.cat([frame, self._receive_bytes(rank, size - FIRST_PART)])
-            return decode(frame[:size].numpy().data)
+            return decode(data.numpy().tobytes())
         except ValueError as error:
             raise RuntimeError(f"from rank {rank}: {error}") from error
-
-    def _receive_bytes(self, rank: int, size: int) -> Tensor:
-        data = torch.empty(size, dtype=torch.uint8)
-        with self._naming(rank):
-            dist.recv(data, rank, group=self._group)
-        return data
 
     @contextmanager
     def _naming(self, rank: int) -> Iterator[None]:

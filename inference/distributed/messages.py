@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class Prompt:
     max_new: int
     row_seed: int | None
     processors: str = "[]"
-    feature_layers: tuple[int, ...] = ()
+    feature_layers: list[int] = field(default_factory=list)
 
     @classmethod
     def of_request(cls, request: Request, row_seed: int | None, feature_layers: Sequence[int]) -> Prompt:
@@ -64,7 +64,7 @@ class Prompt:
             max(1, request.rows[0].budget),
             row_seed,
             encode_processors(request.processors),
-            tuple(feature_layers),
+            list(feature_layers),
         )
 
     @property
