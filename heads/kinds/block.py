@@ -393,7 +393,7 @@ def _attend_in_training(
 def _attend_in_cache(
     attention: BlockAttention, cache: DraftCache, mask: Tensor, q: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    return attention.attend(q, *cache.append_scratch(keys, values, mask))
+    return attention.attend(q, *cache.append_scratch(keys, values, cache.columns[: mask.shape[1]], mask))
 
 
 def _gather_clamped(token_ids: Tensor, places: Tensor) -> Tensor:

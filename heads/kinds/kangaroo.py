@@ -212,7 +212,7 @@ class KangarooHeads(DraftHeads):
         positions = state.cache.lengths[:, None] + torch.arange(features.shape[1], device=features.device)
         _, keys, values = self.adapter.project(features.to(self.compute_dtype), positions)
         state.cache.store(keys, values, counts, max_slots)
-        state.rows.forget_levels(max_slots)
+        state.rows.max_slots = max_slots
         state.tree.forget_levels()
         root_ids = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
         logits = self._draft(state, root_ids, state.tree.open_level(torch.zeros_like(root_ids)))
@@ -230,12 +230,12 @@ class KangarooHeads(DraftHeads):
         """Scores [B, W, V] of the children of one level's nodes [B, W]."""
         cache, rows = state.cache, state.rows
         assert rows is not None
-        rows.open_level(token_ids.shape[1])
+        rows.open_level(level.own, level.depth, state.tree.depths)
         features = self.target.run_first_layers(rows, token_ids, level.ancestors, num_layers=self.config.exit_layer)
         hidden = features.to(self.compute_dtype)
         positions = (cache.lengths[:, None] + level.depth).expand_as(token_ids)
         q, keys, values = self.adapter.project(hidden, positions)
-        attended = self.adapter.self_attn.attend(q, *cache.append_scratch(keys, values, level.ancestors))
+        attended = self.adapter.self_attn.attend(q, *cache.append_scratch(keys, values, level.own, level.ancestors))
         logits = self.score(self.adapter.finish(hidden, attended))
         wide = logits.float()
         state.confidence.index_copy_(1, level.places, (wide.amax(-1) - wide.logsumexp(-1)).exp())

@@ -323,10 +323,10 @@ class MTPHeads(DraftHeads):
         return DraftLogits(self.score(self.each_block[0], last_BnD[:, :1]), self.draft_token_ids)
 
     def expand(self, state: MTPState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        width, level = token_ids.shape[1], state.tree.open_level(parents)
+        level = state.tree.open_level(parents)
         parent_states = level.parents_of(state.states)
         # The last accepted column is lengths - 1, and level d of the tree is d columns after it.
-        positions = (state.caches[0].lengths[:, None] + level.depth).expand(-1, width)
+        positions = (state.caches[0].lengths[:, None] + level.depth).expand_as(token_ids)
         embedded = self.embed_at(token_ids, positions)
         outputs = []
         begin = 0 if self.config.share_block else depth
@@ -335,13 +335,11 @@ class MTPHeads(DraftHeads):
             seen = level.ancestors
             if index:
                 seen = seen & ((cache.lengths[:, None] + state.tree.depths >= index)[:, None] | level.itself)
-            columns, mask = cache.open_scratch(width, seen)
+            mask = cache.see_scratch(seen)
             if index:
-                mask = _without_first(mask, columns, cache.num_scratch, index)
+                mask = _without_first(mask, level.own, cache.num_scratch, index)
             x = block.join(parent_states[:, :, max(index - 1, 0)], embedded)
-            outputs.append(block.next_state(block.layer.decode(x, positions, Rows(cache, columns, mask))))
-        for cache in state.caches[:begin]:  # these columns are never read
-            cache.open_scratch(width, level.ancestors)
+            outputs.append(block.next_state(block.layer.decode(x, positions, Rows(cache, level.own, mask))))
         state.states.narrow(2, begin, len(outputs)).index_copy_(1, level.places, torch.stack(outputs, dim=2))
         return DraftLogits(self.score(self.each_block[begin], outputs[0]), self.draft_token_ids)
 
