@@ -178,27 +178,19 @@ def check_tensors(path: str, heads: nn.Module, info: dict[str, Any]) -> None:
     Raises:
         ValueError: missing, unexpected, mis-shaped or non-finite tensors, each named.
     """
-    refuse_differences(
-        f"{path}: the tensors do not fit config.json",
-        missing=sorted(info["missing_keys"]),
-        unexpected=sorted(info["unexpected_keys"]),
-        of_another_shape=[
+    differences = {
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": sorted(info["unexpected_keys"]),
+        "of another shape": [
             f"{name} is {list(stored)} and should be {list(wanted)}"
             for name, stored, wanted in sorted(info["mismatched_keys"])
         ],
-    )
+    }
+    if found := "; ".join(f"{what}: {', '.join(names)}" for what, names in differences.items() if names):
+        raise ValueError(f"{path}: the tensors do not fit config.json ({found})")
     for name, tensor in heads.state_dict().items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{path}: tensor {name} holds NaN or infinite values; the checkpoint is not usable")
-
-
-def refuse_differences(message: str, **differences: list[str]) -> None:
-    """Raises ValueError with the names of all differences, if there are any."""
-    if any(differences.values()):
-        found = "; ".join(
-            f"{what.replace('_', ' ')}: {', '.join(names)}" for what, names in differences.items() if names
-        )
-        raise ValueError(f"{message} ({found})")
 
 
 def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

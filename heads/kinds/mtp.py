@@ -41,10 +41,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.heads.base import DraftHeads
-from draftsmith.heads.checkpoint import refuse_differences
 from draftsmith.heads.config import WindowedConfig
+from draftsmith.heads.formats.format import Imported
 from draftsmith.heads.formats.native_mtp import read_native_modules
 from draftsmith.heads.formats.published import HUB_KEYS
+from draftsmith.heads.importing import build_heads
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftCache
 from draftsmith.heads.modules.mtp_block import MTPBlock, Rows
@@ -53,7 +54,6 @@ from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
 
 FLOAT32_BUFFERS = {"e_score_correction_bias"}  # DeepSeek's routers keep it in float32
-SHOWN = 5  # tensors named of each problem
 
 
 class MTPConfig(WindowedConfig):
@@ -181,26 +181,11 @@ class MTPHeads(DraftHeads):
         fixed = {"share_block", "stock_layer"} | (set() if native.settings["share_block"] else {"num_steps"})
         if refused := sorted(fixed & overrides.keys()):
             raise ValueError(f"{', '.join(refused)} cannot be set: the MTP modules of {path} decide; leave it out")
-        heads = cls(MTPConfig.from_target(target, **{**native.settings, **overrides}))
-        cast(nn.Module, heads).to(target.dtype)
-        for name, buffer in heads.named_buffers():
-            if name.rpartition(".")[2] in FLOAT32_BUFFERS:
-                buffer.data = buffer.float()
-        heads._fill(path, native.tensors)
-        heads.init_state_gain(target)
-        return cast(MTPHeads, heads.bind(target).eval())
-
-    def _fill(self, path: str, tensors: dict[str, Tensor]) -> None:
-        """Loads tensors that must be exactly those of these heads."""
-        wanted = {name: tensor for name, tensor in self.state_dict().items() if name != "state_gain"}
-        refuse_differences(
-            f"{path}: its MTP tensors do not fill the decoder layer of this target. Is it the target's own checkpoint, "
-            "and does this release of transformers know its layers?",
-            missing=sorted(wanted.keys() - tensors.keys())[:SHOWN],
-            unexpected=sorted(tensors.keys() - wanted.keys())[:SHOWN],
-            of_another_shape=sorted(n for n in wanted.keys() & tensors if wanted[n].shape != tensors[n].shape)[:SHOWN],
-        )
-        self.load_state_dict(tensors, strict=False)
+        settings, tensors = {**native.settings, **overrides}, dict(native.tensors)
+        if settings.get("reads_before_final_norm"):
+            tensors["state_gain"] = find_state_gain(target)
+        imported = Imported("mtp", settings, tensors, float32_parts=tuple(FLOAT32_BUFFERS))
+        return cast(MTPHeads, build_heads(imported, target, path, dtype=target.dtype))
 
     @property
     def each_block(self) -> list[MTPBlock]:
@@ -222,16 +207,8 @@ class MTPHeads(DraftHeads):
                 embedding = block.eh_proj.weight[:, size - state_begin : 2 * size - state_begin]
                 embedding.mul_(0.5)
                 block.eh_proj.weight[:, state_begin : state_begin + size] = torch.eye(size, device=embedding.device)
-        self.init_state_gain(target)
-
-    def init_state_gain(self, target: Target) -> None:
-        if self.config.reads_before_final_norm:
-            if (gain := target.final_norm_gain()) is None or not gain.all():
-                raise ValueError(
-                    "reads_before_final_norm needs a target with a final norm whose gain is nowhere zero, and this "
-                    "target's is not: set it to false"
-                )
-            cast(Tensor, self.state_gain).copy_(gain)
+            if self.config.reads_before_final_norm:
+                cast(Tensor, self.state_gain).copy_(find_state_gain(target))
 
     def first_state(self, features: Tensor) -> Tensor:
         """The state that depth 0 reads. `hnorm` ignores the length of its input, so dividing by the gain of the
@@ -342,6 +319,20 @@ class MTPHeads(DraftHeads):
             outputs.append(block.next_state(block.layer.decode(x, positions, Rows(cache, level.own, mask))))
         state.states.narrow(2, begin, len(outputs)).index_copy_(1, level.places, torch.stack(outputs, dim=2))
         return DraftLogits(self.score(self.each_block[begin], outputs[0]), self.draft_token_ids)
+
+
+def find_state_gain(target: Target) -> Tensor:
+    """[D], the gain of the target's final norm, by which states after that norm are divided.
+
+    Raises:
+        ValueError: there is no such norm, or its gain is zero somewhere.
+    """
+    if (gain := target.final_norm_gain()) is None or not gain.all():
+        raise ValueError(
+            "reads_before_final_norm needs a target with a final norm whose gain is nowhere zero, and this target's "
+            "is not: set it to false"
+        )
+    return gain
 
 
 def _without_first(mask: Tensor, columns: Tensor, num_scratch: int, depth: int) -> Tensor:
