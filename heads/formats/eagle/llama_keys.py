@@ -75,16 +75,34 @@ class Reading:
         value = self.published.setting(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-        self.problems.append(
-            f"config.json has no {name}" if value is None else f"{name} is {value!r}, and should be a positive integer"
-        )
+        self._complain(name, value, "a positive integer")
         return 1
+
+    def number(self, name: str) -> float:
+        """A positive number of the config, which must be there."""
+        value = self.published.setting(name)
+        if is_number(value) and value > 0:
+            return float(value)
+        self._complain(name, value, "a positive number")
+        return 1.0
 
     def flag(self, name: str) -> bool:
         value = self.published.setting(name, False)
         if not isinstance(value, bool):
-            self.problems.append(f"{name} is {value!r}, and should be true or false")
+            self._complain(name, value, "true or false")
         return bool(value)
+
+    def expect(self, name: str, wanted: Any, *, may_lack: bool = False) -> None:
+        """A key with one value that is read."""
+        value = self.published.setting(name)
+        if value != wanted and not (value is None and may_lack):
+            self._complain(name, value, repr(wanted))
+
+    def _complain(self, name: str, value: Any, wanted: str) -> None:
+        where = "the metadata" if self.published.is_gguf else "config.json"
+        self.problems.append(
+            f"{where} has no {name}" if value is None else f"{name} is {value!r}, and should be {wanted}"
+        )
 
     def finish(self, kind: str, settings: dict[str, Any]) -> Imported:
         problems, notes = find_unread(self.published, settings["head_dim"])
