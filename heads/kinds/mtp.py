@@ -47,8 +47,8 @@ from draftsmith.heads.formats.native_mtp import read_native_modules
 from draftsmith.heads.formats.published import HUB_KEYS
 from draftsmith.heads.importing import build_heads
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftCache
-from draftsmith.heads.modules.mtp_block import MTPBlock, Rows
+from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftCache, Rows
+from draftsmith.heads.modules.mtp_block import MTPBlock
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target

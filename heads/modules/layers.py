@@ -7,6 +7,7 @@ H query heads, G key/value heads, d head size, D hidden size, K unroll steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -246,6 +247,24 @@ class DraftCache(RowState):
             self.values[self.rows, :, columns] = values.transpose(1, 2)
         view = self.num_scratch + self.max_slots
         return self.keys[:, :, :view], self.values[:, :, :view]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one cached pass: where a layer writes its keys and values, and what it sees.
+
+    Attributes:
+        columns: the cache columns opened for the rows.
+        mask: [B, 1, Q, S] bool, True = sees.
+    """
+
+    cache: DraftCache
+    columns: Tensor
+    mask: Tensor
+
+    def update(self, keys: Tensor, values: Tensor, *_: object, **more: object) -> tuple[Tensor, Tensor]:
+        """[B, G, Q, d] of the rows -> [B, G, S, d] of everything in view. transformers' layers call this method."""
+        return self.cache.write(self.columns, keys, values)
 
 
 class DraftAttention(nn.Module):
