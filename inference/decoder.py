@@ -225,7 +225,7 @@ class Decoder:
                 streamer=streamer,
                 tokenizer=tokenizer,
                 stop_strings=stop_strings,
-                generate_kwargs=generate_kwargs,
+                **generate_kwargs,
             )
             if on_step is not None and request.batch_size > 1:
                 raise ValueError(f"on_step is called for a batch of 1, and this one has {request.batch_size} rows")
@@ -312,8 +312,7 @@ class Decoder:
                 raise ValueError(f"{name} is for generate(): a stream hands out the tokens itself; leave it out")
         with self._take() as busy:
             clock = self._new_clock()
-            own = {name: options.pop(name, None) for name in ("tokenizer", "stop_strings")}
-            request = make_request(self.target, input_ids, attention_mask, **own, generate_kwargs=options)
+            request = make_request(self.target, input_ids, attention_mask, **options)
             if request.batch_size > 1:
                 raise ValueError(
                     f"a stream has one row, and this call has {request.batch_size} (rows of input_ids, times "

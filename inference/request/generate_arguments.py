@@ -67,7 +67,7 @@ def make_request(
     streamer: Any = None,
     tokenizer: Any = None,
     stop_strings: str | list[str] | None = None,
-    generate_kwargs: dict[str, Any],
+    **generate_kwargs: Any,
 ) -> Request:
     """Calls `model.generate` with a decoding method that decodes nothing and returns the request.
 
