@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from draftsmith.inference.acceptance.exact import accept_exact
 from draftsmith.inference.decoder import ending
 from draftsmith.inference.distributed.chain import DraftChain
-from draftsmith.inference.distributed.coordinator import Coordinator, Link
+from draftsmith.inference.distributed.coordinator import Coordinator
 from draftsmith.inference.distributed.drafting import ChainDrafting
 from draftsmith.inference.distributed.gloo_link import GlooLink
 from draftsmith.inference.distributed.messages import Greeting, Prompt
@@ -67,7 +67,7 @@ class DistributedDecoder:
         max_ahead: int = 32,
         is_coupled: bool = True,
         timeout: float = 300.0,
-        link: Link | None = None,
+        link: GlooLink | None = None,
     ) -> None:
         if not isinstance(drafter, Drafter):
             raise TypeError(f"drafter is {type(drafter).__name__}; a Drafter is expected, since rank 0 drafts")
@@ -83,7 +83,7 @@ class DistributedDecoder:
         self.drafter = drafter.for_target(self.target)
         depth = 2 * max_ahead if self.drafter.max_depth is None else min(2 * max_ahead, self.drafter.max_depth)
         self._step = Step(self.target, self.drafter, chain_policy(depth), is_coupled=is_coupled)
-        self.link: Link = link or GlooLink(Greeting.of_target(self.target), timeout=timeout)
+        self.link = link or GlooLink(Greeting.of_target(self.target), timeout=timeout)
         self._coordinator = Coordinator(self.link, lookahead=lookahead, max_ahead=max_ahead, timeout=timeout)
 
     def generate(
@@ -141,8 +141,7 @@ class DistributedDecoder:
         seed: int | Sequence[int] | None,
         options: dict[str, Any],
     ) -> tuple[Request, Prompt]:
-        own = {name: options.pop(name, None) for name in ("streamer", "tokenizer", "stop_strings")}
-        request = make_request(self.target, input_ids, attention_mask, **own, generate_kwargs=options)
+        request = make_request(self.target, input_ids, attention_mask, **options)
         request.refuse_media("distributed decoding")
         if request.batch_size > 1:
             raise ValueError(f"texts are decoded one at a time, and this call has {request.batch_size} rows")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,6 @@ from draftsmith.inference.targets.target import Target
 
 IDLE = timedelta(days=365)  # servers wait for the next text: gloo's own timeout would end them
 GOODBYE = 5.0  # seconds for servers to confirm the end
-
-
-class Server(Protocol):
-    """Reads prompts and answers tasks: a `TargetServer`."""
-
-    def begin(self, prompt: Prompt) -> None: ...
-    def answer(self, task: Task) -> Answer: ...
 
 
 class Channel:
@@ -89,10 +82,15 @@ class Channel:
 
 
 class GlooLink:
-    """Rank 0's link to the servers (`coordinator.Link`). A thread for each server waits for its messages.
+    """Rank 0's link to the servers. A thread for each server waits for its messages.
 
     Args:
         own: what every server must greet with.
+
+    Attributes:
+        ranks: the servers' ranks.
+        busy: the servers that have a task and have not answered.
+        owner: the text that the servers hold.
 
     Raises:
         ValueError: there is no server, this is not rank 0, or a server has another model.
@@ -136,11 +134,17 @@ class GlooLink:
             self._received.put((rank, error))
 
     def send(self, rank: int, message: Prompt | Task | None) -> None:
+        """Sends without waiting for the server, which handles its messages in order."""
         self._sending[rank] += self._channel.send(rank, message)
         if isinstance(message, Task):
             self.busy.add(rank)
 
     def receive(self, seconds: float) -> tuple[int, Any] | None:
+        """An answer and its rank; None if none comes within `seconds`.
+
+        Raises:
+            RuntimeError: a server has died; the message names its rank.
+        """
         if self._death is not None:
             raise self._death
         try:
@@ -187,7 +191,7 @@ def serve_target(target: Target | Any) -> None:
     serve(server, Greeting.of_target(server.target))
 
 
-def serve(server: Server, greeting: Greeting) -> None:
+def serve(server: TargetServer, greeting: Greeting) -> None:
     """Lets rank 0 use a server until rank 0 says goodbye; errors as in `serve_target`."""
     channel = Channel()
     if channel.rank == 0:
