@@ -296,7 +296,7 @@ def read_draft_vocabulary(reading: Reading) -> dict[str, Any]:
         reading.tensors["lm_head.weight"] = head
         reading.notes.append("the checkpoint has no lm_head.weight: the heads get a copy of the target's")
     size = total if head is None else count_rows(head)
-    if size != total and stated is None:
+    if size != total and stated is None and not reading.published.is_gguf:
         reading.problems.append(f"config.json has no draft_vocab_size, and lm_head.weight has {size} rows of {total}")
     elif stated is not None and stated != size:
         reading.problems.append(f"draft_vocab_size is {stated}, and lm_head.weight has {size} rows")

@@ -16,12 +16,17 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.heads.config import DecoderConfig, public_name
-from draftsmith.heads.formats.eagle.llama_keys import Reading, refuse_unwritable, target_rope
+from draftsmith.heads.formats.eagle.llama_keys import (
+    Reading,
+    read_draft_vocabulary,
+    read_embedding,
+    refuse_unwritable,
+    target_rope,
+)
 from draftsmith.heads.formats.format import Exported, Format, Imported
 from draftsmith.heads.formats.gguf_file import read_metadata
 from draftsmith.heads.formats.published import OWN_KEY, Published
-from draftsmith.heads.formats.tensors import as_wide_as, count_rows, is_targets_table, rename
-from draftsmith.heads.modules.vocabulary import map_tensors
+from draftsmith.heads.formats.tensors import as_wide_as, rename
 from draftsmith.inference.targets.target import Target
 
 _NAMES = {
@@ -100,8 +105,10 @@ class GgufEagle3(Format):
         reading.expect("eagle3.attention.causal", True, may_lack=True)
         tensors, head_dim = dict(published), settings["head_dim"]
         settings["rope_parameters"] = read_rope(reading, "eagle3.", tensors, head_dim)
-        found = rename(tensors, _NAMES)
-        settings |= _read_vocabulary(found, target, reading.problems)
+        reading.tensors = found = rename(tensors, _NAMES)
+        if (ids := found.get("d2t")) is not None and ids.dim() == 1:
+            found["d2t"] = ids - torch.arange(len(ids))
+        settings |= {**read_draft_vocabulary(reading), "own_embedding": read_embedding(reading)}
         if published.setting(f"{OWN_KEY}.ttt_steps") is not None:
             settings["ttt_steps"] = reading.integer(f"{OWN_KEY}.ttt_steps")
         refuse_unread(reading, "eagle3.")
@@ -109,7 +116,7 @@ class GgufEagle3(Format):
         wide = found.get("fc.weight")
         found = {name: as_wide_as(x, wide) if "norm" in name else x for name, x in found.items()}
         for name in (_Q, _K):
-            if name in found and found[name].dim() == 2 and len(found[name]) % head_dim == 0:
+            if name in found and found[name].dim() == 2 and head_dim % 2 == 0 and len(found[name]) % head_dim == 0:
                 found[name] = _to_halves(found[name], head_dim)
         return Imported("eagle3", settings, found, _NAMES, reading.problems)
 
@@ -218,34 +225,6 @@ def _to_halves(weight: Tensor, head_dim: int) -> Tensor:
     """The inverse of `to_pairs`."""
     halved: Tensor = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
     return halved
-
-
-def _read_vocabulary(found: dict[str, Tensor], target: Target, problems: list[str]) -> dict[str, Any]:
-    """The settings of embeddings and draft vocabulary; their tensors become ours, in place."""
-    settings: dict[str, Any] = {}
-    ids, lm_head = found.pop("d2t", None), found.get("lm_head.weight")
-    num_rows = target.vocab_size if lm_head is None else count_rows(lm_head)
-    if ids is not None and ids.dim() != 1:
-        problems.append(f"tensor d2t is {list(ids.shape)} and should be [{num_rows}]")
-        return settings
-    if len(ids) != num_rows if ids is not None else num_rows != target.vocab_size:
-        entries = "is missing" if ids is None else f"has {len(ids)} entries"
-        problems.append(f"tensor d2t {entries}, and {_NAMES['lm_head.weight']} has {num_rows} rows")
-    if ids is None:
-        settings["draft_vocab_size"] = None  # all tokens, not what new heads would have
-        found.setdefault("lm_head.weight", target.lm_head_weight())  # llama.cpp takes the target's, too
-    elif ids.is_floating_point() or not ((ids >= 0) & (ids < target.vocab_size)).all() or len(ids.unique()) < len(ids):
-        problems.append(f"tensor d2t does not hold {len(ids)} different tokens of the target's {target.vocab_size}")
-    else:
-        settings["draft_vocab_size"] = len(ids)
-        found["d2t"], found["t2d"] = map_tensors(ids.long(), target.vocab_size)
-    table = found.get("embed_tokens.weight")
-    if table is not None:
-        if is_targets_table(table, target):
-            del found["embed_tokens.weight"]
-        else:
-            settings["own_embedding"] = True
-    return settings
 
 
 # RoPE: llama.cpp has scaling by Llama 3's rule as a tensor of divisors.
