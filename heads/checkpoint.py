@@ -34,9 +34,6 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
     have (another number of shards, counts of tokens) are removed last. A rename is atomic, so one weights file is
     always whole. A kill between two renames mixes two saves where several weights files are replaced: shards, or heads
     with an adapter.
-
-    Raises:
-        ValueError: when `directory` is a file.
     """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file, and heads are saved into a folder: give another name")
@@ -174,9 +171,6 @@ def check_tensors(path: str, heads: nn.Module, info: dict[str, Any]) -> None:
 
     Args:
         info: transformers' loading info.
-
-    Raises:
-        ValueError: missing, unexpected, mis-shaped or non-finite tensors, each named.
     """
     differences = {
         "missing": sorted(info["missing_keys"]),

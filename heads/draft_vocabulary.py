@@ -76,9 +76,6 @@ def choose_columns(size: int, token_counts: Tensor | None, vocab_size: int, own_
         token_counts: [V].
         vocab_size: V.
         own_ids: the token id of each column; None = column number and token id are the same.
-
-    Raises:
-        ValueError: a size that is not possible; no counts, or those of another vocabulary.
     """
     num_columns = vocab_size if own_ids is None else own_ids.numel()
     if not 0 < size <= num_columns:

@@ -232,11 +232,7 @@ class Decoder:
             return self._run(request, seed, clock, reuse_cache=reuse_cache, on_step=on_step)
 
     def decode(self, request: Request, *, seed: int | Sequence[int] | None = None) -> GenerationOutput:
-        """`generate` of a request that is ready (`draftsmith.inference.request`).
-
-        Raises:
-            RuntimeError: while this decoder is in the middle of another text.
-        """
+        """`generate` of a request that is ready (`draftsmith.inference.request`)."""
         with ending(request.streamer), self._take():
             return self._run(request, seed, self._new_clock(), reuse_cache=False)
 

@@ -31,11 +31,7 @@ def _round(value: Any) -> Any:
 
 
 def read_metadata(file: Path) -> dict[str, Any]:
-    """The metadata only.
-
-    Raises:
-        ValueError: as `read_gguf`.
-    """
+    """The metadata only."""
     gguf = _import_gguf()
     return {name: field.contents() for name, field in _open(gguf, file).fields.items()}
 

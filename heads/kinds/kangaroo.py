@@ -86,11 +86,7 @@ class KangarooConfig(DecoderConfig):
         self.check_settings()
 
     def check_settings(self) -> None:
-        """Checks the settings that may be changed between texts.
-
-        Raises:
-            ValueError: naming the setting that cannot be used.
-        """
+        """Checks the settings that may be changed between texts."""
         if self.feature_layers != [self.exit_layer]:
             raise ValueError(
                 f"feature_layers is {self.feature_layers} and exit_layer {self.exit_layer}; Kangaroo reads the "

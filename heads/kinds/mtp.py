@@ -322,11 +322,7 @@ class MTPHeads(DraftHeads):
 
 
 def find_state_gain(target: Target) -> Tensor:
-    """[D], the gain of the target's final norm, by which states after that norm are divided.
-
-    Raises:
-        ValueError: there is no such norm, or its gain is zero somewhere.
-    """
+    """[D], the gain of the target's final norm, by which states after that norm are divided."""
     if (gain := target.final_norm_gain()) is None or not gain.all():
         raise ValueError(
             "reads_before_final_norm needs a target with a final norm whose gain is nowhere zero, and this target's "

@@ -42,21 +42,13 @@ class Channel:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
 
     def send(self, rank: int, message: Message) -> list[tuple[Any, Tensor]]:
-        """Begins to send. What is returned must be kept until the other side has received the message.
-
-        Raises:
-            RuntimeError: the other process has died.
-        """
+        """Begins to send. What is returned must be kept until the other side has received the message."""
         data = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
         with self._naming(rank):
             return [(dist.isend(part, rank, group=self._group), part) for part in (torch.tensor([len(data)]), data)]
 
     def receive(self, rank: int) -> Message:
-        """Waits for a message.
-
-        Raises:
-            RuntimeError: the other process has died, or sent what cannot be read.
-        """
+        """Waits for a message."""
         size = torch.zeros(1, dtype=torch.long)
         with self._naming(rank):
             dist.recv(size, rank, group=self._group)

@@ -27,11 +27,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The message of some bytes.
-
-    Raises:
-        ValueError: they are none.
-    """
+    """The message of some bytes."""
     try:
         tensors = load(data)
         kind, fields = json.loads(tensors.pop("message").numpy().tobytes())

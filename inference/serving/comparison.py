@@ -30,11 +30,7 @@ class DifferenceRequest(Strict):
 
 
 def describe_difference(maker: ReplyMaker, body: DifferenceRequest) -> dict[str, Any]:
-    """`is_near_tie`, and sentences with the target's scores of the two tokens (see `judge`).
-
-    Raises:
-        RequestError: no token differs, or the texts are not this target's.
-    """
+    """`is_near_tie`, and sentences with the target's scores of the two tokens (see `judge`)."""
     target = maker.target
     place = count_shared(body.texts)
     if place == min(map(len, body.texts)):

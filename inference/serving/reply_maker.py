@@ -259,11 +259,7 @@ class ReplyMaker:
 
 
 def name_drafters(heads: Mapping[str, Drafter]) -> dict[str, Drafter | None]:
-    """The drafters of a server by name: the heads, and plain decoding.
-
-    Raises:
-        ValueError: heads are called "none".
-    """
+    """The drafters of a server by name: the heads, and plain decoding."""
     if PLAIN in heads:
         raise ValueError(f"heads are called {PLAIN!r}, which means plain decoding: rename their folder")
     return {**heads, PLAIN: None}

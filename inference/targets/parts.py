@@ -38,9 +38,6 @@ def read_weight(lm_head: Any, shape: tuple[int, int], dtype: torch.dtype, device
 
     A weight that is quantised, offloaded, adapted or split over processes is read by running the head on an identity
     matrix; any other is the stored tensor.
-
-    Raises:
-        ValueError: the head does not map D to V.
     """
     weight: Tensor = lm_head.weight
     is_stored = (

@@ -198,11 +198,7 @@ def refuse_unread(reading: Reading, prefix: str) -> None:
 
 
 def read_tokenizer(target_gguf: str | None) -> dict[str, Any]:
-    """The tokenizer's keys of the target's file; without a file, those of none.
-
-    Raises:
-        ValueError: the file has none.
-    """
+    """The tokenizer's keys of the target's file; without a file, those of none."""
     if target_gguf is None:
         return {"tokenizer.ggml.model": "none"}
     metadata = read_metadata(Path(target_gguf))
