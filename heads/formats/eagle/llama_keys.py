@@ -308,7 +308,7 @@ def read_draft_vocabulary(reading: Reading) -> dict[str, Any]:
         return {"draft_vocab_size": None}
     problem = _find_wrong_map(d2t, t2d, size, total)
     if problem is not None:
-        reading.problems.append(problem)
+        reading.problems.append(f"{problem} ({reading.names.get('lm_head.weight', 'lm_head.weight')} has {size} rows)")
         return {"draft_vocab_size": None if size == total else size}
     ids = d2t.long() + torch.arange(size)
     if size == total:  # every token at its own place, or `_find_wrong_map` would have said so

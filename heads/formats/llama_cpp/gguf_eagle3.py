@@ -105,7 +105,7 @@ class GgufEagle3(Format):
         reading.expect("eagle3.attention.causal", True, may_lack=True)
         tensors, head_dim = dict(published), settings["head_dim"]
         settings["rope_parameters"] = read_rope(reading, "eagle3.", tensors, head_dim)
-        reading.tensors = found = rename(tensors, _NAMES)
+        reading.names, reading.tensors = _NAMES, (found := rename(tensors, _NAMES))
         if (ids := found.get("d2t")) is not None and ids.dim() == 1:
             found["d2t"] = ids - torch.arange(len(ids))
         settings |= {**read_draft_vocabulary(reading), "own_embedding": read_embedding(reading)}
