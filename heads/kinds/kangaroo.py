@@ -207,7 +207,7 @@ class KangarooHeads(DraftHeads):
         assert state.rows is not None, "share_cache comes before extend"
         positions = state.cache.lengths[:, None] + torch.arange(features.shape[1], device=features.device)
         _, keys, values = self.adapter.project(features.to(self.compute_dtype), positions)
-        state.cache.store(keys, values, counts, max_slots)
+        state.cache.append(keys, values, counts, max_slots)
         state.rows.max_slots = max_slots
         state.tree.forget_levels()
         root_ids = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])

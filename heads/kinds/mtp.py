@@ -292,7 +292,8 @@ class MTPHeads(DraftHeads):
                 previous = torch.cat([last_BnD[:, None, depth], outputs[-1][:, :-1]], dim=1)
             states = torch.stack(outputs, dim=2)
             if state.trail is not None:
-                state.trail[state.caches[0].rows, columns - state.caches[0].num_scratch] = states[:, :, :-1]
+                every_row = torch.arange(len(columns), device=columns.device)[:, None]
+                state.trail[every_row, columns - state.caches[0].num_scratch] = states[:, :, :-1]
             last = (here - 1).clamp(min=0)[:, None, None, None].expand(-1, 1, *states.shape[2:])
             last_BnD = torch.where((here > 0)[:, None, None], states.gather(1, last)[:, 0], last_BnD)
         state.states.narrow(1, 0, 1).copy_(last_BnD[:, None])

@@ -6,7 +6,7 @@ H query heads, G key/value heads, d head size, D hidden size, K unroll steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -148,7 +148,6 @@ class DraftCache(RowState):
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.begins = torch.zeros_like(self.lengths)
         self.columns = torch.arange(num_scratch + self.num_held, device=device)
-        self.rows = torch.arange(batch, device=device)[:, None]
         self.max_slots = 0
 
     def append(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,11 +174,6 @@ class DraftCache(RowState):
             mask_BWS = F.pad((held <= own) & (held > own - self.window), (self.num_scratch, 0))
         self.lengths += counts  # in place: it is what a captured draft keeps from step to step
         return columns, mask_BWS[:, None]
-
-    def store(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> None:
-        """`append` without a view, for slots that no query reads yet."""
-        columns, _ = self.open(keys.shape[2], counts, max_slots)
-        self.write(columns, keys, values)
 
     def append_scratch(
         self, keys: Tensor, values: Tensor, own: Tensor, ancestors: Tensor, ahead: Tensor | None = None
@@ -227,15 +221,8 @@ class DraftCache(RowState):
         slots = (self.lengths[:, None] - width + torch.arange(width, device=here.device)).clamp(min=0)
         for plane, other in ((self.keys, source.keys), (self.values, source.values)):
             found = other[here[:, None], :, source.num_scratch + slots % source.num_held]
-            plane[self.rows, :, self.num_scratch + slots % self.num_held] = found
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        super().keep_rows(rows)
-        self.rows = self.rows[: len(rows)]
-
-    def add_rows(self, other: DraftCache, max_slots: int) -> None:
-        super().add_rows(other, max_slots)
-        self.rows = torch.arange(len(self.lengths), device=self.keys.device)[:, None]
+            every_row = torch.arange(len(here), device=here.device)[:, None]
+            plane[every_row, :, self.num_scratch + slots % self.num_held] = found
 
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Fills columns [W] or [B, W], and returns keys and values up to the last column in view."""
@@ -243,8 +230,9 @@ class DraftCache(RowState):
             self.keys.index_copy_(2, columns, keys)  # compiled, a slice assignment would copy the cache
             self.values.index_copy_(2, columns, values)
         else:
-            self.keys[self.rows, :, columns] = keys.transpose(1, 2)
-            self.values[self.rows, :, columns] = values.transpose(1, 2)
+            every_row = torch.arange(len(columns), device=columns.device)[:, None]
+            self.keys[every_row, :, columns] = keys.transpose(1, 2)
+            self.values[every_row, :, columns] = values.transpose(1, 2)
         view = self.num_scratch + self.max_slots
         return self.keys[:, :, :view], self.values[:, :, :view]
 
