@@ -38,7 +38,6 @@ def memory_file(target: Target, drafter: Any, policies: Sequence[TreePolicy], ru
     """
     key = [
         _describe_machine(target.device),
-        target.placement,
         type(target.model).__name__,
         target.is_packed,
         target.min_pass_tokens,

@@ -34,7 +34,6 @@ from draftsmith.inference.targets.model_config import (
     find_device,
     find_layer_windows,
     find_length_limit,
-    find_placement,
     find_types_without_attention,
     refuse_autocast,
     refuse_training,
@@ -217,11 +216,6 @@ class Target:
             check_invariance(mode)
             mode.capabilities.is_known_invariant.append(True)
         return mode
-
-    @property
-    def placement(self) -> tuple[tuple[str, int], ...]:
-        """Where the weights are (see `find_placement`)."""
-        return find_placement(self._causal_lm)
 
     def check_again(self) -> None:
         """Refuses (ValueError) adapters and autocast that construction would refuse and that came later."""
