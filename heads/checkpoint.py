@@ -89,9 +89,6 @@ def is_published(path: str, **hub: Any) -> bool:
 def read_head_type(path: str, **hub: Any) -> str:
     """The kind of the heads in a folder or hub repository.
 
-    Args:
-        **hub: keywords of a download, such as `revision` and `token`.
-
     Raises:
         ValueError: no heads in it, heads in another project's format, or an unknown kind.
     """

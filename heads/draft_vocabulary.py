@@ -57,11 +57,7 @@ def write_counts(folder: Path, token_counts: Tensor) -> None:
 
 
 def read_counts(path: str, **hub: Any) -> Tensor | None:
-    """[V] int64, the counts beside heads in a folder or hub repository; None = there are none.
-
-    Args:
-        **hub: keywords of a download, such as `revision` and `token`.
-    """
+    """[V] int64, the counts beside heads in a folder or hub repository; None = there are none."""
     if os.path.isfile(path):  # a GGUF file
         return None
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}

@@ -141,9 +141,6 @@ class NativeModules:
 def read_native_modules(path: str, target: Target, **hub: Any) -> NativeModules:
     """Reads the MTP modules from the target's checkpoint, a folder or a hub id.
 
-    Args:
-        **hub: keywords of a download (`HUB_KEYS`).
-
     Raises:
         ValueError: there is no MTP module, or one that cannot be used, with the reason.
     """
