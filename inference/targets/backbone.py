@@ -126,9 +126,11 @@ class Backbone:
         if self.model.training:
             refuse_training(self.model)
         names = self._names if module is self.causal_lm else self._decoder_names
+        seen = {"attention_mask": masks, "position_ids": positions} if names.has_positions else {}
         with self.attention():
             return module(
-                **names.name(token_ids, masks, positions, cache),
+                input_ids=token_ids,
+                **{**seen, names.cache: cache},
                 **(media or {}),
                 use_cache=cache is not None,
                 output_hidden_states=request_states(layers) if layers else False,
