@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.heads.base import DraftHeads
-from draftsmith.heads.config import DecoderConfig
+from draftsmith.heads.config import DecoderConfig, decoder_settings
 from draftsmith.heads.kinds.medusa import ResidualBlock
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.layers import EXTEND_CHUNK, DecoderLayer, DraftCache, RMSNorm
@@ -90,6 +90,11 @@ class HydraConfig(DecoderConfig):
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
+        shape = decoder_settings(target.text_config).keys() - {"rms_norm_eps"}
+        if not overrides.get("use_prefix_attention") and (given := ", ".join(sorted(overrides.keys() & shape))):
+            raise ValueError(
+                f"{given} given, but only the prefix layer reads them: set use_prefix_attention to true, or leave them out"
+            )
         return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
 
 
