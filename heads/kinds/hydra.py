@@ -93,7 +93,8 @@ class HydraConfig(DecoderConfig):
         shape = decoder_settings(target.text_config).keys() - {"rms_norm_eps"}
         if not overrides.get("use_prefix_attention") and (given := ", ".join(sorted(overrides.keys() & shape))):
             raise ValueError(
-                f"{given} given, but only the prefix layer reads them: set use_prefix_attention to true, or leave them out"
+                f"{given} given, but only the prefix layer reads them: set use_prefix_attention to true, or leave "
+                "them out"
             )
         return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
 
