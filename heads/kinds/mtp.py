@@ -32,7 +32,7 @@ cache of depth d has no columns below d."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self, cast
 
@@ -42,8 +42,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import WindowedConfig
-from draftsmith.heads.formats.format import Imported
-from draftsmith.heads.formats.native_mtp import read_native_modules
+from draftsmith.heads.formats.native_mtp import FLOAT32_BUFFERS, find_state_gain, read_native_modules
 from draftsmith.heads.formats.published import HUB_KEYS
 from draftsmith.heads.importing import build_heads
 from draftsmith.heads.modules.draft_step import DraftStep
@@ -52,8 +51,6 @@ from draftsmith.heads.modules.mtp_block import MTPBlock
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
-
-FLOAT32_BUFFERS = {"e_score_correction_bias"}  # DeepSeek's routers keep it in float32
 
 
 class MTPConfig(WindowedConfig):
@@ -178,13 +175,11 @@ class MTPHeads(DraftHeads):
         target = Target.of(target)
         hub = {key: overrides.pop(key) for key in HUB_KEYS if key in overrides}
         native = read_native_modules(path, target, **hub)
-        fixed = {"share_block", "stock_layer"} | (set() if native.settings["share_block"] else {"num_steps"})
+        fixed = {"share_block", "stock_layer", "reads_before_final_norm"}
+        fixed |= set() if native.settings["share_block"] else {"num_steps"}
         if refused := sorted(fixed & overrides.keys()):
             raise ValueError(f"{', '.join(refused)} cannot be set: the MTP modules of {path} decide; leave it out")
-        settings, tensors = {**native.settings, **overrides}, dict(native.tensors)
-        if settings.get("reads_before_final_norm"):
-            tensors["state_gain"] = find_state_gain(target)
-        imported = Imported("mtp", settings, tensors, float32_parts=tuple(FLOAT32_BUFFERS))
+        imported = replace(native, settings=native.settings | overrides)
         return cast(MTPHeads, build_heads(imported, target, path, dtype=target.dtype))
 
     @property
@@ -320,16 +315,6 @@ class MTPHeads(DraftHeads):
             outputs.append(block.next_state(block.layer.decode(x, positions, Rows(cache, level.own, mask))))
         state.states.narrow(2, begin, len(outputs)).index_copy_(1, level.places, torch.stack(outputs, dim=2))
         return DraftLogits(self.score(self.each_block[begin], outputs[0]), self.draft_token_ids)
-
-
-def find_state_gain(target: Target) -> Tensor:
-    """[D], the gain of the target's final norm, by which states after that norm are divided."""
-    if (gain := target.final_norm_gain()) is None or not gain.all():
-        raise ValueError(
-            "reads_before_final_norm needs a target with a final norm whose gain is nowhere zero, and this target's "
-            "is not: set it to false"
-        )
-    return gain
 
 
 def _without_first(mask: Tensor, columns: Tensor, num_scratch: int, depth: int) -> Tensor:
