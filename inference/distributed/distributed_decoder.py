@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -106,14 +105,14 @@ class DistributedDecoder:
         """
         with ending(streamer):
             request, prompt = self._read_call(input_ids, attention_mask, seed, {"streamer": streamer, **options})
-            clock = self._new_clock()
+            clock = PhaseClock(GenerationStats(), self.target.device)
             if streamer is not None:
                 streamer.put(request.given_ids.cpu())
             with self.target.without_autograd():
                 for _ in self._steps(request, prompt, clock):
                     pass
             clock.pause()
-            return _gather(request, clock.stats)
+            return GenerationOutput(request.sequences(), clock.stats)
 
     def stream(
         self,
@@ -129,10 +128,10 @@ class DistributedDecoder:
         Read the stream to its end, or close it, before the next call.
         """
         request, prompt = self._read_call(input_ids, attention_mask, seed, options)
-        clock = self._new_clock()
+        clock = PhaseClock(GenerationStats(), self.target.device)
         clock.pause()
         steps = self._stream_steps(self._steps(request, prompt, clock), clock)
-        return TokenStream(steps, partial(_gather, request, clock.stats), lambda: None)
+        return TokenStream(steps, lambda: GenerationOutput(request.sequences(), clock.stats), lambda: None)
 
     def _read_call(
         self,
@@ -149,9 +148,6 @@ class DistributedDecoder:
             raise ValueError("servers send tokens, not scores: leave output_scores and output_logits out")
         seeds = row_seeds(seed, 1, self.target.device).tolist() if request.do_sample else [None]
         return request, Prompt.of_request(request, seeds[0], self.drafter.feature_layers)
-
-    def _new_clock(self) -> PhaseClock:
-        return PhaseClock(GenerationStats(), self.target.device)
 
     def _stream_steps(self, steps: Iterator[StepTokens], clock: PhaseClock) -> Iterator[StepTokens]:
         with closing(steps):  # type: ignore[type-var]  # a generator
@@ -221,7 +217,3 @@ class DistributedDecoder:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _gather(request: Request, stats: GenerationStats) -> GenerationOutput:
-    return GenerationOutput(request.sequences(), stats)
