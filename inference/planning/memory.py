@@ -114,8 +114,9 @@ def load_learned(file: Path) -> Learned:
 
 def store_learned(file: Path, learned: Learned) -> None:
     """Adds what was learned to the file. Where nothing can be written, it is learned again next time."""
-    parts = zip(("costs", "tokens"), load_learned(file), learned, strict=True)
-    content = {name: [*{**known, **new}.items()] for name, known, new in parts}
+    known_costs, known_tokens = load_learned(file)
+    costs, tokens = learned
+    content = {"costs": [*(known_costs | costs).items()], "tokens": [*(known_tokens | tokens).items()]}
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
