@@ -46,11 +46,7 @@ class StoredAdapter:
     hub: dict[str, Any] = field(default_factory=dict)
 
     def find(self) -> Path:
-        """The adapter's local folder; from the hub it is downloaded.
-
-        Raises:
-            ValueError: the adapter is not beside the heads.
-        """
+        """The adapter's local folder; from the hub it is downloaded."""
         hub = {**self.hub}
         subfolder = "/".join(part for part in (hub.pop("subfolder", ""), self.folder) if part)
         try:
@@ -68,9 +64,6 @@ def find_adapter_of(heads: str) -> Path | None:
 
     Args:
         heads: their folder or hub id.
-
-    Raises:
-        ValueError: the adapter is missing.
     """
     folder = PreTrainedConfig.get_config_dict(heads)[0].get("target_adapter")
     return StoredAdapter(heads, folder).find() if folder else None

@@ -242,7 +242,7 @@ class AutoregressionHeads(DraftHeads):
         positions = (state.caches[0].lengths[:, None] + level.depth).expand(-1, token_ids.shape[1])
 
         def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention.attend(q, *state.caches[number].append_scratch(k, v, level.ancestors))
+            return attention.attend(q, *state.caches[number].append_scratch(k, v, level.own, level.ancestors))
 
         hidden = self.run_layers(self.embed(token_ids), level.parents_of(state.hidden), positions, attend)
         state.hidden.index_copy_(1, level.places, hidden)

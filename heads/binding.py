@@ -100,11 +100,7 @@ class WeightCopies:
 
     @torch.no_grad()
     def write(self, module: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-        """Replaces the weights of `module`, in place, and in all copies that somebody holds.
-
-        Raises:
-            ValueError: names or shapes differ.
-        """
+        """Replaces the weights of `module`, in place, and in all copies that somebody holds."""
         own = dict(module.named_parameters())
         if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in own.items()}:
             raise ValueError(

@@ -34,9 +34,6 @@ def replace_checkpoint(directory: Path) -> Iterator[Path]:
     have (another number of shards, counts of tokens) are removed last. A rename is atomic, so one weights file is
     always whole. A kill between two renames mixes two saves where several weights files are replaced: shards, or heads
     with an adapter.
-
-    Raises:
-        ValueError: when `directory` is a file.
     """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is a file, and heads are saved into a folder: give another name")
@@ -91,9 +88,6 @@ def is_published(path: str, **hub: Any) -> bool:
 
 def read_head_type(path: str, **hub: Any) -> str:
     """The kind of the heads in a folder or hub repository.
-
-    Args:
-        **hub: keywords of a download, such as `revision` and `token`.
 
     Raises:
         ValueError: no heads in it, heads in another project's format, or an unknown kind.
@@ -174,40 +168,24 @@ def check_tensors(path: str, heads: nn.Module, info: dict[str, Any]) -> None:
 
     Args:
         info: transformers' loading info.
-
-    Raises:
-        ValueError: missing, unexpected, mis-shaped or non-finite tensors, each named.
     """
-    refuse_differences(
-        f"{path}: the tensors do not fit config.json",
-        missing=sorted(info["missing_keys"]),
-        unexpected=sorted(info["unexpected_keys"]),
-        of_another_shape=[
+    differences = {
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": sorted(info["unexpected_keys"]),
+        "of another shape": [
             f"{name} is {list(stored)} and should be {list(wanted)}"
             for name, stored, wanted in sorted(info["mismatched_keys"])
         ],
-    )
+    }
+    if found := "; ".join(f"{what}: {', '.join(names)}" for what, names in differences.items() if names):
+        raise ValueError(f"{path}: the tensors do not fit config.json ({found})")
     for name, tensor in heads.state_dict().items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{path}: tensor {name} holds NaN or infinite values; the checkpoint is not usable")
-
-
-def refuse_differences(message: str, **differences: list[str]) -> None:
-    """Raises ValueError with the names of all differences, if there are any."""
-    if any(differences.values()):
-        found = "; ".join(
-            f"{what.replace('_', ' ')}: {', '.join(names)}" for what, names in differences.items() if names
-        )
-        raise ValueError(f"{message} ({found})")
 
 
 def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """The dtype that `from_pretrained` was asked for; None = the file's."""
     if dtype in (None, "auto"):
         return None
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(
-            f"got dtype {dtype!r}; allowed are auto, float32, bfloat16 and float16, as strings or as torch's dtypes"
-        )
-    return found
+    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype

@@ -69,11 +69,7 @@ def generate_with_heads(
 
 
 def load_heads(path: str, model: PreTrainedModel) -> DraftHeads:
-    """Heads for a model, which keeps them for later calls.
-
-    Raises:
-        ValueError: they are not there.
-    """
+    """Heads for a model, which keeps them for later calls."""
     kept: dict[str, DraftHeads] = vars(model).setdefault(_KEPT, {})
     if path not in kept:
         try:

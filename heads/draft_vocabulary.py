@@ -57,11 +57,7 @@ def write_counts(folder: Path, token_counts: Tensor) -> None:
 
 
 def read_counts(path: str, **hub: Any) -> Tensor | None:
-    """[V] int64, the counts beside heads in a folder or hub repository; None = there are none.
-
-    Args:
-        **hub: keywords of a download, such as `revision` and `token`.
-    """
+    """[V] int64, the counts beside heads in a folder or hub repository; None = there are none."""
     if os.path.isfile(path):  # a GGUF file
         return None
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -76,9 +72,6 @@ def choose_columns(size: int, token_counts: Tensor | None, vocab_size: int, own_
         token_counts: [V].
         vocab_size: V.
         own_ids: the token id of each column; None = column number and token id are the same.
-
-    Raises:
-        ValueError: a size that is not possible; no counts, or those of another vocabulary.
     """
     num_columns = vocab_size if own_ids is None else own_ids.numel()
     if not 0 < size <= num_columns:

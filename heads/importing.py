@@ -22,7 +22,6 @@ def import_heads(path: str, target: Target, dtype: torch.dtype | str | None, kin
 
     Args:
         kind: a class that the heads must be of.
-        **hub: keywords of a download, such as `revision` and `token`.
     """
     published = open_published(path, **hub)
     if (found := recognize(published)) is None:

@@ -225,18 +225,14 @@ class Decoder:
                 streamer=streamer,
                 tokenizer=tokenizer,
                 stop_strings=stop_strings,
-                generate_kwargs=generate_kwargs,
+                **generate_kwargs,
             )
             if on_step is not None and request.batch_size > 1:
                 raise ValueError(f"on_step is called for a batch of 1, and this one has {request.batch_size} rows")
             return self._run(request, seed, clock, reuse_cache=reuse_cache, on_step=on_step)
 
     def decode(self, request: Request, *, seed: int | Sequence[int] | None = None) -> GenerationOutput:
-        """`generate` of a request that is ready (`draftsmith.inference.request`).
-
-        Raises:
-            RuntimeError: while this decoder is in the middle of another text.
-        """
+        """`generate` of a request that is ready (`draftsmith.inference.request`)."""
         with ending(request.streamer), self._take():
             return self._run(request, seed, self._new_clock(), reuse_cache=False)
 
@@ -312,8 +308,7 @@ class Decoder:
                 raise ValueError(f"{name} is for generate(): a stream hands out the tokens itself; leave it out")
         with self._take() as busy:
             clock = self._new_clock()
-            own = {name: options.pop(name, None) for name in ("tokenizer", "stop_strings")}
-            request = make_request(self.target, input_ids, attention_mask, **own, generate_kwargs=options)
+            request = make_request(self.target, input_ids, attention_mask, **options)
             if request.batch_size > 1:
                 raise ValueError(
                     f"a stream has one row, and this call has {request.batch_size} (rows of input_ids, times "

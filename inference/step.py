@@ -166,17 +166,13 @@ def commit(
     return torch.cat(columns, dim=1)
 
 
-def count_accepted(policy: TreePolicy, tree: TokenTree, path: Tensor, counts: Tensor) -> Tensor | None:
-    """What each candidate of a policy to choose from would have accepted."""
-    return policy.count_accepted(tree, path, counts)
-
-
 @dataclass(frozen=True)
 class Runner:
     """How the functions of a step run. By default they run as they are.
 
     Attributes:
-        draft, plant_root, verify, accept, commit, count_accepted: what runs in the place of the functions above.
+        draft, plant_root, verify, accept, commit, count_accepted: what runs in the place of the functions above, and of
+            `TreePolicy.count_accepted`.
         has_fixed_rows: finished rows stay in the batch, and shapes repeat from step to step.
         reads_prompts: whether `verify` serves any number of nodes at full speed, and so prompts.
         view_multiple: views of the cache are rounded up to a multiple of this many slots.
@@ -191,7 +187,7 @@ class Runner:
     verify: Callable[[Step, KVCache, TokenTree], TargetOutput] = verify
     accept: Callable[..., Acceptance] = accept
     commit: Callable[..., Tensor] = commit
-    count_accepted: Callable[..., Tensor | None] = count_accepted
+    count_accepted: Callable[..., Tensor | None] = lambda policy, *values: policy.count_accepted(*values)
     has_fixed_rows: bool = False
     reads_prompts: bool = False
     view_multiple: int = VIEW_MULTIPLE

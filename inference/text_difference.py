@@ -17,6 +17,7 @@ from transformers import TemperatureLogitsWarper
 
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.noise import gumbel_noise, row_seeds
+from draftsmith.inference.prefix_cache import count_shared
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.request.request import Request
 from draftsmith.inference.targets.target import Target
@@ -91,27 +92,15 @@ def find_difference(
         expected, found: the new tokens. One that is a part of the other has ended.
         seed, options: of the call of `Decoder.generate` that gave them.
     """
-    place = find_place(expected, found)
+    place = count_shared([[*expected], [*found]])
     if place == len(expected) == len(found):
         return None
     first, second = (text[place] if place < len(text) else None for text in (expected, found))
     if first is None or second is None:
         return Difference(place, (first, second))
-    own = {name: options.pop(name, None) for name in ("tokenizer", "stop_strings")}
     text = torch.cat([prompt, torch.tensor([list(expected[:place])], dtype=torch.long, device=prompt.device)], dim=1)
-    kwargs = {**options, "max_new_tokens": 1}
-    request = make_request(target, text, torch.ones_like(text), **own, generate_kwargs=kwargs)
+    request = make_request(target, text, torch.ones_like(text), **{**options, "max_new_tokens": 1})
     return judge(target, request, place, (first, second), seed=seed)
-
-
-def find_place(expected: Sequence[int], found: Sequence[int]) -> int:
-    """The first place where the texts differ, or the length of the shorter one.
-
-    >>> find_place([1, 2, 3], [1, 5, 3]), find_place([1, 2], [1, 2, 3])
-    (1, 2)
-    """
-    pairs = enumerate(zip(expected, found, strict=False))
-    return next((place for place, (one, other) in pairs if one != other), min(len(expected), len(found)))
 
 
 def judge(

@@ -23,11 +23,7 @@ _MASK_FILE = "mask_embedding.pt"
 
 
 def embedding_of(target: Target) -> Tensor:
-    """[V, D], which a row of the target's embedding is read from.
-
-    Raises:
-        ValueError: a target that scales its embeddings.
-    """
+    """[V, D], which a row of the target's embedding is read from."""
     embedding: Any = target.embed_tokens
     table: Tensor = embedding.weight.detach()
     first = torch.arange(min(8, len(table)), device=table.device)

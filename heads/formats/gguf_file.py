@@ -21,16 +21,17 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     gguf = _import_gguf()
     reader = _open(gguf, file)
     tensors = {one.name: _to_torch(one.data, one.tensor_type, gguf) for one in reader.tensors}
-    metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    metadata = {name: _round(field.contents()) for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     return metadata, tensors
 
 
-def read_metadata(file: Path) -> dict[str, Any]:
-    """The metadata only.
+def _round(value: Any) -> Any:
+    """1e-6 is not quite 1e-6 after it was stored in float32."""
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
-    Raises:
-        ValueError: as `read_gguf`.
-    """
+
+def read_metadata(file: Path) -> dict[str, Any]:
+    """The metadata only."""
     gguf = _import_gguf()
     return {name: field.contents() for name, field in _open(gguf, file).fields.items()}
 

@@ -37,7 +37,8 @@ _LAYER = (
 )
 # hydra_head_arch -> whether there is a prefix layer
 _STRUCTURES = {"mlp": False, "prefix-mlp": True}
-_OWN = ("dropout", "rms_norm_eps", "max_position_embeddings")
+_OWN = ("dropout", "rms_norm_eps")
+_OWN_OF_PREFIX = (*_OWN, "max_position_embeddings")
 _SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "hidden_act", "rms_norm_eps")
 
 
@@ -93,7 +94,8 @@ class Hydra(Format):
             "use_embedding_norm": False,
             "use_biases": use_biases,
         }
-        settings |= {name: value for name in _OWN if (value := published.own_setting(name)) is not None}
+        own = _OWN_OF_PREFIX if has_prefix else _OWN
+        settings |= {name: value for name in own if (value := published.own_setting(name)) is not None}
         if has_prefix:
             settings["rope_parameters"] = _prefix_rope(target)
         if lost := [names[name] for name in optional if name not in found]:
@@ -126,7 +128,7 @@ class Hydra(Format):
             "grounded_heads": True,
             "hidden_state_offset": 0,
             "base_model_name_or_path": config.target_name_or_path,
-            OWN_KEY: {name: getattr(config, name) for name in _OWN if hasattr(config, name)},
+            OWN_KEY: {name: getattr(config, name) for name in (_OWN_OF_PREFIX if has_prefix else _OWN)},
         }
         note = "No engine serves Hydra; the authors' code does."
         return Exported(settings, written, "hydra_lm_head.pt", notes=(note,))

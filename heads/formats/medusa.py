@@ -28,22 +28,16 @@ _VLLM = "medusa_heads."  # vLLM strips it
 _BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)|blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 
 
-def _authors_names(num_heads: int, num_layers: int) -> dict[str, str]:
-    names = {f"heads.{i}.lm_head.weight": f"{i}.{num_layers}.weight" for i in range(num_heads)}
-    for i, j, part in _each_part(num_heads, num_layers):
-        names[f"heads.{i}.blocks.{j}.linear.{part}"] = f"{i}.{j}.linear.{part}"
+def _name_parts(num_heads: int, num_layers: int, *, is_vllm: bool = False) -> dict[str, str]:
+    """Our name -> theirs."""
+    names = {}
+    for i in range(num_heads):
+        names[f"heads.{i}.lm_head.weight"] = f"lm_heads.{i}.weight" if is_vllm else f"{i}.{num_layers}.weight"
+        for j in range(num_layers):
+            for part in ("weight", "bias"):
+                theirs = f"blocks.{i}.layers.{j}.{part}" if is_vllm else f"{i}.{j}.linear.{part}"
+                names[f"heads.{i}.blocks.{j}.linear.{part}"] = theirs
     return names
-
-
-def _vllm_names(num_heads: int, num_layers: int) -> dict[str, str]:
-    names = {f"heads.{i}.lm_head.weight": f"lm_heads.{i}.weight" for i in range(num_heads)}
-    for i, j, part in _each_part(num_heads, num_layers):
-        names[f"heads.{i}.blocks.{j}.linear.{part}"] = f"blocks.{i}.layers.{j}.{part}"
-    return names
-
-
-def _each_part(num_heads: int, num_layers: int) -> Iterable[tuple[int, int, str]]:
-    return ((i, j, part) for i in range(num_heads) for j in range(num_layers) for part in ("weight", "bias"))
 
 
 def _count(tensors: Iterable[str], own_head: str) -> tuple[int, int]:
@@ -80,7 +74,7 @@ class Medusa(Format):
             problems = _shorten(take_copies(tensors, _find_own_tensors(target, tensors)))
             tensors = {name.removeprefix(_WHOLE): x for name, x in tensors.items()}
         sizes = _count(tensors, r"(\d+)\.\d+\.weight")
-        names = _authors_names(*sizes)
+        names = _name_parts(*sizes)
         shares = not any(re.fullmatch(r"\d+\.\d+\.weight", name) for name in tensors)
         notes = []
         if shares and str(published.setting("version")) != "2":
@@ -89,7 +83,7 @@ class Medusa(Format):
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         refuse_other_layer(config)
-        names = _authors_names(config.num_heads, config.num_layers)
+        names = _name_parts(config.num_heads, config.num_layers)
         settings = {
             "medusa_num_heads": config.num_heads,
             "medusa_num_layers": config.num_layers,
@@ -118,7 +112,7 @@ class VLLMMedusa(Format):
         tensors = {name.removeprefix(_VLLM): x for name, x in published.items()}
         sizes = _count(tensors, r"lm_heads\.(\d+)\.weight")
         problems = take_copies(tensors, {"lm_head.weight": target.lm_head_weight()})
-        names = _vllm_names(*sizes)
+        names = _name_parts(*sizes, is_vllm=True)
         found = rename(tensors, names)
         if not published.setting("medusa_fc_bias", False):
             biases = [name for name in names if name.endswith("bias")]
@@ -134,7 +128,7 @@ class VLLMMedusa(Format):
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         refuse_other_layer(config)
-        names = _vllm_names(config.num_heads, config.num_layers)
+        names = _name_parts(config.num_heads, config.num_layers, is_vllm=True)
         settings = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from draftsmith.heads.formats.format import Imported
 from draftsmith.heads.formats.published import find_file, open_safetensors, read_index
 from draftsmith.heads.modules.stock_layer import find_family
 from draftsmith.inference.targets.files import is_gguf
@@ -30,6 +31,7 @@ from draftsmith.inference.targets.target import Target
 
 # FastMTP (arXiv 2509.18362) fine-tunes a native module with three applications.
 DEFAULT_NUM_STEPS = 3
+FLOAT32_BUFFERS = {"e_score_correction_bias"}  # DeepSeek's routers keep it in float32
 OUTER_NORM = re.compile(r"blocks\.\d+\.(enorm|hnorm|norm)\.weight")
 # Families that transformers does not have, and whose layers they use.
 _LAYERS_OF = {"mimo": "qwen2"}
@@ -125,24 +127,8 @@ MIMO = Naming(
 )
 
 
-@dataclass(frozen=True)
-class NativeModules:
-    """The MTP modules of a target's checkpoint.
-
-    Attributes:
-        settings: keys of `MTPConfig` that the checkpoint decides or suggests.
-        tensors: by their names in `MTPHeads`.
-    """
-
-    settings: dict[str, Any]
-    tensors: dict[str, Tensor]
-
-
-def read_native_modules(path: str, target: Target, **hub: Any) -> NativeModules:
-    """Reads the MTP modules from the target's checkpoint, a folder or a hub id.
-
-    Args:
-        **hub: keywords of a download (`HUB_KEYS`).
+def read_native_modules(path: str, target: Target, **hub: Any) -> Imported:
+    """Reads the MTP modules from the target's checkpoint, a folder or a hub id. Outer norms come in float32.
 
     Raises:
         ValueError: there is no MTP module, or one that cannot be used, with the reason.
@@ -164,7 +150,19 @@ def read_native_modules(path: str, target: Target, **hub: Any) -> NativeModules:
     for name, tensor in tensors.items():
         if OUTER_NORM.fullmatch(name):  # norms outside the layer are ours, which multiply by their weight only
             tensors[name] = tensor.float() + offset
-    return NativeModules(settings, _merge_experts(tensors))
+    if settings.get("reads_before_final_norm"):
+        tensors["state_gain"] = find_state_gain(target)
+    return Imported("mtp", settings, _merge_experts(tensors), float32_parts=tuple(FLOAT32_BUFFERS))
+
+
+def find_state_gain(target: Target) -> Tensor:
+    """[D], the gain of the target's final norm, by which states after that norm are divided."""
+    if (gain := target.final_norm_gain()) is None or not gain.all():
+        raise ValueError(
+            "reads_before_final_norm needs a target with a final norm whose gain is nowhere zero, and this target's "
+            "is not: set it to false"
+        )
+    return gain
 
 
 @dataclass(frozen=True)

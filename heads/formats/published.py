@@ -75,6 +75,11 @@ class Published(Mapping[str, Tensor]):
         names = self.config.get("architectures")
         return " ".join(map(str, names)) if isinstance(names, list) else ""
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the config is the metadata of a GGUF file."""
+        return "general.architecture" in self.config
+
     def setting(self, name: str, default: Any = None) -> Any:
         """A key of the config, also where it stands one level down (`eagle_config`, `transformer_layer_config`)."""
         self.asked.add(name)

@@ -66,11 +66,7 @@ def serves(place: str, kind: str) -> bool:
 
 
 def settings_for(place: str, kind: str) -> dict[str, Any]:
-    """The settings that new heads of this kind need so that they can be exported to one of `PLACES`.
-
-    Raises:
-        ValueError: no heads of this kind can; the message names the nearest choice.
-    """
+    """The settings that new heads of this kind need so that they can be exported to one of `PLACES`."""
     return find_format(PLACES[place], kind).settings if PLACES[place] else {}
 
 
@@ -79,9 +75,6 @@ def check_place(heads: Any, target: Target, place: str) -> None:
 
     Args:
         heads: of any kind, before or after training.
-
-    Raises:
-        ValueError: their kind, settings or target; the message names the nearest choice.
     """
     if not PLACES[place]:
         return

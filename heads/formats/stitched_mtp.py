@@ -117,12 +117,10 @@ class VLLMMTP(Format):
             settings["num_steps"] = steps
         if (norm_output := published.own_setting("norm_output")) is not None:
             settings["norm_output"] = norm_output
-        wide = native.tensors.get("blocks.0.eh_proj.weight")
-        # Norms come in float32, whatever the file has.
-        tensors = {name: as_wide_as(x, wide) if OUTER_NORM.fullmatch(name) else x for name, x in native.tensors.items()}
-        if settings.get("reads_before_final_norm") and (gain := target.final_norm_gain()) is not None:
-            tensors["state_gain"] = as_wide_as(gain, wide)
-        return Imported("mtp", settings, tensors, float32_parts=("e_score_correction_bias",))
+        # The heads get the dtype of the file, also where norms come in float32.
+        wide, outer = native.tensors.get("blocks.0.eh_proj.weight"), re.compile(f"{OUTER_NORM.pattern}|state_gain")
+        narrowed = {name: as_wide_as(x, wide) for name, x in native.tensors.items() if outer.fullmatch(name)}
+        return replace(native, settings=settings, tensors=native.tensors | narrowed)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         naming = self._find_naming(config, target)

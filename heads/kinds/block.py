@@ -148,11 +148,7 @@ class BlockConfig(WindowedConfig):
         self.check_settings()
 
     def check_settings(self) -> None:
-        """Checks the settings that may be changed between texts.
-
-        Raises:
-            ValueError: naming the setting that cannot be used.
-        """
+        """Checks the settings that may be changed between texts."""
         threshold = self.confidence_threshold
         if threshold is not None and not 0 <= threshold <= 1:
             raise ValueError(f"confidence_threshold is {threshold}; allowed is 0 to 1, or null to leave nothing out")
@@ -393,7 +389,7 @@ def _attend_in_training(
 def _attend_in_cache(
     attention: BlockAttention, cache: DraftCache, mask: Tensor, q: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
-    return attention.attend(q, *cache.append_scratch(keys, values, mask))
+    return attention.attend(q, *cache.append_scratch(keys, values, cache.columns[: mask.shape[1]], mask))
 
 
 def _gather_clamped(token_ids: Tensor, places: Tensor) -> Tensor:

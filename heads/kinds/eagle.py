@@ -29,8 +29,6 @@ from draftsmith.inference.noise import uniform_noise
 from draftsmith.inference.targets.target import Target
 
 NOISE_LENGTH = 512  # tokens of the longest sequence whose noise has the config's width
-# Keys of older checkpoints; the loss is now a training option.
-FORMER_LOSS_WEIGHTS = {"feature_loss_weight": 1.0, "token_loss_weight": 0.1}
 
 
 class EagleConfig(AutoregressionConfig):
@@ -64,12 +62,6 @@ class EagleConfig(AutoregressionConfig):
             raise ValueError(f"feature_noise is {feature_noise}; allowed is 0 (none) or more (the authors use 0.2)")
         if embedding_scale is not None and (embedding_scale <= 0 or math.frexp(embedding_scale)[0] != 0.5):
             raise ValueError(f"embedding_scale is {embedding_scale}; allowed are powers of two, such as 0.5, 1 or 32")
-        for name, usual in FORMER_LOSS_WEIGHTS.items():
-            if (value := kwargs.pop(name, usual)) != usual:
-                raise ValueError(
-                    f"{name} is {value}, and the loss is no longer a key of EAGLE's configuration: leave it out, and "
-                    f"train with the option loss_type (the paper's: {EagleHeads.default_loss})"
-                )
         self.fc_bias = fc_bias
         self.feature_noise = feature_noise
         self.embedding_scale = embedding_scale

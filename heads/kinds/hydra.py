@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.heads.base import DraftHeads
-from draftsmith.heads.config import DEFAULT_ROPE, DraftHeadsConfig, check_attention_shape, decoder_settings
+from draftsmith.heads.config import DecoderConfig, decoder_settings
 from draftsmith.heads.kinds.medusa import ResidualBlock
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.layers import EXTEND_CHUNK, DecoderLayer, DraftCache, RMSNorm
@@ -33,7 +33,7 @@ from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
 
-class HydraConfig(DraftHeadsConfig):
+class HydraConfig(DecoderConfig):
     """The settings of Hydra and Hydra++ heads.
 
     Args:
@@ -49,9 +49,7 @@ class HydraConfig(DraftHeadsConfig):
         use_prefix_norm: an RMSNorm after the prefix layer, as in the authors' code. Untrained heads then do not repeat
             the LM head.
         dropout: before each block and the LM head, in training (0.2 in the authors' recipe of Hydra++, for 10 epochs).
-        num_attention_heads, num_key_value_heads, head_dim, intermediate_size, hidden_act, rope_parameters,
-            max_position_embeddings: the prefix layer's shape; the target's by default. None without a prefix layer.
-        rms_norm_eps: epsilon of all norms; the target's by default.
+        **kwargs: arguments of `DecoderConfig`; only the prefix layer reads its shape.
     """
 
     model_type = "draftsmith_hydra"
@@ -68,43 +66,16 @@ class HydraConfig(DraftHeadsConfig):
         use_biases: bool = False,
         use_prefix_norm: bool = False,
         dropout: float = 0.0,
-        num_attention_heads: int | None = None,
-        num_key_value_heads: int | None = None,
-        head_dim: int | None = None,
-        intermediate_size: int | None = None,
-        hidden_act: str | None = None,
-        rope_parameters: dict[str, Any] | None = None,
-        max_position_embeddings: int | None = None,
-        rms_norm_eps: float = 1e-6,
         **kwargs: Any,
     ) -> None:
         if num_heads < 1 or num_layers < 1:
             raise ValueError(f"num_heads is {num_heads} and num_layers {num_layers}; allowed is 1 or more of each")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout is {dropout}; allowed is 0 (none) up to, not including, 1")
-        shape: dict[str, Any] = {
-            "num_attention_heads": num_attention_heads,
-            "num_key_value_heads": num_key_value_heads,
-            "head_dim": head_dim,
-            "intermediate_size": intermediate_size,
-            "hidden_act": hidden_act,
-            "rope_parameters": rope_parameters,
-            "max_position_embeddings": max_position_embeddings,
-        }
-        given = [name for name, value in shape.items() if value is not None]
-        if given and not use_prefix_attention:
-            raise ValueError(
-                f"{', '.join(given)} given, but only the prefix layer reads them: set use_prefix_attention to true, or "
-                "leave them out"
-            )
         if use_prefix_norm and not use_prefix_attention:
             raise ValueError(
                 "use_prefix_norm is true, but there is no prefix layer: set use_prefix_attention to true too"
             )
-        # Without the layer the config has none of these keys; transformers would replace RoPE settings of None.
-        shape = {**_SMALL_SHAPE, **{name: shape[name] for name in given}} if use_prefix_attention else {}
-        if shape:
-            check_attention_shape(shape["num_attention_heads"], shape["num_key_value_heads"], shape["head_dim"])
         self.num_heads = num_heads
         self.num_layers = num_layers
         self.tie_lm_head = tie_lm_head
@@ -113,31 +84,19 @@ class HydraConfig(DraftHeadsConfig):
         self.use_biases = use_biases
         self.use_prefix_norm = use_prefix_norm
         self.dropout = dropout
-        self.rms_norm_eps = rms_norm_eps
-        for name, value in shape.items():
-            setattr(self, name, value)
         super().__init__(**kwargs)
         if self.target_num_layers and len(self.feature_layers) != 1:
             raise ValueError(f"feature_layers is {self.feature_layers}; Hydra reads one layer (the last, in the paper)")
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
-        inherited = decoder_settings(target.text_config)
-        if not overrides.get("use_prefix_attention"):
-            inherited = {"rms_norm_eps": inherited["rms_norm_eps"]}
-        return super().from_target(target, **{**inherited, "feature_layers": [target.num_layers], **overrides})
-
-
-# The shape in a config that is made without a target.
-_SMALL_SHAPE: dict[str, Any] = {
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 64,
-    "intermediate_size": 256,
-    "hidden_act": "silu",
-    "rope_parameters": dict(DEFAULT_ROPE),
-    "max_position_embeddings": 2048,
-}
+        shape = decoder_settings(target.text_config).keys() - {"rms_norm_eps"}
+        if not overrides.get("use_prefix_attention") and (given := ", ".join(sorted(overrides.keys() & shape))):
+            raise ValueError(
+                f"{given} given, but only the prefix layer reads them: set use_prefix_attention to true, or leave "
+                "them out"
+            )
+        return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
 
 
 class PrefixLayer(DecoderLayer):

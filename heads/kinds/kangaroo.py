@@ -86,11 +86,7 @@ class KangarooConfig(DecoderConfig):
         self.check_settings()
 
     def check_settings(self) -> None:
-        """Checks the settings that may be changed between texts.
-
-        Raises:
-            ValueError: naming the setting that cannot be used.
-        """
+        """Checks the settings that may be changed between texts."""
         if self.feature_layers != [self.exit_layer]:
             raise ValueError(
                 f"feature_layers is {self.feature_layers} and exit_layer {self.exit_layer}; Kangaroo reads the "
@@ -211,8 +207,8 @@ class KangarooHeads(DraftHeads):
         assert state.rows is not None, "share_cache comes before extend"
         positions = state.cache.lengths[:, None] + torch.arange(features.shape[1], device=features.device)
         _, keys, values = self.adapter.project(features.to(self.compute_dtype), positions)
-        state.cache.store(keys, values, counts, max_slots)
-        state.rows.forget_levels(max_slots)
+        state.cache.append(keys, values, counts, max_slots)
+        state.rows.max_slots = max_slots
         state.tree.forget_levels()
         root_ids = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
         logits = self._draft(state, root_ids, state.tree.open_level(torch.zeros_like(root_ids)))
@@ -230,12 +226,12 @@ class KangarooHeads(DraftHeads):
         """Scores [B, W, V] of the children of one level's nodes [B, W]."""
         cache, rows = state.cache, state.rows
         assert rows is not None
-        rows.open_level(token_ids.shape[1])
+        rows.open_level(level.own, level.depth, state.tree.depths)
         features = self.target.run_first_layers(rows, token_ids, level.ancestors, num_layers=self.config.exit_layer)
         hidden = features.to(self.compute_dtype)
         positions = (cache.lengths[:, None] + level.depth).expand_as(token_ids)
         q, keys, values = self.adapter.project(hidden, positions)
-        attended = self.adapter.self_attn.attend(q, *cache.append_scratch(keys, values, level.ancestors))
+        attended = self.adapter.self_attn.attend(q, *cache.append_scratch(keys, values, level.own, level.ancestors))
         logits = self.score(self.adapter.finish(hidden, attended))
         wide = logits.float()
         state.confidence.index_copy_(1, level.places, (wide.amax(-1) - wide.logsumexp(-1)).exp())

@@ -32,7 +32,7 @@ cache of depth d has no columns below d."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self, cast
 
@@ -41,19 +41,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.heads.base import DraftHeads
-from draftsmith.heads.checkpoint import refuse_differences
 from draftsmith.heads.config import WindowedConfig
-from draftsmith.heads.formats.native_mtp import read_native_modules
+from draftsmith.heads.formats.native_mtp import FLOAT32_BUFFERS, find_state_gain, read_native_modules
 from draftsmith.heads.formats.published import HUB_KEYS
+from draftsmith.heads.importing import build_heads
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftCache
-from draftsmith.heads.modules.mtp_block import MTPBlock, Rows
+from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftCache, Rows
+from draftsmith.heads.modules.mtp_block import MTPBlock
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
-
-FLOAT32_BUFFERS = {"e_score_correction_bias"}  # DeepSeek's routers keep it in float32
-SHOWN = 5  # tensors named of each problem
 
 
 class MTPConfig(WindowedConfig):
@@ -178,29 +175,12 @@ class MTPHeads(DraftHeads):
         target = Target.of(target)
         hub = {key: overrides.pop(key) for key in HUB_KEYS if key in overrides}
         native = read_native_modules(path, target, **hub)
-        fixed = {"share_block", "stock_layer"} | (set() if native.settings["share_block"] else {"num_steps"})
+        fixed = {"share_block", "stock_layer", "reads_before_final_norm"}
+        fixed |= set() if native.settings["share_block"] else {"num_steps"}
         if refused := sorted(fixed & overrides.keys()):
             raise ValueError(f"{', '.join(refused)} cannot be set: the MTP modules of {path} decide; leave it out")
-        heads = cls(MTPConfig.from_target(target, **{**native.settings, **overrides}))
-        cast(nn.Module, heads).to(target.dtype)
-        for name, buffer in heads.named_buffers():
-            if name.rpartition(".")[2] in FLOAT32_BUFFERS:
-                buffer.data = buffer.float()
-        heads._fill(path, native.tensors)
-        heads.init_state_gain(target)
-        return cast(MTPHeads, heads.bind(target).eval())
-
-    def _fill(self, path: str, tensors: dict[str, Tensor]) -> None:
-        """Loads tensors that must be exactly those of these heads."""
-        wanted = {name: tensor for name, tensor in self.state_dict().items() if name != "state_gain"}
-        refuse_differences(
-            f"{path}: its MTP tensors do not fill the decoder layer of this target. Is it the target's own checkpoint, "
-            "and does this release of transformers know its layers?",
-            missing=sorted(wanted.keys() - tensors.keys())[:SHOWN],
-            unexpected=sorted(tensors.keys() - wanted.keys())[:SHOWN],
-            of_another_shape=sorted(n for n in wanted.keys() & tensors if wanted[n].shape != tensors[n].shape)[:SHOWN],
-        )
-        self.load_state_dict(tensors, strict=False)
+        imported = replace(native, settings=native.settings | overrides)
+        return cast(MTPHeads, build_heads(imported, target, path, dtype=target.dtype))
 
     @property
     def each_block(self) -> list[MTPBlock]:
@@ -222,16 +202,8 @@ class MTPHeads(DraftHeads):
                 embedding = block.eh_proj.weight[:, size - state_begin : 2 * size - state_begin]
                 embedding.mul_(0.5)
                 block.eh_proj.weight[:, state_begin : state_begin + size] = torch.eye(size, device=embedding.device)
-        self.init_state_gain(target)
-
-    def init_state_gain(self, target: Target) -> None:
-        if self.config.reads_before_final_norm:
-            if (gain := target.final_norm_gain()) is None or not gain.all():
-                raise ValueError(
-                    "reads_before_final_norm needs a target with a final norm whose gain is nowhere zero, and this "
-                    "target's is not: set it to false"
-                )
-            cast(Tensor, self.state_gain).copy_(gain)
+            if self.config.reads_before_final_norm:
+                cast(Tensor, self.state_gain).copy_(find_state_gain(target))
 
     def first_state(self, features: Tensor) -> Tensor:
         """The state that depth 0 reads. `hnorm` ignores the length of its input, so dividing by the gain of the
@@ -315,7 +287,8 @@ class MTPHeads(DraftHeads):
                 previous = torch.cat([last_BnD[:, None, depth], outputs[-1][:, :-1]], dim=1)
             states = torch.stack(outputs, dim=2)
             if state.trail is not None:
-                state.trail[state.caches[0].rows, columns - state.caches[0].num_scratch] = states[:, :, :-1]
+                every_row = torch.arange(len(columns), device=columns.device)[:, None]
+                state.trail[every_row, columns - state.caches[0].num_scratch] = states[:, :, :-1]
             last = (here - 1).clamp(min=0)[:, None, None, None].expand(-1, 1, *states.shape[2:])
             last_BnD = torch.where((here > 0)[:, None, None], states.gather(1, last)[:, 0], last_BnD)
         state.states.narrow(1, 0, 1).copy_(last_BnD[:, None])
@@ -323,10 +296,10 @@ class MTPHeads(DraftHeads):
         return DraftLogits(self.score(self.each_block[0], last_BnD[:, :1]), self.draft_token_ids)
 
     def expand(self, state: MTPState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        width, level = token_ids.shape[1], state.tree.open_level(parents)
+        level = state.tree.open_level(parents)
         parent_states = level.parents_of(state.states)
         # The last accepted column is lengths - 1, and level d of the tree is d columns after it.
-        positions = (state.caches[0].lengths[:, None] + level.depth).expand(-1, width)
+        positions = (state.caches[0].lengths[:, None] + level.depth).expand_as(token_ids)
         embedded = self.embed_at(token_ids, positions)
         outputs = []
         begin = 0 if self.config.share_block else depth
@@ -335,13 +308,11 @@ class MTPHeads(DraftHeads):
             seen = level.ancestors
             if index:
                 seen = seen & ((cache.lengths[:, None] + state.tree.depths >= index)[:, None] | level.itself)
-            columns, mask = cache.open_scratch(width, seen)
+            mask = cache.see_scratch(seen)
             if index:
-                mask = _without_first(mask, columns, cache.num_scratch, index)
+                mask = _without_first(mask, level.own, cache.num_scratch, index)
             x = block.join(parent_states[:, :, max(index - 1, 0)], embedded)
-            outputs.append(block.next_state(block.layer.decode(x, positions, Rows(cache, columns, mask))))
-        for cache in state.caches[:begin]:  # these columns are never read
-            cache.open_scratch(width, level.ancestors)
+            outputs.append(block.next_state(block.layer.decode(x, positions, Rows(cache, level.own, mask))))
         state.states.narrow(2, begin, len(outputs)).index_copy_(1, level.places, torch.stack(outputs, dim=2))
         return DraftLogits(self.score(self.each_block[begin], outputs[0]), self.draft_token_ids)
 

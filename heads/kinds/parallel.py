@@ -290,7 +290,8 @@ class ParallelHeads(Eagle3Heads):
             cache = state.caches[number]
             _, _, mask = cache.append(k[:, :, :width], v[:, :, :width], here, max_slots)
             keys, values, mask_of_masks = cache.append_scratch(
-                k[:, :, width:], v[:, :, width:], seen.expand(batch, -1, -1), ahead=1 + steps[:num_masks]
+                *(k[:, :, width:], v[:, :, width:], steps[:num_masks], seen.expand(batch, -1, -1)),
+                ahead=1 + steps[:num_masks],
             )
             return attention.attend(q, keys, values, torch.cat([mask, mask_of_masks], dim=2))
 

@@ -6,7 +6,8 @@ H query heads, G key/value heads, d head size, D hidden size, K unroll steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -105,8 +106,8 @@ class RMSNorm(nn.Module):
 class DraftCache(RowState):
     """Keys and values of one draft layer: first R scratch rows for the tree, then one slot per accepted position.
 
-    With the scratch rows first, both regions have fixed columns in rows of every length. A tree fills the scratch rows
-    level by level, and the drafter's `extend` frees them.
+    With the scratch rows first, both regions have fixed columns in rows of every length. The drafter says which scratch
+    rows a level has (`TreeRows`).
 
     With a window the slots are a ring: slot s is at place s modulo the ring's length, which has room for the window and
     one pass. So drafting costs as much after 32,000 tokens as after 2,000.
@@ -147,14 +148,10 @@ class DraftCache(RowState):
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.begins = torch.zeros_like(self.lengths)
         self.columns = torch.arange(num_scratch + self.num_held, device=device)
-        self.rows = torch.arange(batch, device=device)[:, None]
         self.max_slots = 0
-        self.used_scratch = torch.zeros(1, dtype=torch.long, device=device)
-        self._num_used = 0
 
     def append(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes W slots [B, G, W, d] after each row's own, keeps the first counts[b] of row b, and frees the scratch
-        rows.
+        """Writes W slots [B, G, W, d] after each row's own, and keeps the first counts[b] of row b.
 
         Returns:
             keys and values [B, G, S, d] up to the last slot written, and the mask [B, 1, W, S] (True = sees).
@@ -176,46 +173,26 @@ class DraftCache(RowState):
             held, own = self._held_slots(slots_BW[:, -1:]), slots_BW[..., None]
             mask_BWS = F.pad((held <= own) & (held > own - self.window), (self.num_scratch, 0))
         self.lengths += counts  # in place: it is what a captured draft keeps from step to step
-        self.used_scratch = torch.zeros_like(self.used_scratch)
-        self._num_used = 0
         return columns, mask_BWS[:, None]
 
-    def store(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> None:
-        """`append` without a view, for slots that no query reads yet."""
-        columns, _ = self.open(keys.shape[2], counts, max_slots)
-        self.write(columns, keys, values)
-
     def append_scratch(
-        self, keys: Tensor, values: Tensor, ancestors: Tensor, ahead: Tensor | None = None
+        self, keys: Tensor, values: Tensor, own: Tensor, ancestors: Tensor, ahead: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes one level's W frontier rows; `ancestors` [B, W, R] are the scratch rows that each sees.
+        """Writes the W scratch rows `own` [W] of one level; `ancestors` [B, W, R] are the scratch rows that each sees.
 
         With a window each row sees what the last accepted slot sees, or [W] `ahead` slots less of it.
-
-        The level's first row is a tensor, so that one compiled graph serves every level.
         """
-        columns, mask = self.open_scratch(keys.shape[2], ancestors, ahead)
-        return (*self.write(columns, keys, values), mask)
+        return (*self.write(own, keys, values), self.see_scratch(ancestors, ahead))
 
-    def open_scratch(self, width: int, ancestors: Tensor, ahead: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The first half of `append_scratch`: returns the columns [W] to write, and the mask [B, 1, W, S]."""
-        if not torch.compiler.is_compiling():
-            self._num_used += width
-            if self._num_used > self.num_scratch:
-                raise ValueError(
-                    f"the tree has more than num_scratch={self.num_scratch} frontier nodes: start() the drafter with "
-                    "more"
-                )
-        columns = self.used_scratch + self.columns[:width]
-        self.used_scratch = self.used_scratch + width
+    def see_scratch(self, ancestors: Tensor, ahead: Tensor | None = None) -> Tensor:
+        """The mask [B, 1, W, S] of `append_scratch`."""
         if self.window is None:
             certain = (self.columns[: self.max_slots] < self.lengths[:, None])[:, None]
         else:
             first = self.lengths[:, None, None] - self.window
             first = first if ahead is None else first + ahead[:, None]
             certain = self._held_slots(self.lengths[:, None] - 1) >= first
-        mask_BWS = torch.cat([ancestors, certain.expand(-1, width, -1)], dim=-1)
-        return columns, mask_BWS[:, None]
+        return torch.cat([ancestors, certain.expand(-1, ancestors.shape[1], -1)], dim=-1)[:, None]
 
     def _held_slots(self, ends: Tensor) -> Tensor:
         """[B, 1, places in view], the slot at each place of the ring after those up to `ends` [B, 1] were written; a
@@ -244,27 +221,38 @@ class DraftCache(RowState):
         slots = (self.lengths[:, None] - width + torch.arange(width, device=here.device)).clamp(min=0)
         for plane, other in ((self.keys, source.keys), (self.values, source.values)):
             found = other[here[:, None], :, source.num_scratch + slots % source.num_held]
-            plane[self.rows, :, self.num_scratch + slots % self.num_held] = found
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        super().keep_rows(rows)
-        self.rows = self.rows[: len(rows)]
-
-    def add_rows(self, other: DraftCache, max_slots: int) -> None:
-        super().add_rows(other, max_slots)
-        self.rows = torch.arange(len(self.lengths), device=self.keys.device)[:, None]
+            every_row = torch.arange(len(here), device=here.device)[:, None]
+            plane[every_row, :, self.num_scratch + slots % self.num_held] = found
 
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The second half of `append` and `append_scratch`: fills the opened columns, and returns keys and values up to
-        the last column in view."""
+        """Fills columns [W] or [B, W], and returns keys and values up to the last column in view."""
         if columns.dim() == 1:
             self.keys.index_copy_(2, columns, keys)  # compiled, a slice assignment would copy the cache
             self.values.index_copy_(2, columns, values)
         else:
-            self.keys[self.rows, :, columns] = keys.transpose(1, 2)
-            self.values[self.rows, :, columns] = values.transpose(1, 2)
+            every_row = torch.arange(len(columns), device=columns.device)[:, None]
+            self.keys[every_row, :, columns] = keys.transpose(1, 2)
+            self.values[every_row, :, columns] = values.transpose(1, 2)
         view = self.num_scratch + self.max_slots
         return self.keys[:, :, :view], self.values[:, :, :view]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one cached pass: where a layer writes its keys and values, and what it sees.
+
+    Attributes:
+        columns: the cache columns opened for the rows.
+        mask: [B, 1, Q, S] bool, True = sees.
+    """
+
+    cache: DraftCache
+    columns: Tensor
+    mask: Tensor
+
+    def update(self, keys: Tensor, values: Tensor, *_: object, **more: object) -> tuple[Tensor, Tensor]:
+        """[B, G, Q, d] of the rows -> [B, G, S, d] of everything in view. transformers' layers call this method."""
+        return self.cache.write(self.columns, keys, values)
 
 
 class DraftAttention(nn.Module):

@@ -7,33 +7,14 @@ size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from draftsmith.heads.modules.layers import DecoderLayer, DraftAttention, DraftCache, RMSNorm
+from draftsmith.heads.modules.layers import DecoderLayer, DraftAttention, DraftCache, RMSNorm, Rows
 from draftsmith.heads.modules.stock_layer import StockLayer
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of one cached pass: where a layer writes its keys and values, and what it sees.
-
-    Attributes:
-        columns: the cache columns opened for the rows.
-        mask: [B, 1, Q, S] bool, True = sees.
-    """
-
-    cache: DraftCache
-    columns: Tensor
-    mask: Tensor
-
-    def update(self, keys: Tensor, values: Tensor, *_: object, **more: object) -> tuple[Tensor, Tensor]:
-        """[B, G, Q, d] of the rows -> [B, G, S, d] of everything in view. transformers' layers call this method."""
-        return self.cache.write(self.columns, keys, values)
 
 
 class MTPLayer(DecoderLayer):

@@ -11,24 +11,15 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from draftsmith.heads.modules.layers import DraftCache
+from draftsmith.heads.modules.layers import DraftCache, Rows
 from draftsmith.inference.targets.forward_names import find_cache_name
 from draftsmith.inference.targets.model_config import find_layer_windows
-
-
-class RowsInView(Protocol):
-    """The part of `draftsmith.heads.modules.mtp_block.Rows` that a layer uses."""
-
-    @property
-    def mask(self) -> Tensor: ...
-
-    def update(self, keys: Tensor, values: Tensor, *rest: object, **more: object) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -110,7 +101,7 @@ class StockLayer(nn.Module):
             **sizes,
         )
 
-    def decode(self, x: Tensor, positions: Tensor, rows: RowsInView) -> Tensor:
+    def decode(self, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
         """x [B, Q, D] at positions [B, Q] -> [B, Q, D]."""
         return self._run(x, positions, rows.mask, rows)
 

@@ -36,9 +36,11 @@ def accept_by_rejection(
     Arguments and result as in `accept_exact`; the target samples.
     """
     assert tree.drawn is not None
+    assert sampler.row_seeds is not None
     walk, width, num_ranks = TreeWalk(sampler, logits), tree.path_width, tree.drawn.num_ranks
     nodes = torch.arange(tree.num_nodes, device=logits.device)
-    uniforms = _uniforms(sampler, root_positions, width * num_ranks).view(-1, width, num_ranks)
+    seeds = derive_seeds(sampler.row_seeds, ACCEPT_STREAM, root_positions)
+    uniforms = uniform_noise(seeds, width * num_ranks).view(-1, width, num_ranks)
     for depth in range(width):
         p = torch.softmax(walk.score().float(), dim=-1)  # [B, V]
         log_q = tree.drawn.log_q[walk.rows, tree.drawn.rows[walk.current]]
@@ -67,7 +69,7 @@ def _try_children(
     is_chosen = torch.zeros_like(is_child[:, 0])
     for rank in range(uniforms.shape[1]):
         # In logarithms: after the likeliest tokens of a sharp q, less may be left than a float can hold.
-        q = _normalise_log(log_q)
+        q = torch.softmax(log_q, dim=-1).nan_to_num(nan=0.0)  # rows of -inf become zeros
         fits = is_child & (places == rank + 1)
         child, exists = fits.int().argmax(1), fits.any(1) & ~is_chosen
         token = tree.token_ids.gather(1, child[:, None])  # [B, 1]
@@ -80,17 +82,7 @@ def _try_children(
     return chosen, is_chosen, p
 
 
-def _uniforms(sampler: Sampler, root_positions: Tensor, count: int) -> Tensor:
-    assert sampler.row_seeds is not None
-    return uniform_noise(derive_seeds(sampler.row_seeds, ACCEPT_STREAM, root_positions), count)
-
-
 def _normalise(values: Tensor, otherwise: Tensor) -> Tensor:
     """Rows [B, V] that sum to one; a row of zeros (from rounding) becomes the row of `otherwise`."""
     total = values.sum(-1, keepdim=True)
     return torch.where(total > 0, values / total.clamp(min=1e-38), otherwise)
-
-
-def _normalise_log(log_values: Tensor) -> Tensor:
-    """Logarithms of any scale [B, V] as probabilities; rows of -inf become zeros."""
-    return torch.softmax(log_values, dim=-1).nan_to_num(nan=0.0)

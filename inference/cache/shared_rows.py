@@ -21,15 +21,13 @@ class SharedRows(Cache):
     The draft shares the target's cache (Kangaroo, arXiv 2404.18911, section 3.2). The drafter reads the first layers'
     keys and values of committed tokens there. It writes keys and values of drafted tokens after them; these are never
     committed.
-    Row r is in slot length + r. The rows of a level are a tensor, so that one compiled graph serves all levels.
+    Row r is in slot length + r. The drafter says which rows a level has (`TreeRows`).
 
-    Worked example, 5 committed tokens and `num_rows=4`:
-
-        forget_levels(5), open_level(1)   the root, depth 0: row 0, slot 5
-        open_level(2)                     depth 1: rows 1 and 2, slots 6 and 7
-        open_level(1)                     depth 2: row 3, slot 8
+    Worked example, 5 committed tokens: the root is row 0, in slot 5; its two children, rows 1 and 2, are in slots 6 and
+    7.
 
     Attributes:
+        max_slots: no row has more committed tokens than this.
         slots: [B, W] long, the slots of the open level.
         depth: [1] long, the depth of the open level.
         depths: [R] long, the depth of each used row.
@@ -39,11 +37,9 @@ class SharedRows(Cache):
         super().__init__(layers=[])
         self.cache = cache
         self.num_rows = num_rows
-        device = cache.lengths.device
-        self.rows = torch.arange(num_rows, device=device)
-        self.depths = torch.zeros_like(self.rows)
-        self.slots = cache.lengths[:, None]
-        self.forget_levels(0)
+        self.max_slots = 0
+        self.rows = torch.arange(num_rows, device=cache.lengths.device)
+        self.open_level(self.rows[:1], self.rows[:1], self.rows)
 
     @property
     def lengths(self) -> Tensor:
@@ -54,31 +50,9 @@ class SharedRows(Cache):
         """As `KVCache.to_positions`."""
         return self.cache.to_positions(slots)
 
-    def forget_levels(self, max_slots: int) -> None:
-        """Begins a new draft.
-
-        Args:
-            max_slots: no row has more committed tokens than this.
-        """
-        self.max_slots = max_slots
-        self.used = torch.zeros(1, dtype=torch.long, device=self.rows.device)
-        self.depth = self.used - 1
-        self._num_used = 0
-
-    def open_level(self, width: int) -> Tensor:
-        """Opens the next `width` rows as the next deeper level; returns their numbers, [W] long."""
-        if not torch.compiler.is_compiling():
-            self._num_used += width
-            if self._num_used > self.num_rows:
-                raise ValueError(
-                    f"the tree has more than num_scratch={self.num_rows - 1} frontier nodes: start() the drafter with "
-                    "more"
-                )
-        own = self.used + self.rows[:width]
-        self.used, self.depth = self.used + width, self.depth + 1
-        self.depths.index_copy_(0, own, self.depth.expand(width))
-        self.slots = self.lengths[:, None] + own
-        return own
+    def open_level(self, own: Tensor, depth: Tensor, depths: Tensor) -> None:
+        """Opens the rows `own` [W] long as a level; `depth` and `depths` as in the attributes."""
+        self.slots, self.depth, self.depths = self.lengths[:, None] + own, depth, depths
 
     def slots_seen(self, window: int | None) -> tuple[Tensor, Tensor]:
         """The slots [S] in view, and the slots [B, R] of the draft's rows, all long. The masks apply the windows.

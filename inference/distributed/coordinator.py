@@ -3,48 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 from draftsmith.inference.distributed.chain import DraftChain
-from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.distributed.gloo_link import GlooLink
+from draftsmith.inference.distributed.messages import Answer, Prompt
 from draftsmith.inference.distributed.timeline import Draft, Timeline, Verification
 
 SMOOTHING = 0.9  # of the measured times that choose the lookahead: a text's typical task outlives one odd one
-
-
-class Link(Protocol):
-    """Rank 0's connection to the servers.
-
-    Attributes:
-        busy: the servers that have a task and have not answered.
-        owner: the text that the servers hold.
-    """
-
-    owner: object
-
-    @property
-    def busy(self) -> set[int]: ...
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The servers' ranks."""
-
-    def send(self, rank: int, message: Prompt | Task | None) -> None:
-        """Sends without waiting for the server, which handles its messages in order."""
-
-    def receive(self, seconds: float) -> tuple[int, Answer] | None:
-        """An answer and its rank; None if none comes within `seconds`.
-
-        Raises:
-            RuntimeError: a server has died; the message names its rank.
-        """
-
-    def now(self) -> float:
-        """Seconds."""
-
-    def close(self) -> None:
-        """Ends the servers."""
 
 
 class Coordinator:
@@ -61,7 +27,7 @@ class Coordinator:
         timeline: of the last text.
     """
 
-    def __init__(self, link: Link, *, lookahead: int | None, max_ahead: int, timeout: float) -> None:
+    def __init__(self, link: GlooLink, *, lookahead: int | None, max_ahead: int, timeout: float) -> None:
         self.link, self.max_ahead, self.timeout = link, max_ahead, timeout
         self.timeline = Timeline()
         self._lookahead = lookahead

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from draftsmith.inference.acceptance.exact import accept_exact
 from draftsmith.inference.decoder import ending
 from draftsmith.inference.distributed.chain import DraftChain
-from draftsmith.inference.distributed.coordinator import Coordinator, Link
+from draftsmith.inference.distributed.coordinator import Coordinator
 from draftsmith.inference.distributed.drafting import ChainDrafting
 from draftsmith.inference.distributed.gloo_link import GlooLink
 from draftsmith.inference.distributed.messages import Greeting, Prompt
@@ -67,7 +66,7 @@ class DistributedDecoder:
         max_ahead: int = 32,
         is_coupled: bool = True,
         timeout: float = 300.0,
-        link: Link | None = None,
+        link: GlooLink | None = None,
     ) -> None:
         if not isinstance(drafter, Drafter):
             raise TypeError(f"drafter is {type(drafter).__name__}; a Drafter is expected, since rank 0 drafts")
@@ -83,7 +82,7 @@ class DistributedDecoder:
         self.drafter = drafter.for_target(self.target)
         depth = 2 * max_ahead if self.drafter.max_depth is None else min(2 * max_ahead, self.drafter.max_depth)
         self._step = Step(self.target, self.drafter, chain_policy(depth), is_coupled=is_coupled)
-        self.link: Link = link or GlooLink(Greeting.of_target(self.target), timeout=timeout)
+        self.link = link or GlooLink(Greeting.of_target(self.target), timeout=timeout)
         self._coordinator = Coordinator(self.link, lookahead=lookahead, max_ahead=max_ahead, timeout=timeout)
 
     def generate(
@@ -106,14 +105,14 @@ class DistributedDecoder:
         """
         with ending(streamer):
             request, prompt = self._read_call(input_ids, attention_mask, seed, {"streamer": streamer, **options})
-            clock = self._new_clock()
+            clock = PhaseClock(GenerationStats(), self.target.device)
             if streamer is not None:
                 streamer.put(request.given_ids.cpu())
             with self.target.without_autograd():
                 for _ in self._steps(request, prompt, clock):
                     pass
             clock.pause()
-            return _gather(request, clock.stats)
+            return GenerationOutput(request.sequences(), clock.stats)
 
     def stream(
         self,
@@ -129,10 +128,10 @@ class DistributedDecoder:
         Read the stream to its end, or close it, before the next call.
         """
         request, prompt = self._read_call(input_ids, attention_mask, seed, options)
-        clock = self._new_clock()
+        clock = PhaseClock(GenerationStats(), self.target.device)
         clock.pause()
         steps = self._stream_steps(self._steps(request, prompt, clock), clock)
-        return TokenStream(steps, partial(_gather, request, clock.stats), lambda: None)
+        return TokenStream(steps, lambda: GenerationOutput(request.sequences(), clock.stats), lambda: None)
 
     def _read_call(
         self,
@@ -141,8 +140,7 @@ class DistributedDecoder:
         seed: int | Sequence[int] | None,
         options: dict[str, Any],
     ) -> tuple[Request, Prompt]:
-        own = {name: options.pop(name, None) for name in ("streamer", "tokenizer", "stop_strings")}
-        request = make_request(self.target, input_ids, attention_mask, **own, generate_kwargs=options)
+        request = make_request(self.target, input_ids, attention_mask, **options)
         request.refuse_media("distributed decoding")
         if request.batch_size > 1:
             raise ValueError(f"texts are decoded one at a time, and this call has {request.batch_size} rows")
@@ -150,9 +148,6 @@ class DistributedDecoder:
             raise ValueError("servers send tokens, not scores: leave output_scores and output_logits out")
         seeds = row_seeds(seed, 1, self.target.device).tolist() if request.do_sample else [None]
         return request, Prompt.of_request(request, seeds[0], self.drafter.feature_layers)
-
-    def _new_clock(self) -> PhaseClock:
-        return PhaseClock(GenerationStats(), self.target.device)
 
     def _stream_steps(self, steps: Iterator[StepTokens], clock: PhaseClock) -> Iterator[StepTokens]:
         with closing(steps):  # type: ignore[type-var]  # a generator
@@ -222,7 +217,3 @@ class DistributedDecoder:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _gather(request: Request, stats: GenerationStats) -> GenerationOutput:
-    return GenerationOutput(request.sequences(), stats)

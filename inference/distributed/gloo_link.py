@@ -1,8 +1,4 @@
-"""Messages over torch.distributed's gloo, on CPUs and beside GPUs.
-
-`wire` turns messages into frames. A part of fixed size carries a frame's beginning, so that the receiver knows what to
-wait for. The rest of a long frame is a second part.
-"""
+"""Messages over torch.distributed's gloo, on CPUs and beside GPUs: the number of bytes, then the bytes (`wire`)."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,19 +16,11 @@ from torch import Tensor
 
 from draftsmith.inference.distributed.messages import Answer, Greeting, Prompt, Task
 from draftsmith.inference.distributed.server import TargetServer
-from draftsmith.inference.distributed.wire import Message, decode, encode, read_size
+from draftsmith.inference.distributed.wire import Message, decode, encode
 from draftsmith.inference.targets.target import Target
 
-FIRST_PART = 2048  # bytes; a task or an answer without features fits
 IDLE = timedelta(days=365)  # servers wait for the next text: gloo's own timeout would end them
 GOODBYE = 5.0  # seconds for servers to confirm the end
-
-
-class Server(Protocol):
-    """Reads prompts and answers tasks: a `TargetServer`."""
-
-    def begin(self, prompt: Prompt) -> None: ...
-    def answer(self, task: Task) -> Answer: ...
 
 
 class Channel:
@@ -54,37 +42,22 @@ class Channel:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
 
     def send(self, rank: int, message: Message) -> list[tuple[Any, Tensor]]:
-        """Begins to send. What is returned must be kept until the other side has received the message.
-
-        Raises:
-            RuntimeError: the other process has died.
-        """
-        data = torch.frombuffer(encode(message), dtype=torch.uint8)
-        first, rest = torch.zeros(FIRST_PART, dtype=torch.uint8), data[FIRST_PART:]
-        first[: len(data)] = data[:FIRST_PART]
+        """Begins to send. What is returned must be kept until the other side has received the message."""
+        data = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
         with self._naming(rank):
-            return [(dist.isend(part, rank, group=self._group), part) for part in (first, rest) if len(part)]
+            return [(dist.isend(part, rank, group=self._group), part) for part in (torch.tensor([len(data)]), data)]
 
     def receive(self, rank: int) -> Message:
-        """Waits for a message.
-
-        Raises:
-            RuntimeError: the other process has died, or sent what cannot be read.
-        """
-        frame = self._receive_bytes(rank, FIRST_PART)
+        """Waits for a message."""
+        size = torch.zeros(1, dtype=torch.long)
+        with self._naming(rank):
+            dist.recv(size, rank, group=self._group)
+            data = torch.empty(int(size), dtype=torch.uint8)
+            dist.recv(data, rank, group=self._group)
         try:
-            size = read_size(frame.numpy().data)
-            if size > FIRST_PART:
-                frame = torch.cat([frame, self._receive_bytes(rank, size - FIRST_PART)])
-            return decode(frame[:size].numpy().data)
+            return decode(data.numpy().tobytes())
         except ValueError as error:
             raise RuntimeError(f"from rank {rank}: {error}") from error
-
-    def _receive_bytes(self, rank: int, size: int) -> Tensor:
-        data = torch.empty(size, dtype=torch.uint8)
-        with self._naming(rank):
-            dist.recv(data, rank, group=self._group)
-        return data
 
     @contextmanager
     def _naming(self, rank: int) -> Iterator[None]:
@@ -101,10 +74,15 @@ class Channel:
 
 
 class GlooLink:
-    """Rank 0's link to the servers (`coordinator.Link`). A thread for each server waits for its messages.
+    """Rank 0's link to the servers. A thread for each server waits for its messages.
 
     Args:
         own: what every server must greet with.
+
+    Attributes:
+        ranks: the servers' ranks.
+        busy: the servers that have a task and have not answered.
+        owner: the text that the servers hold.
 
     Raises:
         ValueError: there is no server, this is not rank 0, or a server has another model.
@@ -148,11 +126,17 @@ class GlooLink:
             self._received.put((rank, error))
 
     def send(self, rank: int, message: Prompt | Task | None) -> None:
+        """Sends without waiting for the server, which handles its messages in order."""
         self._sending[rank] += self._channel.send(rank, message)
         if isinstance(message, Task):
             self.busy.add(rank)
 
     def receive(self, seconds: float) -> tuple[int, Any] | None:
+        """An answer and its rank; None if none comes within `seconds`.
+
+        Raises:
+            RuntimeError: a server has died; the message names its rank.
+        """
         if self._death is not None:
             raise self._death
         try:
@@ -199,7 +183,7 @@ def serve_target(target: Target | Any) -> None:
     serve(server, Greeting.of_target(server.target))
 
 
-def serve(server: Server, greeting: Greeting) -> None:
+def serve(server: TargetServer, greeting: Greeting) -> None:
     """Lets rank 0 use a server until rank 0 says goodbye; errors as in `serve_target`."""
     channel = Channel()
     if channel.rank == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,22 +49,18 @@ class Prompt:
     max_new: int
     row_seed: int | None
     processors: str = "[]"
-    feature_layers: tuple[int, ...] = ()
+    feature_layers: list[int] = field(default_factory=list)
 
     @classmethod
     def of_request(cls, request: Request, row_seed: int | None, feature_layers: Sequence[int]) -> Prompt:
-        """The prompt of a request of one row.
-
-        Raises:
-            ValueError: a processor may keep a state, or has attributes that cannot be sent.
-        """
+        """The prompt of a request of one row."""
         return cls(
             request.prompts[0],
             request.rows[0].padded,
             max(1, request.rows[0].budget),
             row_seed,
             encode_processors(request.processors),
-            tuple(feature_layers),
+            list(feature_layers),
         )
 
     @property
@@ -74,11 +70,7 @@ class Prompt:
 
     def make_sampler(self, target: Target, capacity: int) -> Sampler:
         """How the target picks its tokens, on rank 0 and on servers; the texts that processors read have room for
-        `capacity` tokens and the padding.
-
-        Raises:
-            ValueError: a processor is not known here, or biases tokens that the target does not have.
-        """
+        `capacity` tokens and the padding."""
         texts, processors = None, decode_processors(self.processors, target.device)
         if any(type(processor) not in PREFIX_FREE for processor in processors):
             shown = torch.tensor([self.shown], device=target.device)

@@ -38,11 +38,7 @@ def encode_processors(processors: Sequence[Any]) -> str:
 
 
 def decode_processors(text: str, device: torch.device) -> list[Any]:
-    """The processors that `encode_processors` wrote, with their tensors on a device.
-
-    Raises:
-        ValueError: this side does not know one of the classes.
-    """
+    """The processors that `encode_processors` wrote, with their tensors on a device."""
     found = []
     for name, attributes in json.loads(text):
         if name not in KNOWN:

@@ -162,9 +162,6 @@ class Drafter(metaclass=ABCMeta):
 
         The draft is not kept, so the next call is an `extend`. Called only with `can_copy_rows`. A drafter with
         `shares_target_cache` is lent the cache, which has lost the same rows, again.
-
-        Raises:
-            NotImplementedError: `can_copy_rows` is false, or the state is of a class that cannot.
         """
         self._require_rows(state)
         if state is not None:
@@ -179,9 +176,6 @@ class Drafter(metaclass=ABCMeta):
 
         Args:
             max_slots: no row of `other` has read more slots.
-
-        Raises:
-            NotImplementedError: `can_copy_rows` is false, or the state is of a class that cannot.
         """
         self._require_rows(state)
         if state is not None:

@@ -202,11 +202,7 @@ class SmallModelDrafter(Drafter, nn.Module):
 
 
 def compare_tokenizers(tokenizer: Any, target_tokenizer: Any) -> None:
-    """Refuses a small model's tokenizer in which an id is another token than in the target's.
-
-    Raises:
-        ValueError: naming the first ids that conflict.
-    """
+    """Refuses a small model's tokenizer in which an id is another token than in the target's."""
     vocabularies = (one.get_vocab().items() for one in (tokenizer, target_tokenizer))
     small, target = ({index: token for token, index in vocabulary} for vocabulary in vocabularies)
     conflicting = sorted(index for index in small.keys() & target.keys() if small[index] != target[index])

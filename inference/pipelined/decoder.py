@@ -95,18 +95,15 @@ class PipelinedDecoder:
         *,
         seed: int | Sequence[int] | None = None,
         streamer: Any = None,
-        tokenizer: Any = None,
-        stop_strings: str | list[str] | None = None,
-        **generate_kwargs: Any,
+        **options: Any,
     ) -> PipelinedOutput:
         """Arguments as for `Decoder.generate`.
 
         Raises:
             ValueError: as `Decoder.generate`; logits processors that read the text, such as a repetition penalty.
         """
-        own = {"streamer": streamer, "tokenizer": tokenizer, "stop_strings": stop_strings}
         with ending(streamer):
-            request = make_request(self.target, input_ids, attention_mask, **own, generate_kwargs=generate_kwargs)
+            request = make_request(self.target, input_ids, attention_mask, streamer=streamer, **options)
             return self._generate(request, seed)
 
     def _generate(self, request: Request, seed: int | Sequence[int] | None) -> PipelinedOutput:

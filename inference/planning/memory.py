@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import platform
@@ -24,9 +23,9 @@ from draftsmith.inference.targets.model_config import find_attention
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.policy import TreePolicy
 
-FORMAT = 2  # raise it with every change that makes stored costs wrong
+FORMAT = 3  # raise it with every change that makes stored costs wrong
 SAMPLED = 16  # numbers of each weight in the name of a file
-# Seconds for which a file is used. Wrong costs are replaced much sooner, by the steps that they are tried in.
+# Seconds for which a file is used after it was written. Wrong costs are replaced sooner, by the steps that try them.
 MOST_AGE = 7 * 24 * 3600.0
 
 
@@ -39,7 +38,6 @@ def memory_file(target: Target, drafter: Any, policies: Sequence[TreePolicy], ru
     """
     key = [
         _describe_machine(target.device),
-        target.placement,
         type(target.model).__name__,
         target.is_packed,
         target.min_pass_tokens,
@@ -58,9 +56,7 @@ def memory_file(target: Target, drafter: Any, policies: Sequence[TreePolicy], ru
 
 
 def _describe_drafter(drafter: Any) -> list[Any]:
-    """Its class, settings, weights and dtype; then the same of the drafters it is made of. A wrapper (`__wrapped__`) is
-    left out."""
-    drafter = inspect.unwrap(drafter)
+    """Its class, settings, weights and dtype."""
     config = getattr(drafter, "config", None)
     kinds = int | float | str if config is None else int | float  # a config names its own texts, and its folder
     return [
@@ -69,7 +65,6 @@ def _describe_drafter(drafter: Any) -> list[Any]:
         None if config is None else _digest(config),
         _sample_weights(drafter) if isinstance(drafter, nn.Module) else None,
         str(getattr(drafter, "dtype", "")),
-        *(_describe_drafter(part) for part in getattr(drafter, "drafters", ())),
     ]
 
 
@@ -105,37 +100,23 @@ Learned = tuple[dict[tuple[bool, int, int], list[float]], dict[bool, list[float]
 """Ratios of costs by conditions, and each policy's tokens, greedy (False) and sampled."""
 
 
-def load_learned(file: Path, num_policies: int) -> Learned:
-    """What was learned in the last days."""
-    costs, tokens = (
-        {key: values for key, (learned_at, values) in part.items() if 0 <= time.time() - learned_at < MOST_AGE}
-        for part in _read(file)
-    )
-    costs = {key: values for key, values in costs.items() if len(values) == num_policies + 1}
-    return costs, {key[0]: values for key, values in tokens.items() if len(values) == num_policies}
-
-
-def _read(file: Path) -> list[dict[Any, tuple[float, list[float]]]]:
-    """Dated costs and tokens; nothing from a file that is damaged or not there."""
+def load_learned(file: Path) -> Learned:
+    """What was learned until a few days ago; nothing from a file that is damaged or not there."""
     try:
+        if not 0 <= time.time() - file.stat().st_mtime < MOST_AGE:
+            return {}, {}
         content = json.loads(file.read_text(encoding="utf-8"))
-        return [
-            {tuple(key): (float(learned_at), [*map(float, values)]) for key, learned_at, values in content[name]}
-            for name in ("costs", "tokens")
-        ]
+        costs = {tuple(key): [*map(float, values)] for key, values in content["costs"]}
+        return costs, {bool(key): [*map(float, values)] for key, values in content["tokens"]}
     except (OSError, ValueError, KeyError, TypeError):
-        return [{}, {}]
+        return {}, {}
 
 
 def store_learned(file: Path, learned: Learned) -> None:
     """Adds what was learned to the file. Where nothing can be written, it is learned again next time."""
-    costs, tokens = _read(file)
-    now = time.time()
-    costs |= {key: (now, [*values]) for key, values in learned[0].items()}
-    tokens |= {(key,): (now, [*values]) for key, values in learned[1].items()}
-    content = {
-        name: [[key, *dated] for key, dated in part.items()] for name, part in (("costs", costs), ("tokens", tokens))
-    }
+    known_costs, known_tokens = load_learned(file)
+    costs, tokens = learned
+    content = {"costs": [*(known_costs | costs).items()], "tokens": [*(known_tokens | tokens).items()]}
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         scratch = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")

@@ -71,7 +71,7 @@ class Planner:
     ) -> None:
         self.policies = (None, *policies)
         self._file, self._clock = file, clock
-        costs, tokens = ({}, {}) if file is None else load_learned(file, len(policies))
+        costs, tokens = ({}, {}) if file is None else load_learned(file)
         self._costs = StepCosts(policies, node_cost, costs)
         guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.num_nodes) for policy in policies]
         self._tokens = {kind: AcceptedTokens(tokens.get(kind, guess)) for kind in (False, True)}

@@ -53,9 +53,6 @@ def encode_prompt(
     """The token ids of a conversation up to where the assistant's next turn begins.
 
     Args: those of `ChatRenderer`.
-
-    Raises:
-        ConversationError: the template does not write all of it.
     """
     text = ChatRenderer(tokenizer, messages, tools=tools, variables=variables).render(messages, is_prompt=True)
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -133,9 +130,6 @@ class ChatRenderer:
 
         Args:
             is_prompt: append the header of the assistant's next turn.
-
-        Raises:
-            ConversationError: the template rejects these messages.
         """
         return self._apply(messages, self._way, add_generation_prompt=is_prompt)[0]
 
@@ -300,11 +294,7 @@ def _mark(message: dict[str, Any], index: int) -> _Marked:
 
 
 def change_calls(message: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the message's tool calls with each function (its `name` and `arguments`) changed.
-
-    Raises:
-        ConversationError: a call names no function.
-    """
+    """Returns the message's tool calls with each function (its `name` and `arguments`) changed."""
     functions = [(call, change(_find_function(call))) for call in message["tool_calls"]]
     return [{**call, "function": function} if "function" in call else function for call, function in functions]
 

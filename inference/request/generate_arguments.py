@@ -67,7 +67,7 @@ def make_request(
     streamer: Any = None,
     tokenizer: Any = None,
     stop_strings: str | list[str] | None = None,
-    generate_kwargs: dict[str, Any],
+    **generate_kwargs: Any,
 ) -> Request:
     """Calls `model.generate` with a decoding method that decodes nothing and returns the request.
 
@@ -166,11 +166,7 @@ def request_of_hook(
     model_kwargs: dict[str, Any],
     streamer: Any = None,
 ) -> Request:
-    """The request of transformers' `generate`, from what it hands to its `custom_generate`.
-
-    Raises:
-        ValueError: for options that this loop cannot honour.
-    """
+    """The request of transformers' `generate`, from what it hands to its `custom_generate`."""
     target.check_again()
     name = type(target.model).__name__
     if target.is_encoder_decoder:

@@ -8,32 +8,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
-from transformers.generation import logits_process
+from transformers.generation import logits_process as stock
 
 NO_TOKEN = -1  # instead of an emitted token: all scores were NaN, or -inf
 
 
-def _find_types(*names: str) -> frozenset[type]:
-    """The named processor classes, as far as the installed transformers release has them."""
-    return frozenset(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
-
-
 # They read one row of scores and nothing else, so they may run on all nodes of a tree at once.
-PREFIX_FREE = _find_types(
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "TopHLogitsWarper",
-    "TypicalLogitsWarper",
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "SuppressTokensLogitsProcessor",
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
+PREFIX_FREE: frozenset[type] = frozenset(
+    {
+        stock.TemperatureLogitsWarper,
+        stock.TopKLogitsWarper,
+        stock.TopPLogitsWarper,
+        stock.MinPLogitsWarper,
+        stock.TopHLogitsWarper,
+        stock.TypicalLogitsWarper,
+        stock.EpsilonLogitsWarper,
+        stock.EtaLogitsWarper,
+        stock.SuppressTokensLogitsProcessor,
+        stock.InfNanRemoveLogitsProcessor,
+        stock.LogitNormalization,
+    }
 )
 # They do not read which token a column stands for, so they may also process scores over a reduced draft vocabulary.
-COLUMN_FREE = PREFIX_FREE - _find_types("SuppressTokensLogitsProcessor")
+COLUMN_FREE = PREFIX_FREE - {stock.SuppressTokensLogitsProcessor}
 
 
 class OccurrencePenaltiesLogitsProcessor(LogitsProcessor):  # type: ignore[misc, unused-ignore]

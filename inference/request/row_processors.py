@@ -25,21 +25,13 @@ _SHARED = (nn.Module, PreTrainedTokenizerBase)
 
 def processors_of_row(processors: Sequence[_Processor], index: int, num_rows: int) -> list[_Processor]:
     """Copies of the processors for row `index` of `num_rows`, to be called with [1, L] and [1, V]. The copies share
-    state that the processors share.
-
-    Raises:
-        ValueError: they cannot be copied.
-    """
+    state that the processors share."""
     copies = _copy_together(processors)
     return [own if _cut_context(own, index, num_rows) else _RowProcessor(own, index, num_rows) for own in copies]
 
 
 def criteria_of_row(criteria: Sequence[Any]) -> list[Any]:
-    """Copies of the criteria for one row; transformers' own keep no state and are not copied.
-
-    Raises:
-        ValueError: they cannot be copied.
-    """
+    """Copies of the criteria for one row; transformers' own keep no state and are not copied."""
     own = iter(_copy_together([one for one in criteria if not _is_transformers_own(one)]))
     return [one if _is_transformers_own(one) else next(own) for one in criteria]
 
@@ -51,9 +43,6 @@ def ask_criterion(
 
     Args:
         text: [1, L], of the row, on the host. Only criteria that are not transformers' own get it on the device.
-
-    Raises:
-        ValueError: it answers with neither one value nor one per row.
     """
     is_own = _is_transformers_own(criterion)
     if num_rows == 1 or is_own:

@@ -14,9 +14,7 @@ import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
-from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -53,7 +51,6 @@ FROZEN_OPTIONS = {"cpp.enable_concat_linear": True}  # products of one input, su
 OWN_KERNELS = {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
 
 _NUMBERS = itertools.count()
-_FUSES_LESS = ContextVar("fuses_less", default=False)
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +218,9 @@ class _CompiledFunction:
         self.compiler, self.options = compiler, options
         # In one piece: after a break of the graph, the guards that are dropped would be missed (`_keep_guards`).
         # A copy of the options, since `torch.compile` takes the guard filter out of the dictionary that it gets.
-        self.compiled = torch.compile(self.function, dynamic=dynamic, fullgraph=True, options={**options})
+        self.compiled: Callable[..., Any] = torch.compile(
+            self.function, dynamic=dynamic, fullgraph=True, options={**options}
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphs, start = count_graphs(), time.perf_counter()
@@ -235,78 +234,27 @@ class _CompiledFunction:
             )
             self.compiled = self.function
             result = self.compiled(*args, **kwargs)
-        except _COMPILER_ERRORS as error:
-            result = self._compile_otherwise(error, args, kwargs)
+        except _COMPILER_ERRORS as error:  # what failed to compile has not run, so nothing of the step is done twice
+            self._compile_otherwise(error)
+            return self(*args, **kwargs)
         if count_graphs() > graphs:
             self.compiler.seconds += time.perf_counter() - start
         return result
 
-    def _compile_otherwise(self, error: Exception, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Tries again, more simply each time; the last way is to run eagerly, of several pieces those that cannot be
-        compiled. What inductor failed to make has not run, so nothing of the step is done twice."""
-        options = self.options
-        least = {name: options[name] for name in ("freezing",) if name in options}
-        if isinstance(error, torch._dynamo.exc.Unsupported):
-            ways: dict[str, Callable[[], Any]] = {
-                "in pieces": lambda: _run_failures(torch.compile(self.function, dynamic=self.dynamic, options=least))
-            }
-        else:  # a loop that inductor cannot write, or a product without a kernel of its own
-            again = partial(torch.compile, self.function, dynamic=self.dynamic, fullgraph=True)
-            ways = {
-                "without loops over loops": lambda: _fuse_less(again(options={**options})),
-                "without kernels of its own": lambda: _fuse_less(again(options={**least})),
-                "not at all": lambda: self.function,
-            }
-        for way, compile_again in ways.items():
-            logger.warning(
-                "torch.compile could not compile %s as one graph, and now compiles it %s, which is slower: %s",
-                self.function.__name__,
-                way,
-                " ".join(str(error).partition("\n\n")[0].split()),
-            )
-            self.compiled = compile_again()
-            try:
-                return self.compiled(*args, **kwargs)
-            except _COMPILER_ERRORS as another:
-                error = another
-        raise error
-
-
-def _run_failures(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled in pieces; a piece that cannot be compiled runs eagerly."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(suppress_errors=True):
-            return function(*args, **kwargs)
-
-    return call
-
-
-def _fuse_less(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled without the loops over loops that torch 2.13 fails to write for some shapes (KeyError)."""
-    _make_fusing_optional()
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        token = _FUSES_LESS.set(True)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _FUSES_LESS.reset(token)
-
-    return call
-
-
-@cache
-def _make_fusing_optional() -> None:
-    """Lets inductor's scheduler ask `_FUSES_LESS`, once for all: other threads may compile meanwhile."""
-    from torch._inductor.codegen.cpp import CppScheduling  # slow to import
-
-    name = "can_fuse_vertical_outer_loop"
-    fuse = getattr(CppScheduling, name, None)
-    if fuse is not None:
-        setattr(CppScheduling, name, lambda *args: not _FUSES_LESS.get() and fuse(*args))
+    def _compile_otherwise(self, error: Exception) -> None:
+        """Without inductor's own kernels, some of whose products it cannot make; the function itself after that."""
+        way, least = "runs eagerly", {name: self.options[name] for name in ("freezing",) if name in self.options}
+        can_compile = least != self.options and not isinstance(error, torch._dynamo.exc.Unsupported)
+        self.compiled, self.options = self.function, least
+        if can_compile:
+            way = "is compiled without kernels of its own"
+            self.compiled = torch.compile(self.function, dynamic=self.dynamic, fullgraph=True, options={**least})
+        logger.warning(
+            "torch.compile could not compile %s as one graph, and it now %s, which is slower: %s",
+            self.function.__name__,
+            way,
+            " ".join(str(error).partition("\n\n")[0].split()),
+        )
 
 
 _CAN_FILTER_GUARDS = hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe")  # came with the option itself

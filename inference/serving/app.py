@@ -181,11 +181,7 @@ def _add_routes(app: FastAPI, server: Server) -> None:
 
 
 async def _read_body(request: Request, kind: type[Body]) -> Body:
-    """The checked body.
-
-    Raises:
-        RequestError: it is too large, not JSON, or not a request of this kind.
-    """
+    """The checked body."""
     # A page of another origin may send other types without asking the browser's leave.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("the body must have the content type application/json", status=415)

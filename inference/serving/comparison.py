@@ -6,10 +6,11 @@ from typing import Any
 
 from pydantic import Field
 
+from draftsmith.inference.prefix_cache import count_shared
 from draftsmith.inference.serving.errors import RequestError
 from draftsmith.inference.serving.protocol import ChatRequest, Message, Strict
 from draftsmith.inference.serving.reply_maker import ReplyMaker
-from draftsmith.inference.text_difference import find_place, judge
+from draftsmith.inference.text_difference import judge
 
 CURES = ("--batch_invariant true", "--dtype float32")  # options of the server
 
@@ -29,13 +30,9 @@ class DifferenceRequest(Strict):
 
 
 def describe_difference(maker: ReplyMaker, body: DifferenceRequest) -> dict[str, Any]:
-    """`is_near_tie`, and sentences with the target's scores of the two tokens (see `judge`).
-
-    Raises:
-        RequestError: no token differs, or the texts are not this target's.
-    """
+    """`is_near_tie`, and sentences with the target's scores of the two tokens (see `judge`)."""
     target = maker.target
-    place = find_place(*body.texts)
+    place = count_shared(body.texts)
     if place == min(map(len, body.texts)):
         raise RequestError("neither text may be the beginning of the other: give two that differ", param="texts")
     if not all(0 <= token < target.vocab_size for text in body.texts for token in text):

@@ -25,11 +25,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def read(self, response_format: dict[str, Any] | None) -> list[Any]:
-        """The processors of one reply: one, or none for plain text. A processor serves one reply only.
-
-        Raises:
-            RequestError: for formats that are unknown or wrong, and without xgrammar.
-        """
+        """The processors of one reply: one, or none for plain text. A processor serves one reply only."""
         kind = (response_format or {}).get("type", "text")
         if response_format is None or (kind == "text" and set(response_format) == {"type"}):
             return []

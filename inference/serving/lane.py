@@ -37,9 +37,6 @@ class Lane:
 
     Attributes:
         replies: those that are running.
-
-    Raises:
-        ValueError: for a decoder that cannot serve.
     """
 
     def __init__(self, decoder: Decoder, *, max_rows: int, max_length: int) -> None:

@@ -158,9 +158,7 @@ class ReplyMaker:
         try:
             with self._one_at_a_time:
                 # Stop strings end the text (`Reply.stops`), not the tokens.
-                request = make_request(
-                    self.target, input_ids, torch.ones_like(input_ids), stop_strings=[], generate_kwargs=kwargs
-                )
+                request = make_request(self.target, input_ids, torch.ones_like(input_ids), stop_strings=[], **kwargs)
         except ValueError as error:
             raise RequestError(str(error).partition("\n")[0]) from error
         # Here and not as an argument of generate, which wants at least one token.
@@ -261,11 +259,7 @@ class ReplyMaker:
 
 
 def name_drafters(heads: Mapping[str, Drafter]) -> dict[str, Drafter | None]:
-    """The drafters of a server by name: the heads, and plain decoding.
-
-    Raises:
-        ValueError: heads are called "none".
-    """
+    """The drafters of a server by name: the heads, and plain decoding."""
     if PLAIN in heads:
         raise ValueError(f"heads are called {PLAIN!r}, which means plain decoding: rename their folder")
     return {**heads, PLAIN: None}

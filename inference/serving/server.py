@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable
 
@@ -46,23 +45,13 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ValueError: there is no such address, or another program has the port.
     """
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-        bound = socket.socket(family, kind)
-        try:
-            if os.name == "posix":  # on Windows the option would share the port
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            bound.listen()  # or another program could take the port, too
-        except OSError:
-            bound.close()
-            raise
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:  # it listens: or another program could take the port, too
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         raise ValueError(
             f"got --host {host} --port {port}: {error.strerror}; give another one (--port 0 = any free port)"
         ) from error
-    return bound
 
 
 def new_server(app: FastAPI, *, drain_seconds: float = 10.0) -> DrainingServer:

@@ -122,11 +122,7 @@ class Backbone:
         layers: Sequence[int] = (),
         media: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The output of `module` (the model or a part of it), with hidden_states[layers].
-
-        Raises:
-            ValueError: the model is in training mode.
-        """
+        """The output of `module` (the model or a part of it), with hidden_states[layers]."""
         if self.model.training:
             refuse_training(self.model)
         names = self._names if module is self.causal_lm else self._decoder_names

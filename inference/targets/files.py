@@ -51,11 +51,7 @@ def is_missing(name: str) -> bool:
 
 
 def _find(name: str) -> tuple[str, dict[str, Any]]:
-    """What transformers' `from_pretrained` takes for a target: a folder or hub id, and keywords.
-
-    Raises:
-        ValueError: a folder or GGUF file that does not exist, or the package gguf is missing.
-    """
+    """What transformers' `from_pretrained` takes for a target: a folder or hub id, and keywords."""
     file = Path(name).expanduser()
     if is_missing(name) or (is_gguf(name) and not file.is_file()):
         raise ValueError(f"got {name}: nothing is there; give a folder, a hub id or a GGUF file")

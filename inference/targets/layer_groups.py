@@ -14,7 +14,7 @@ from draftsmith.inference.cache.kv_cache import KVCache, Span
 from draftsmith.inference.targets.forward_names import find_cache_name
 from draftsmith.inference.targets.model_config import refuse_training, unwrap_model
 from draftsmith.inference.targets.parts import find_final_norm, take_first_layers
-from draftsmith.inference.targets.refusals import draw_ids, is_single
+from draftsmith.inference.targets.refusals import draw_ids, is_single, relative_error
 from draftsmith.inference.targets.target import Target
 
 
@@ -100,7 +100,7 @@ class LayerGroups:
             hidden = self._run(hidden, None, None, None)
             wanted = states[group * self.group_size]
             found = self.target.apply_final_norm(hidden) if group == self.num_groups else hidden
-            difference = float((found - wanted).float().norm() / wanted.float().norm())
+            difference = relative_error(found, wanted)
             if not difference <= (1e-4 if is_single(wanted, causal_lm) else 1e-2):
                 raise ValueError(
                     f"group {group} of the layers of {name} has the weights of the first, and gives other states "

@@ -18,7 +18,7 @@ from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.targets.forward_names import CACHE_NAMES
 from draftsmith.inference.targets.model_config import chooses_experts, is_quantised
 from draftsmith.inference.targets.multimodal import Media, read_media
-from draftsmith.inference.targets.refusals import is_single, refusing
+from draftsmith.inference.targets.refusals import is_single, refusing, relative_error
 from draftsmith.inference.targets.target import Target
 
 _NUM_TOKENS = 3
@@ -52,7 +52,7 @@ def prove_media(
     for place, token_ids in enumerate(new_ids[:, :-1].unbind(1)):
         span = Span(shortest + place, media.longest + place)
         found.append(target.prefill(cache, token_ids[:, None], ones, span=span).logits)
-    errors = [_compare(ours[:, 0], own) for ours, own in zip(found, wanted.logits, strict=True)]
+    errors = [relative_error(ours[:, 0], own) for ours, own in zip(found, wanted.logits, strict=True)]
     allowed = 1e-3 if is_single(found[0], causal_lm) and not is_quantised(causal_lm) else 0.1
     # A choice of experts at a near-tie changes one step.
     later = min(errors[1:]) if chooses_experts(causal_lm) else max(errors[1:])
@@ -63,12 +63,6 @@ def prove_media(
         )
     if new_ids.shape[1] == _NUM_TOKENS:
         target.capabilities.proven_media.add(names)
-
-
-def _compare(found: Tensor, wanted: Tensor) -> float:
-    """The difference of logits [B, V], relative to their size."""
-    wanted = wanted.to(found.device).float()
-    return float((found.float() - wanted).norm() / wanted.norm())
 
 
 def _continue_by_model(causal_lm: Any, input_ids: Tensor, num_tokens: int, model_kwargs: Mapping[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -158,21 +157,6 @@ def find_device(module: Any) -> torch.device:
     if execution_device is None:
         raise ValueError("the model's weights are on the meta device: load them, for example with from_pretrained")
     return torch.device(execution_device)
-
-
-def find_placement(model: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Where the model's weights are: (device, number of consecutive tensors), in the order of its modules.
-
-    Worked example, an embedding, six layers of nine tensors, a norm and an LM head: (("cuda:0", 28), ("cuda:1", 29)).
-    A weight that accelerate has offloaded is named by the device that it runs on: ("offloaded from cuda:0", 9).
-    """
-    places = [
-        f"offloaded from {find_execution_device(module)}" if weight.is_meta else str(weight.device)
-        for module in model.modules()
-        for weight in module._parameters.values()
-        if weight is not None
-    ]
-    return tuple((place, len(list(group))) for place, group in itertools.groupby(places))
 
 
 def find_execution_device(module: nn.Module) -> Any:

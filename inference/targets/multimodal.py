@@ -104,9 +104,6 @@ def read_media(target: Target, cache: KVCache, media: Media, *, feature_layers: 
 
     Returns:
         logits [B, 1, V] of each row's last token, and features [B, T, F], padded on the right.
-
-    Raises:
-        ValueError: the model puts another number of tokens in the place of the prompt's.
     """
     refuse_training(target.model)
     longest, counts = media.longest, media.counts

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from draftsmith.inference.kernels.packed_weights import PackedLinear
 from draftsmith.inference.kernels.split_rows import SplitLinear
 from draftsmith.inference.targets.model_config import find_device
-from draftsmith.inference.targets.refusals import draw_ids, is_single, refusing
+from draftsmith.inference.targets.refusals import draw_ids, is_single, refusing, relative_error
 
 _ROWS = 256  # rows of the identity matrix that go through the LM head at a time
 
@@ -38,9 +38,6 @@ def read_weight(lm_head: Any, shape: tuple[int, int], dtype: torch.dtype, device
 
     A weight that is quantised, offloaded, adapted or split over processes is read by running the head on an identity
     matrix; any other is the stored tensor.
-
-    Raises:
-        ValueError: the head does not map D to V.
     """
     weight: Tensor = lm_head.weight
     is_stored = (
@@ -162,8 +159,8 @@ def take_first_layers(causal_lm: Any, num_layers: int) -> nn.Module:
     with refusing(f"{name} does not run with its first {num_layers} layers only"), torch.no_grad():
         found = first(input_ids=token_ids, use_cache=False, return_dict=True).last_hidden_state
         states = decoder(input_ids=token_ids, use_cache=False, output_hidden_states=True, return_dict=True)
-    wanted = states.hidden_states[num_layers].to(found.device)
-    difference = float((found - wanted).float().norm() / wanted.float().norm())
+    wanted = states.hidden_states[num_layers]
+    difference = relative_error(found, wanted)
     if not difference <= (1e-4 if is_single(wanted, causal_lm) else 1e-2):
         raise ValueError(
             f"the first {num_layers} layers of {name} give other states by themselves than within the whole model "

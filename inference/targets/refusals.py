@@ -43,3 +43,9 @@ def is_single(values: Tensor, model: Any) -> bool:
     """Whether the model computes these values in float32. Some models in half precision (Mamba) only add up their
     residuals, or give their logits, in float32."""
     return all(dtype in (torch.float32, torch.float64) for dtype in (values.dtype, model.dtype))
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference, relative to that of `wanted`."""
+    wanted = wanted.to(found.device).float()
+    return float((found.float() - wanted).norm() / wanted.norm())

@@ -34,7 +34,6 @@ from draftsmith.inference.targets.model_config import (
     find_device,
     find_layer_windows,
     find_length_limit,
-    find_placement,
     find_types_without_attention,
     refuse_autocast,
     refuse_training,
@@ -218,11 +217,6 @@ class Target:
             mode.capabilities.is_known_invariant.append(True)
         return mode
 
-    @property
-    def placement(self) -> tuple[tuple[str, int], ...]:
-        """Where the weights are (see `find_placement`)."""
-        return find_placement(self._causal_lm)
-
     def check_again(self) -> None:
         """Refuses (ValueError) adapters and autocast that construction would refuse and that came later."""
         check_adapters(self.model)
@@ -251,11 +245,7 @@ class Target:
         return KVCache(self.capabilities.layer_specs, batch_size, capacity, device=self.device, states=states)
 
     def new_tree_rows_cache(self, batch_size: int, *, max_tokens: int, num_scratch: int) -> TreeRowsCache:
-        """A zeroed cache for a model that drafts (see `TreeRowsCache`).
-
-        Raises:
-            ValueError: the model has recurrent layers.
-        """
+        """A zeroed cache for a model that drafts (see `TreeRowsCache`)."""
         self.refuse_recurrent("it cannot draft as a small model", "take one with attention only, or trained heads")
         specs = [spec for spec in self.capabilities.layer_specs if spec is not None]
         return TreeRowsCache(specs, batch_size, max_tokens=max_tokens, num_scratch=num_scratch, device=self.device)
@@ -282,9 +272,6 @@ class Target:
 
         Returns:
             logits [B, 1, V] of each row's last real token; features [B, L, F] (and last states) of all tokens.
-
-        Raises:
-            ValueError: the prompt exceeds the cache.
         """
         length = token_ids.shape[1]
         features, states, last = [], [], None
@@ -434,11 +421,7 @@ class Target:
 
     @torch.no_grad()
     def apply_final_norm(self, hidden: Tensor) -> Tensor:
-        """The last hidden states [..., D] of the last layer's output [..., D].
-
-        Raises:
-            ValueError: the model has no final norm.
-        """
+        """The last hidden states [..., D] of the last layer's output [..., D]."""
         norm: Any = find_final_norm(self._causal_lm)
         if norm is None:
             raise ValueError(f"{type(self._causal_lm).__name__} has no norm between its last layer and its LM head")

@@ -27,9 +27,6 @@ class CandidateTrees(TreePolicy):
 
     Args:
         trees: from small to large; each contains those before it. All share the functions of their levels.
-
-    Raises:
-        ValueError: no trees, or trees that are not nested.
     """
 
     is_chosen = True
@@ -38,15 +35,7 @@ class CandidateTrees(TreePolicy):
         trees = [DynamicTree(*size) for size in SIZES] if trees is None else trees
         sizes = {(tree.max_depth, tree.num_nodes): tree for tree in trees}
         self.trees = tuple(sizes.values())
-        if not self.trees:
-            raise ValueError("there are no trees to choose from: give at least one DynamicTree")
-        for small, large in itertools.pairwise(self.trees):
-            if not large.contains(small):
-                raise ValueError(
-                    f"trees to choose from are given from small to large, with one top_k and root_factor; the tree of "
-                    f"{large.num_nodes} nodes and depth {large.max_depth} comes after one of {small.num_nodes} nodes "
-                    f"and depth {small.max_depth}, which it does not contain"
-                )
+        assert all(large.contains(small) for small, large in itertools.pairwise(self.trees)), "trees are nested"
         self.largest = self.trees[-1]
         self.max_depth, self.num_nodes = self.largest.max_depth, self.largest.num_nodes
         self.num_scratch = self.largest.num_scratch

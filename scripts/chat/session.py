@@ -16,7 +16,7 @@ from rich.text import Text
 from torch import Tensor
 
 from draftsmith.inference import Decoder, DistributedDecoder, Drafter, GenerationStats
-from draftsmith.inference.distributed.coordinator import Link
+from draftsmith.inference.distributed.gloo_link import GlooLink
 from draftsmith.inference.request.model_settings import describe_model_settings, find_model_settings
 from draftsmith.scripts.chat.arguments import GenerateArguments
 from draftsmith.scripts.chat.comparison import Reply, compare_with_plain
@@ -66,7 +66,7 @@ class ChatSession:
         device = choose_device(args.device) if args.distributed else args.device
         self.target, self.tokenizer = load_target(args.target, dtype=args.dtype, device=device)
         self.drafter = self._load_drafter(args)
-        self._link: Link | None = None
+        self._link: GlooLink | None = None
         self.decoder = self._new_decoder(args, self.drafter)
         self.conversation = Conversation(self.tokenizer, system=args.system, is_raw=args.raw)
         self._plain: Decoder | None = None

@@ -26,8 +26,6 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "eagle": [
         {"ttt_steps": 0},
         {"embedding_scale": 3.0},
-        {"token_loss_weight": 1.0},
-        {"feature_loss_weight": 0.0},
         {"feature_layers": [5]},
     ],
     "eagle3": [{"num_key_value_heads": 3}, {"draft_vocab_size": 129}, {"ttt_steps": 0}, {"feature_layers": [1, 2, 1]}],

@@ -75,16 +75,34 @@ class Reading:
         value = self.published.setting(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-        self.problems.append(
-            f"config.json has no {name}" if value is None else f"{name} is {value!r}, and should be a positive integer"
-        )
+        self._complain(name, value, "a positive integer")
         return 1
+
+    def number(self, name: str) -> float:
+        """A positive number of the config, which must be there."""
+        value = self.published.setting(name)
+        if is_number(value) and value > 0:
+            return float(value)
+        self._complain(name, value, "a positive number")
+        return 1.0
 
     def flag(self, name: str) -> bool:
         value = self.published.setting(name, False)
         if not isinstance(value, bool):
-            self.problems.append(f"{name} is {value!r}, and should be true or false")
+            self._complain(name, value, "true or false")
         return bool(value)
+
+    def expect(self, name: str, wanted: Any, *, may_lack: bool = False) -> None:
+        """A key with one value that is read."""
+        value = self.published.setting(name)
+        if value != wanted and not (value is None and may_lack):
+            self._complain(name, value, repr(wanted))
+
+    def _complain(self, name: str, value: Any, wanted: str) -> None:
+        where = "the metadata" if self.published.is_gguf else "config.json"
+        self.problems.append(
+            f"{where} has no {name}" if value is None else f"{name} is {value!r}, and should be {wanted}"
+        )
 
     def finish(self, kind: str, settings: dict[str, Any]) -> Imported:
         problems, notes = find_unread(self.published, settings["head_dim"])
@@ -278,7 +296,7 @@ def read_draft_vocabulary(reading: Reading) -> dict[str, Any]:
         reading.tensors["lm_head.weight"] = head
         reading.notes.append("the checkpoint has no lm_head.weight: the heads get a copy of the target's")
     size = total if head is None else count_rows(head)
-    if size != total and stated is None:
+    if size != total and stated is None and not reading.published.is_gguf:
         reading.problems.append(f"config.json has no draft_vocab_size, and lm_head.weight has {size} rows of {total}")
     elif stated is not None and stated != size:
         reading.problems.append(f"draft_vocab_size is {stated}, and lm_head.weight has {size} rows")
@@ -290,7 +308,7 @@ def read_draft_vocabulary(reading: Reading) -> dict[str, Any]:
         return {"draft_vocab_size": None}
     problem = _find_wrong_map(d2t, t2d, size, total)
     if problem is not None:
-        reading.problems.append(problem)
+        reading.problems.append(f"{problem} ({reading.names.get('lm_head.weight', 'lm_head.weight')} has {size} rows)")
         return {"draft_vocab_size": None if size == total else size}
     ids = d2t.long() + torch.arange(size)
     if size == total:  # every token at its own place, or `_find_wrong_map` would have said so

@@ -14,10 +14,17 @@ from torch import Tensor
 from draftsmith.heads.config import public_name
 from draftsmith.heads.formats.block_mask import find_token
 from draftsmith.heads.formats.dflash2 import SIZES
-from draftsmith.heads.formats.eagle.llama_keys import refuse_unwritable, window_limit
+from draftsmith.heads.formats.eagle.llama_keys import Reading, refuse_unwritable, window_limit
 from draftsmith.heads.formats.format import Exported, Format, Imported
-from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import LAYER_SIZES, read_rope, read_tokenizer, write_rope
-from draftsmith.heads.formats.llama_cpp.metadata import FLAG, INDEX, LAYERS, NUMBER, SIZE, Keys
+from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import (
+    LAYER_SIZES,
+    read_layers,
+    read_rope,
+    read_shape,
+    read_tokenizer,
+    refuse_unread,
+    write_rope,
+)
 from draftsmith.heads.formats.published import OWN_KEY, Published
 from draftsmith.heads.formats.tensors import as_wide_as, rename
 from draftsmith.inference.targets.target import Target
@@ -68,46 +75,37 @@ class GgufDFlash(Format):
         return published.config.get("general.architecture") == _ARCHITECTURE
 
     def read(self, published: Published, target: Target) -> Imported:
-        keys = Keys(published.config, f"{_ARCHITECTURE}.")
-        settings = {
-            ours: value
-            for theirs, ours in LAYER_SIZES.items()
-            if (value := keys.need(theirs, allowed=NUMBER if "eps" in ours else SIZE)) is not None
-        }
-        num_layers = keys.need("block_count", allowed=SIZE) or 1
-        settings |= {
+        reading = Reading(published, target)
+        num_layers = reading.integer("dflash.block_count")
+        settings = read_shape(reading, "dflash.") | {
             "num_layers": num_layers,
             "hidden_act": "silu",
-            "block_size": keys.need("block_size", allowed=SIZE),
+            "block_size": reading.integer("dflash.block_size"),
+            "feature_layers": read_layers(reading, "dflash.target_layers"),
+            "is_causal": reading.flag("dflash.attention.causal"),
         }
-        if layers := keys.need("target_layers", allowed=LAYERS):
-            settings["feature_layers"] = list(layers)
-        settings["is_causal"] = keys.get("attention.causal", False, allowed=FLAG)
-        sizes = {name: value for name in SIZES if (value := keys.get(name, allowed=SIZE)) is not None}
-        keys.expect("embedding_length", target.hidden_size)
-        for key in ("attention.value_length", "rope.dimension_count"):
-            keys.expect(key, settings.get("head_dim"), may_lack=True)
-        keys.expect("vocab_size", target.vocab_size, may_lack=True)
+        given = [name for name in SIZES if published.setting(f"dflash.{name}") is not None]
+        sizes = {name: reading.integer(f"dflash.{name}") for name in given}
         tensors = dict(published)
-        settings["rope_parameters"] = read_rope(keys, tensors, settings.get("head_dim", 64), target)
+        settings["rope_parameters"] = read_rope(reading, "dflash.", tensors, settings["head_dim"])
         names = _names(num_layers)
         found = rename(tensors, names)
-        settings["mask_token_id"] = token = Keys(published.config, "", keys.problems).need(_MASK, allowed=INDEX)
-        if token is not None and token < target.num_embeddings:
+        settings["mask_token_id"] = token = published.setting(_MASK)
+        if isinstance(token, int) and 0 <= token < target.num_embeddings:
             with torch.no_grad():
                 mask = target.embed_tokens(torch.tensor([token], device=target.device))[0].cpu()
             found["mask_embedding"] = mask
-        own = Keys(published.config, f"{OWN_KEY}.", keys.problems)
-        if (anchors := own.get("num_anchors", allowed=SIZE)) is not None:
-            settings["num_anchors"] = anchors
-        keys.refuse_unread()
+        else:
+            reading.problems.append(f"{_MASK} is {token!r}, and should be a token of the target")
+        if published.setting(f"{OWN_KEY}.num_anchors") is not None:
+            settings["num_anchors"] = reading.integer(f"{OWN_KEY}.num_anchors")
+        refuse_unread(reading, "dflash.")
         wide = found.get("fc.weight")
         found = {
             name: as_wide_as(x, wide) if any(part in name for part in (*_WIDE, "mask")) else x
             for name, x in found.items()
         }
-        known = {name: value for name, value in (settings | sizes).items() if value is not None}
-        return Imported("dflash2" if sizes else "block", known, found, names, keys.problems)
+        return Imported("dflash2" if sizes else "block", settings | sizes, found, names, reading.problems)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         most, token = getattr(config, "selector_top_k", 0), find_token(tensors["mask_embedding"], target)

@@ -16,13 +16,17 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.heads.config import DecoderConfig, public_name
-from draftsmith.heads.formats.eagle.llama_keys import refuse_unwritable, target_rope
+from draftsmith.heads.formats.eagle.llama_keys import (
+    Reading,
+    read_draft_vocabulary,
+    read_embedding,
+    refuse_unwritable,
+    target_rope,
+)
 from draftsmith.heads.formats.format import Exported, Format, Imported
 from draftsmith.heads.formats.gguf_file import read_metadata
-from draftsmith.heads.formats.llama_cpp.metadata import FLAG, LAYERS, NUMBER, SIZE, Keys
 from draftsmith.heads.formats.published import OWN_KEY, Published
-from draftsmith.heads.formats.tensors import as_wide_as, count_rows, is_targets_table, rename
-from draftsmith.heads.modules.vocabulary import map_tensors
+from draftsmith.heads.formats.tensors import as_wide_as, rename
 from draftsmith.inference.targets.target import Target
 
 _NAMES = {
@@ -92,45 +96,29 @@ class GgufEagle3(Format):
         return published.config.get("general.architecture") == _ARCHITECTURE
 
     def read(self, published: Published, target: Target) -> Imported:
-        keys = Keys(published.config, "eagle3.")
-        settings = {
-            ours: keys.need(theirs, allowed=NUMBER if "eps" in ours else SIZE) for theirs, ours in LAYER_SIZES.items()
-        }
-        settings = {name: value for name, value in settings.items() if value is not None}
-        if layers := keys.need(*_LAYERS, allowed=LAYERS):
-            settings["feature_layers"] = list(layers)
-            if wrong := [i for i in layers if not 0 <= i < target.num_layers]:
-                keys.problems.append(
-                    f"{_LAYERS[0]} {wrong} are no layers of this target, which has {target.num_layers}"
-                )
-                del settings["feature_layers"]
-        settings |= {flag: keys.get(flag, False, allowed=FLAG) for flag in _FLAGS}
-        settings |= _FIXED
-        head_dim = settings.get("head_dim", 64)
-        keys.expect("block_count", 1)
-        for key in ("embedding_length", "target_hidden_size"):
-            keys.expect(key, target.hidden_size)
-        for key in ("attention.value_length", "rope.dimension_count"):
-            keys.expect(key, head_dim, may_lack=True)
-        keys.expect("vocab_size", target.vocab_size, may_lack=True)
-        keys.expect("attention.causal", True, may_lack=True)
-        if head_dim % 2:
-            keys.problems.append(f"{keys.prefix}attention.key_length is {head_dim}, and should be even")
-            head_dim = settings["head_dim"] = head_dim + 1
-        tensors = dict(published)
-        settings["rope_parameters"] = read_rope(keys, tensors, head_dim, target)
-        found = rename(tensors, _NAMES)
-        settings |= _read_vocabulary(found, target, keys.problems)
-        if (steps := Keys(published.config, f"{OWN_KEY}.", keys.problems).get("ttt_steps", allowed=SIZE)) is not None:
-            settings["ttt_steps"] = steps
-        keys.refuse_unread()
+        reading = Reading(published, target)
+        settings = read_shape(reading, "eagle3.") | _FIXED
+        settings["feature_layers"] = read_layers(reading, *(f"eagle3.{name}" for name in _LAYERS))
+        settings |= {flag: reading.flag(f"eagle3.{flag}") for flag in _FLAGS}
+        reading.expect("eagle3.block_count", 1)
+        reading.expect("eagle3.target_hidden_size", target.hidden_size)
+        reading.expect("eagle3.attention.causal", True, may_lack=True)
+        tensors, head_dim = dict(published), settings["head_dim"]
+        settings["rope_parameters"] = read_rope(reading, "eagle3.", tensors, head_dim)
+        reading.names, reading.tensors = _NAMES, (found := rename(tensors, _NAMES))
+        if (ids := found.get("d2t")) is not None and ids.dim() == 1:
+            found["d2t"] = ids - torch.arange(len(ids))
+        settings |= {**read_draft_vocabulary(reading), "own_embedding": read_embedding(reading)}
+        if published.setting(f"{OWN_KEY}.ttt_steps") is not None:
+            settings["ttt_steps"] = reading.integer(f"{OWN_KEY}.ttt_steps")
+        refuse_unread(reading, "eagle3.")
         # Vectors are stored in float32, whatever the heads have.
         wide = found.get("fc.weight")
         found = {name: as_wide_as(x, wide) if "norm" in name else x for name, x in found.items()}
         for name in (_Q, _K):
-            if name in found and found[name].dim() == 2 and len(found[name]) % head_dim == 0:
+            if name in found and found[name].dim() == 2 and head_dim % 2 == 0 and len(found[name]) % head_dim == 0:
                 found[name] = _to_halves(found[name], head_dim)
-        return Imported("eagle3", settings, found, _NAMES, keys.problems)
+        return Imported("eagle3", settings, found, _NAMES, reading.problems)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         flags = [f"{name} {getattr(config, name)}" for name, fine in _FIXED.items() if getattr(config, name) != fine]
@@ -173,12 +161,44 @@ class GgufEagle3(Format):
         return Exported(metadata, written, file, (command,), notes=notes)
 
 
-def read_tokenizer(target_gguf: str | None) -> dict[str, Any]:
-    """The tokenizer's keys of the target's file; without a file, those of none.
+def read_shape(reading: Reading, prefix: str) -> dict[str, Any]:
+    """The shape of draft layers, whose sizes must be the target's."""
+    settings: dict[str, Any] = {
+        ours: reading.number(prefix + theirs) if ours == "rms_norm_eps" else reading.integer(prefix + theirs)
+        for theirs, ours in LAYER_SIZES.items()
+    }
+    reading.expect(f"{prefix}embedding_length", reading.target.hidden_size)
+    reading.expect(f"{prefix}vocab_size", reading.target.vocab_size, may_lack=True)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        reading.expect(prefix + key, settings["head_dim"], may_lack=True)
+    return settings
 
-    Raises:
-        ValueError: the file has none.
-    """
+
+def read_layers(reading: Reading, *names: str) -> list[int]:
+    """The layers under the first of these names that there is; the others may not contradict it."""
+    name = next((name for name in names if name in reading.published.config), names[0])
+    layers = reading.published.setting(name)
+    last = reading.target.num_layers - 1
+    if not isinstance(layers, list) or not all(isinstance(one, int) and 0 <= one <= last for one in layers):
+        reading.problems.append(f"{name} is {layers!r}, and should be a list of layers from 0 to {last}")
+        return []
+    for other in names:
+        reading.expect(other, layers, may_lack=True)
+    return layers
+
+
+def refuse_unread(reading: Reading, prefix: str) -> None:
+    """Every other key of the architecture may change what its graph computes."""
+    published = reading.published
+    if unread := sorted(name for name in published.config.keys() - published.asked if name.startswith(prefix)):
+        reading.problems.append(
+            "the metadata has keys that heads here do not know, and that may change what they compute: "
+            f"{', '.join(unread)}"
+        )
+
+
+def read_tokenizer(target_gguf: str | None) -> dict[str, Any]:
+    """The tokenizer's keys of the target's file; without a file, those of none."""
     if target_gguf is None:
         return {"tokenizer.ggml.model": "none"}
     metadata = read_metadata(Path(target_gguf))
@@ -201,34 +221,6 @@ def _to_halves(weight: Tensor, head_dim: int) -> Tensor:
     """The inverse of `to_pairs`."""
     halved: Tensor = weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2).contiguous()
     return halved
-
-
-def _read_vocabulary(found: dict[str, Tensor], target: Target, problems: list[str]) -> dict[str, Any]:
-    """The settings of embeddings and draft vocabulary; their tensors become ours, in place."""
-    settings: dict[str, Any] = {}
-    ids, lm_head = found.pop("d2t", None), found.get("lm_head.weight")
-    num_rows = target.vocab_size if lm_head is None else count_rows(lm_head)
-    if ids is not None and ids.dim() != 1:
-        problems.append(f"tensor d2t is {list(ids.shape)} and should be [{num_rows}]")
-        return settings
-    if len(ids) != num_rows if ids is not None else num_rows != target.vocab_size:
-        entries = "is missing" if ids is None else f"has {len(ids)} entries"
-        problems.append(f"tensor d2t {entries}, and {_NAMES['lm_head.weight']} has {num_rows} rows")
-    if ids is None:
-        settings["draft_vocab_size"] = None  # all tokens, not what new heads would have
-        found.setdefault("lm_head.weight", target.lm_head_weight())  # llama.cpp takes the target's, too
-    elif ids.is_floating_point() or not ((ids >= 0) & (ids < target.vocab_size)).all() or len(ids.unique()) < len(ids):
-        problems.append(f"tensor d2t does not hold {len(ids)} different tokens of the target's {target.vocab_size}")
-    else:
-        settings["draft_vocab_size"] = len(ids)
-        found["d2t"], found["t2d"] = map_tensors(ids.long(), target.vocab_size)
-    table = found.get("embed_tokens.weight")
-    if table is not None:
-        if is_targets_table(table, target):
-            del found["embed_tokens.weight"]
-        else:
-            settings["own_embedding"] = True
-    return settings
 
 
 # RoPE: llama.cpp has scaling by Llama 3's rule as a tensor of divisors.
@@ -255,19 +247,18 @@ def write_rope(config: Any) -> tuple[dict[str, Any], Tensor | None]:
     raise ValueError(f"rope_type is {kind!r}; heads are written to GGUF with default, linear and llama3")
 
 
-def read_rope(keys: Keys, tensors: dict[str, Tensor], head_dim: int, target: Target) -> dict[str, Any]:
-    theta = keys.need("rope.freq_base", allowed=NUMBER) or 10000.0
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    kind = keys.get("rope.scaling.type", "none")
+def read_rope(reading: Reading, prefix: str, tensors: dict[str, Tensor], head_dim: int) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": reading.number(f"{prefix}rope.freq_base")}
+    kind = reading.published.setting(f"{prefix}rope.scaling.type", "none")
     if kind == "linear":
-        rope |= {"rope_type": "linear", "factor": keys.need("rope.scaling.factor", allowed=NUMBER) or 1.0}
+        rope |= {"rope_type": "linear", "factor": reading.number(f"{prefix}rope.scaling.factor")}
     elif kind != "none":
-        keys.problems.append(f"{keys.prefix}rope.scaling.type is {kind!r}; none and linear are read here")
+        reading.problems.append(f"{prefix}rope.scaling.type is {kind!r}; none and linear are read here")
     if (factors := tensors.pop(_ROPE_FACTORS, None)) is None:
         return rope
-    own = target_rope(target)
-    rope = {**own, "rope_theta": theta}
+    own = target_rope(reading.target)
+    rope = {**own, "rope_theta": rope["rope_theta"]}
     expected = _find_factors(rope, head_dim) if own["rope_type"] == "llama3" else None
     if expected is None or expected.shape != factors.shape or not torch.allclose(expected, factors.float(), rtol=1e-4):
-        keys.problems.append(f"tensor {_ROPE_FACTORS} is not the scaling of the target's RoPE ({own['rope_type']})")
+        reading.problems.append(f"tensor {_ROPE_FACTORS} is not the scaling of the target's RoPE ({own['rope_type']})")
     return rope

@@ -41,7 +41,14 @@ from draftsmith.inference.targets.probing.probe_tree import (
     check_finite,
 )
 from draftsmith.inference.targets.recurrent.replayable_layers import Recurrence, ReplayableLayers
-from draftsmith.inference.targets.refusals import MODEL_ERRORS, WrongNumbersError, draw_ids, is_single, refusing
+from draftsmith.inference.targets.refusals import (
+    MODEL_ERRORS,
+    WrongNumbersError,
+    draw_ids,
+    is_single,
+    refusing,
+    relative_error,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +194,7 @@ def _takes_packed_masks(
                 use_cache=True,
                 return_dict=True,
             ).last_hidden_state
-        error = float((found - states).float().norm() / states.float().norm())
+        error = relative_error(found, states)
     except MODEL_ERRORS as failure:
         logger.info("%s does not run under packed masks: %s", type(model).__name__, failure)
         error = float("inf")

@@ -94,11 +94,7 @@ class RecordingCache(Cache):
         return _insert_gap(key_states, 2), _insert_gap(value_states, 2)
 
     def list_specs(self, layers: Sequence[LayerAttention]) -> tuple[LayerSpec | None, ...]:
-        """The layers' specs, with the window of each; None for layers without attention.
-
-        Raises:
-            ValueError: a layer with attention has written nothing.
-        """
+        """The layers' specs, with the window of each; None for layers without attention."""
         if missing := [i for i, layer in enumerate(layers) if layer.has_attention and i not in self.specs]:
             raise ValueError(
                 f"layers {missing} of {self.name} never write keys and values into the cache (shared, recurrent or "

@@ -12,7 +12,7 @@ from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.targets.forward_names import ForwardNames, read_cache
 from draftsmith.inference.targets.masks import plant
 from draftsmith.inference.targets.model_config import chooses_experts
-from draftsmith.inference.targets.refusals import WrongNumbersError, is_single
+from draftsmith.inference.targets.refusals import WrongNumbersError, is_single, relative_error
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def _check_with(target: Any, first: int) -> None:
     for row, (length, kept, count) in enumerate(zip(_LENGTHS, _KEPT, _COUNTS, strict=True)):
         later = torch.cat([tree_ids[row, list(kept[:count])], chain_ids[row]])
         wanted = _read_in_steps(target, prompts[row, :length], later)[-chain_ids.shape[1] :]
-        error = float((found[row] - wanted).float().norm() / wanted.float().norm())
+        error = relative_error(found[row], wanted)
         if not error <= (1e-3 if is_single(wanted, target.backbone.causal_lm) else 0.1):
             raise WrongNumbersError(
                 f"the recurrent states of {type(target.model).__name__} cannot be rolled back after a rejected draft: "

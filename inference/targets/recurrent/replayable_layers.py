@@ -215,6 +215,7 @@ class ReplayableLayers:
 
     def _read(self, mixer: Mixer, states: RecurrentStates, inputs: dict[str, Tensor], others: dict[str, Any]) -> Any:
         plan: Reading = states.plan
+        num_rows = next(iter(inputs.values())).shape[0]
         outputs: Any = None
         for group in plan.groups:
             own = {name: values[group.rows.to(values.device), : group.count] for name, values in inputs.items()}
@@ -227,9 +228,10 @@ class ReplayableLayers:
                 steps, all_after = mixer.run_levels(own, others, before, levels)
                 found, after = _map(lambda *parts: torch.cat(parts, dim=1), *steps), all_after[-1]
             states.put(mixer.layer, group.rows, after)
-            if len(group.rows) == next(iter(inputs.values())).shape[0] and group.count == plan.num_tokens:
+            if len(group.rows) == num_rows and group.count == plan.num_tokens:
                 return found
-            outputs = _map(partial(_new_output, plan, inputs), found) if outputs is None else outputs
+            if outputs is None:
+                outputs = _map(lambda part: part.new_zeros(num_rows, plan.num_tokens, *part.shape[2:]), found)
             _map(partial(_fill_output, group), outputs, found)
         return outputs if plan.groups else mixer.run(inputs, others, None)[0]  # nothing but padding
 
@@ -404,11 +406,6 @@ def _map(function: Callable[..., Any], output: Any, *others: Any) -> Any:
     if isinstance(output, tuple):
         return tuple(_map(function, *parts) for parts in zip(output, *others, strict=True))
     return function(output, *others) if isinstance(output, Tensor) else output
-
-
-def _new_output(plan: Reading, inputs: dict[str, Tensor], output: Tensor) -> Tensor:
-    """Zeros [B, N, ...] for outputs of a part of the rows."""
-    return output.new_zeros(next(iter(inputs.values())).shape[0], plan.num_tokens, *output.shape[2:])
 
 
 def _fill_output(group: Any, outputs: Tensor, found: Tensor) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from draftsmith.inference.cache.kv_cache import EMPTY, KVCache, KVSpec, LayerSpec, Span
 from draftsmith.inference.cache.shared_rows import SharedRows
+from draftsmith.inference.drafters.row_state import TreeRows
 
 CPU = torch.device("cpu")
 # Two layers as in most models, and one whose keys and values differ in width (MLA) and heads.
@@ -213,14 +214,10 @@ def test_the_worked_example() -> None:
     plane = KVSpec(2, 4, torch.float32, torch.device("cpu"))
     cache = KVCache([LayerSpec(plane, plane)] * 2, 1, 16)
     cache.lengths.fill_(5)
-    rows = SharedRows(cache, 4)
-    rows.forget_levels(5)
-    for width, own, slots, depth in ((1, [0], [5], 0), (2, [1, 2], [6, 7], 1), (1, [3], [8], 2)):
-        assert rows.open_level(width).tolist() == own
+    rows, tree = SharedRows(cache, 4), TreeRows(1, 4, torch.device("cpu"))
+    for parents, slots, depth in (([[0]], [5], 0), ([[0, 0]], [6, 7], 1), ([[1]], [8], 2)):
+        level = tree.open_level(torch.tensor(parents))
+        rows.open_level(level.own, level.depth, tree.depths)
         assert rows.slots.tolist() == [slots]
         assert rows.depth.tolist() == [depth]
     assert rows.depths.tolist() == [0, 1, 1, 2]
-    with pytest.raises(ValueError, match="more than num_scratch=3 frontier nodes"):
-        rows.open_level(1)
-    rows.forget_levels(5)
-    assert rows.open_level(1).tolist() == [0]

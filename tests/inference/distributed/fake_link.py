@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
-from draftsmith.inference.distributed.gloo_link import Server
 from draftsmith.inference.distributed.messages import Answer, Prompt, Task
 from draftsmith.inference.distributed.wire import decode, encode
 
@@ -20,9 +20,7 @@ class FakeLink:
         num_stale: answers that came after their round; num_overtaken: answers that overtook an older task's.
     """
 
-    def __init__(
-        self, make_server: Callable[[], Server], num_servers: int, *, seed: int = 0, most_delay: int = 8
-    ) -> None:
+    def __init__(self, make_server: Callable[[], Any], num_servers: int, *, seed: int = 0, most_delay: int = 8) -> None:
         self.ranks = tuple(range(1, num_servers + 1))
         self.servers = {rank: make_server() for rank in self.ranks}
         self.random, self.most_delay = random.Random(seed), most_delay

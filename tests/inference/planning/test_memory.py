@@ -21,35 +21,32 @@ COSTS = {(False, 1, 3): [1.0, 1.2, 1.4]}
 TOKENS = {False: [1.5, 1.8]}
 
 
-def test_learned_values_are_dated_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, now = tmp_path / "folder" / "learned.json", 1e9
-    monkeypatch.setattr(memory.time, "time", lambda: now)
-    assert load_learned(file, 2) == ({}, {})
+def test_files_are_used_for_some_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "folder" / "learned.json"
+    assert load_learned(file) == ({}, {})
     store_learned(file, (COSTS, TOKENS))
-    assert load_learned(file, 2) == (COSTS, TOKENS)
-    now += MOST_AGE - 60
     other = {(True, 3, 4): [1.0, 2.0, 3.0]}
     store_learned(file, (other, {}))
-    assert load_learned(file, 2) == (COSTS | other, TOKENS)
-    now += 120
-    assert load_learned(file, 2) == (other, {})
-    now = 1e9 - 60  # the clock was set back
-    assert load_learned(file, 2) == ({}, {})
+    assert load_learned(file) == (COSTS | other, TOKENS)
+    written = file.stat().st_mtime
+    for age, is_used in ((MOST_AGE - 60, True), (MOST_AGE + 60, False), (-60, False)):  # the clock was set back
+        monkeypatch.setattr(memory.time, "time", lambda: written + age)  # noqa: B023
+        assert (load_learned(file) == (COSTS | other, TOKENS)) == is_used
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"costs": []}', '{"costs": [[1]], "tokens": []}'])
 def test_damaged_files_are_not_read(content: str, tmp_path: Path) -> None:
     file = tmp_path / "learned.json"
     file.write_text(content, encoding="utf-8")
-    assert load_learned(file, 2) == ({}, {})
+    assert load_learned(file) == ({}, {})
     store_learned(file, (COSTS, TOKENS))
-    assert load_learned(file, 2) == (COSTS, TOKENS)
+    assert load_learned(file) == (COSTS, TOKENS)
 
 
 def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder", encoding="utf-8")
     store_learned(tmp_path / "file" / "learned.json", (COSTS, TOKENS))
-    assert load_learned(tmp_path / "file" / "learned.json", 2) == ({}, {})
+    assert load_learned(tmp_path / "file" / "learned.json") == ({}, {})
 
 
 def test_what_is_learned_belongs_to_drafters_trees_and_runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

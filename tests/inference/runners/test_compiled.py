@@ -3,17 +3,14 @@ torch.compile fails."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor.codegen.cpp import CppScheduling
 from transformers import TemperatureLogitsWarper
 
 from draftsmith.heads import HEAD_TYPES
@@ -24,7 +21,6 @@ from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.kernels.attention import GROUPED, STOCK
-from draftsmith.inference.runners import compiled
 from draftsmith.inference.runners.compiled import Compiler, compiled_runner, count_graphs
 from draftsmith.inference.step import Step
 from draftsmith.inference.targets.model_config import find_attention
@@ -120,7 +116,7 @@ def test_every_drafter_is_traced_whole(target: Target, kind: str, caplog: pytest
     caplog.set_level("INFO", "draftsmith.inference.runners.compiled")
     check_compiled_drafter(target, kind)
     is_whole = kind != "staged"  # what it guesses decides which passes run: it drafts eagerly
-    assert ("in pieces" not in "".join(caplog.messages)) == is_whole
+    assert ("could not compile" not in "".join(caplog.messages)) == is_whole
 
 
 def check_compiled_drafter(target: Target, kind: str) -> None:
@@ -154,7 +150,7 @@ def test_compiled_rules_accept_what_they_accept_eagerly(rule: str, tree: Any, ca
         assert one.sequences.tolist() == other.sequences.tolist()
         assert one.stats.accepted_histogram == other.stats.accepted_histogram
         assert sum(one.stats.accepted_histogram[1:]) > 0
-    assert "in pieces" not in "".join(caplog.messages)
+    assert "could not compile" not in "".join(caplog.messages)
 
 
 @pytest.mark.usefixtures("traced_alone")
@@ -315,7 +311,7 @@ def test_one_compiled_decoder_serves_greedy_and_sampled_calls_and_batches(caplog
         assert one.sequences.tolist() == other.sequences.tolist()
         numbers.append(count_graphs())
     assert numbers[2:] == [numbers[2]] * 3, "neither another prompt nor another seed may make another graph"
-    assert "in pieces" not in caplog.text
+    assert "could not compile" not in caplog.text
 
 
 @pytest.mark.slow
@@ -347,7 +343,7 @@ def test_prompts_share_the_graph_of_trees(monkeypatch: pytest.MonkeyPatch, caplo
     texts = compiled.generate(**pad_prompts(prompts), **settings).sequences[:, -10:].tolist()
     assert pieces == [64, 1, 40], "the shared beginning is read by one row"
     assert texts == [Decoder(target).generate(prompt, **settings).sequences[0, -10:].tolist() for prompt in prompts]
-    assert "in pieces" not in caplog.text
+    assert "could not compile" not in caplog.text
 
 
 def test_plain_and_batch_invariant_decoders_read_prompts_eagerly(
@@ -389,7 +385,7 @@ def add(values: Tensor) -> Tensor:
     return values
 
 
-@pytest.mark.parametrize("failures", [1, 2, 3])
+@pytest.mark.parametrize("failures", [1, 2])
 def test_a_graph_that_inductor_cannot_make_is_made_another_way(
     failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -411,66 +407,11 @@ def test_a_graph_that_inductor_cannot_make_is_made_another_way(
     compiler, values = Compiler([nn.Linear(2, 2)]), torch.zeros(3)
     for expected in (1.0, 2.0):
         assert compiler.compile(add, is_fixed=True)(values).tolist() == [expected] * 3
-    ways = ["without loops over loops", "without kernels of its own", "not at all"]
     assert len(caplog.messages) == failures
-    for message, way in zip(caplog.messages, ways, strict=False):
-        assert f"could not compile add as one graph, and now compiles it {way}" in message
+    for message, way in zip(caplog.messages, ["is compiled without kernels of its own", "runs eagerly"], strict=False):
+        assert f"could not compile add as one graph, and it now {way}" in message
         assert "buf7" in message
     assert all(options["fullgraph"] for options in tries)
-
-
-def add_in_pieces(values: Tensor) -> Tensor:
-    values.add_(1)
-    torch._dynamo.graph_break()
-    return values.mul_(2)
-
-
-def test_a_piece_that_cannot_be_compiled_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pieces before it have run, and are not run again; neither in this call nor in the next one."""
-    graphs = []
-
-    def fail_at_second(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
-        graphs.append(graph)
-        if len(graphs) == 2:
-            raise KeyError("buf7")
-        return graph.forward
-
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *args, options=None, **kw: real(*args, backend=fail_at_second, **kw))
-    compiler, values = Compiler([nn.Linear(2, 2)]), torch.zeros(3)
-    for expected in (2.0, 6.0):
-        assert compiler.compile(add_in_pieces, is_fixed=True)(values).tolist() == [expected] * 3
-    assert len(graphs) == 2
-
-
-def test_threads_may_compile_without_loops_over_loops() -> None:
-    """Two calls overlap, and others go on as before: neither call leaves anything behind."""
-    first, second = threading.Event(), threading.Event()
-
-    def fuses() -> bool:
-        no, one, names = (lambda *_: False), (lambda *_: 1), (lambda: {"a"})
-        scheduler = SimpleNamespace(_can_fuse_horizontal_impl=no, _get_outer_loop_fusion_depth=one)
-        node = SimpleNamespace(is_template=no, get_operation_names=names, ancestors={"a"})
-        return bool(CppScheduling.can_fuse_vertical_outer_loop(scheduler, node, node))
-
-    def enter_first() -> bool:
-        first.set()
-        second.wait()
-        return fuses()
-
-    def leave_last() -> bool:
-        second.set()
-        thread.join()
-        return fuses()
-
-    found: list[bool] = []
-    assert fuses()
-    thread = threading.Thread(target=lambda: found.append(compiled._fuse_less(enter_first)()))
-    thread.start()
-    first.wait()
-    found.append(compiled._fuse_less(leave_last)())
-    assert found == [False, False]
-    assert fuses()
 
 
 def test_the_attention_of_target_and_small_model_is_switched_while_functions_run() -> None:

@@ -65,7 +65,7 @@ class StandIn:
         # A request is on the host, and is made where the model has values.
         self._requests = {
             (size, bool(settings["do_sample"])): make_request(
-                self.real, **self._prompts(size), generate_kwargs={"max_new_tokens": 50, **settings}
+                self.real, **self._prompts(size), **{"max_new_tokens": 50, **settings}
             )
             for size in (1, 4)
             for settings in (GREEDY, SAMPLED)

@@ -55,7 +55,7 @@ class Arrival:
             self.pieces.append(piece)
             on_piece()
 
-        request = make_request(self.target, self.ids, None, generate_kwargs=self.options)
+        request = make_request(self.target, self.ids, None, **self.options)
         self.row = Reply(
             request,
             row_seeds(self.seed, 1, "cpu"),

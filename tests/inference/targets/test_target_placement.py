@@ -123,7 +123,6 @@ def test_layers_on_two_devices(family: str) -> None:
     capabilities, layers = Target(model).capabilities, model.model.layers
     with FakeTensorMode():
         target = split_over_devices(model, capabilities, [*layers[3:], model.model.norm, model.lm_head], layers)
-        assert [device for device, _ in target.placement] == ["cpu", "lazy:0"]
         with pytest.raises(RuntimeError, match="two devices"):
             torch.ones(1, device=HERE) + torch.ones(1, device=THERE)
         cache = target.new_cache(3, 64)
