@@ -23,13 +23,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.heads.adapter import FOLDER, StoredAdapter, is_adapted, load_adapter, write_adapter
 from draftsmith.heads.binding import WeightCopies, WeightCopy, check_fit
-from draftsmith.heads.checkpoint import (
-    check_place,
-    is_published,
-    load_strictly,
-    read_head_type,
-    replace_checkpoint,
-)
+from draftsmith.heads.checkpoint import check_place, is_published, load_strictly, read_head_type, replace_checkpoint
 from draftsmith.heads.config import DraftHeadsConfig
 from draftsmith.heads.draft_vocabulary import (
     choose_columns,
@@ -264,10 +258,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         if columns is not None:
             ids, columns = view.draft_token_ids, columns.to(target.device)
             view._columns, view._column_ids = None, columns if ids is None else ids.to(target.device)[columns]
-            rows = take_lm_head_rows(target, view._column_ids) if self.borrows_lm_head else None
-            view._modules = {**view._modules, "borrowed_rows": rows}
-        elif self.borrowed_rows is not None and self._bound != [target]:  # a limited view, for another target
-            rows = take_lm_head_rows(target, cast(Tensor, self._column_ids).to(target.device))
+        if self.borrows_lm_head and (columns is not None or self.borrowed_rows is not None):
+            rows = take_lm_head_rows(target, cast(Tensor, view._column_ids).to(target.device))
             view._modules = {**view._modules, "borrowed_rows": rows}
         return self._copies.pack(view) if target.is_packed else view
 
@@ -298,8 +290,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """
         if self.borrows_lm_head is None:
             raise ValueError(
-                f"got draft_vocab_size {size} for {self.config.head_type} heads, a kind that does not say where its LM "
-                "head is (borrows_lm_head): leave draft_vocab_size out"
+                f"{self.config.head_type} heads do not say where their LM head is (borrows_lm_head): draft_vocab_size "
+                f"{size} cannot be taken"
             )
         counts = self.token_counts if token_counts is None else token_counts
         self._columns = choose_columns(size, counts, self.config.target_vocab_size, self.draft_token_ids)
@@ -307,14 +299,11 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         return self
 
     def learn_draft_vocabulary(self) -> int | None:
-        """Lets a loss, too, compare only the tokens that decoders draft (`limit_vocabulary`), which takes less time
-        where the LM head is large. Scores of the other tokens are not learned; saved heads are whole.
-
-        Call it on bound heads that have counts; binding again ends it.
+        """Lets a loss, too, compare only the tokens that decoders draft (`limit_vocabulary`), in less time; saved heads
+        are whole. Call it on bound heads that have counts; binding again ends it.
 
         Returns:
-            the number of these tokens; None = all, because decoders draft all tokens, or heads with LM heads of their
-            own train these.
+            the number of these tokens; None = all, since decoders draft all, or the heads have LM heads of their own.
         """
         self._learned.clear()
         has_own = any(name.rpartition(".")[2] == "lm_head" for name, _ in self.named_modules())
@@ -418,11 +407,8 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             ValueError: there is none.
         """
         if not self._adapter or not isinstance(stored := self._adapter[0], StoredAdapter):
-            raise ValueError(
-                "these heads have no adapter: bind them to their target without one"
-                if not self.config.target_adapter
-                else "the adapter of these heads is not stored yet: save the heads, then load them again"
-            )
+            why = "is not stored yet: save and load them" if self.config.target_adapter else "does not exist"
+            raise ValueError(f"the adapter of these heads {why}")
         return stored.find()
 
     def belong_to_adapter(self, model: nn.Module) -> None:
@@ -443,8 +429,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """`PreTrainedModel.save_pretrained`, but never half-written: a full disk or a kill leaves the previous
-        checkpoint loadable (see `replace_checkpoint`).
+        """`PreTrainedModel.save_pretrained`, but never half-written (see `replace_checkpoint`).
 
         Args:
             is_main_process: False on the processes that must not write; they do nothing.
@@ -462,10 +447,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
                 write_counts(scratch, self.token_counts)
             if self.config.target_adapter:
                 if not self._adapter:
-                    raise ValueError(
-                        "these heads are a copy without the adapter that they were trained with, so they cannot be "
-                        "saved: save the original heads"
-                    )
+                    raise ValueError("these heads are a copy without their adapter: save the heads it was copied from")
                 write_adapter(self._adapter[0], scratch / self.config.target_adapter)
         if push_to_hub:
             self.push_to_hub(**{"repo_id": directory.resolve().name, **hub})

@@ -1,5 +1,5 @@
-"""Messages as bytes: a safetensors file with the message's fields as JSON, and features beside them. Nothing in it is
-code."""
+"""Messages as bytes: a safetensors file with the format's version, the kind of message and its fields as JSON, and
+features beside them. Nothing in it is code."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from draftsmith.inference.distributed.messages import Answer, Greeting, Prompt, 
 
 Message: TypeAlias = Greeting | Prompt | Task | Answer | None
 
+VERSION = 1
+MAX_BYTES = 2**31  # of a message; features of 32,768 tokens of a 70B model take 1.6 GB
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Greeting, Prompt, Task, Answer)}
 
 
@@ -21,7 +23,7 @@ def encode(message: Message) -> bytes:
     """The bytes of a message."""
     fields = {} if message is None else dict(vars(message))
     features = fields.pop("features", None)
-    text = json.dumps([type(message).__name__, fields]).encode()
+    text = json.dumps([VERSION, type(message).__name__, fields]).encode()
     tensors = {"message": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
     return save(tensors if features is None else {**tensors, "features": features.contiguous()})
 
@@ -30,7 +32,9 @@ def decode(data: bytes) -> Message:
     """The message of some bytes."""
     try:
         tensors = load(data)
-        kind, fields = json.loads(tensors.pop("message").numpy().tobytes())
+        version, kind, fields = json.loads(tensors.pop("message").numpy().tobytes())
+        if version != VERSION:
+            raise ValueError(f"its format has version {version}, and this side reads {VERSION}")
         message: Message = None if kind == "NoneType" else KINDS[kind](**fields, **tensors)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(

@@ -109,9 +109,9 @@ def test_saving_again_takes_the_adapter_along(stored: Path, tmp_path: Path) -> N
     model = adapted_target()
     fresh = create_heads("medusa", Target(model), num_heads=1)
     fresh.belong_to_adapter(model)
-    with pytest.raises(ValueError, match="a copy without the adapter"):
+    with pytest.raises(ValueError, match="a copy without their adapter"):
         copy.deepcopy(fresh).save_pretrained(tmp_path / "lost")
-    with pytest.raises(ValueError, match="not stored yet: save the heads"):
+    with pytest.raises(ValueError, match="not stored yet: save"):
         fresh.apply_adapter(tiny_target("llama"))
 
 

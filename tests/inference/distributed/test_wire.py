@@ -62,3 +62,17 @@ def test_what_cannot_be_read_names_its_sender(channel: Channel, monkeypatch: pyt
     monkeypatch.setattr("draftsmith.inference.distributed.wire.KINDS", {})
     with pytest.raises(RuntimeError, match=r"rank 2: .*Task.*same release"):
         channel.receive(2)
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode(Task(1, 4, 5, [7]))
+    monkeypatch.setattr("draftsmith.inference.distributed.wire.VERSION", 99)
+    with pytest.raises(ValueError, match=r"version 1, .*reads 99.*same release"):
+        decode(data)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**31 + 1, 2**62])
+def test_sizes_that_no_message_has_are_refused(channel: Channel, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(dist, "recv", lambda part, rank, group: part.fill_(size))
+    with pytest.raises(ValueError, match=f"rank 3: a message of {size} bytes"):
+        channel.receive(3)
