@@ -23,6 +23,7 @@ def interrupt(words: Sequence[str], *, when: str) -> str:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
     ) as process:
         assert process.stderr is not None
         told = ""

@@ -52,7 +52,7 @@ class LearningArguments:
     temperature: float = option(default=0.7, help="Sampling temperature; 0 = greedy.")
     tree: str | None = option(default=None, help=f"Token tree: {TREE_HELP}.")
     dtype: str = option(default="auto", help="Dtype of target and heads.", metadata={"choices": list(DTYPES)})
-    muon_learning_rate: float = option(default=0.01, help="As in OnlineLearner.")
+    muon_learning_rate: float = option(default=0.03, help="As in OnlineLearner.")
     learning_rate: float = option(default=3e-4, help="As in OnlineLearner.")
     output: str = option(default="outputs/learning.json", help="The file to write.")
 

@@ -89,7 +89,7 @@ class OnlineLearner(Learner):
         trial_seconds: float = 60.0,
         tokens_per_step: int = 512,
         held_back_tokens: int = 2048,
-        muon_learning_rate: float = 0.01,
+        muon_learning_rate: float = 0.03,
         learning_rate: float = 3e-4,
         seed: int = 0,
     ) -> None:
