@@ -289,10 +289,9 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             ValueError: a size that is not possible, no counts, or a kind from outside that cannot do it.
         """
         if self.borrows_lm_head is None:
-            raise ValueError(
-                f"{self.config.head_type} heads do not say where their LM head is (borrows_lm_head): draft_vocab_size "
-                f"{size} cannot be taken"
-            )
+            name = self.config.head_type
+            raise ValueError(f"draft_vocab_size is {size}, but the kind {name} does not set borrows_lm_head")
+        self._learned.clear()
         counts = self.token_counts if token_counts is None else token_counts
         self._columns = choose_columns(size, counts, self.config.target_vocab_size, self.draft_token_ids)
         self.draft_vocab_size = size

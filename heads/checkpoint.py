@@ -188,4 +188,9 @@ def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """The dtype that `from_pretrained` was asked for; None = the file's."""
     if dtype in (None, "auto"):
         return None
-    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"got dtype {dtype!r}; allowed are auto, float32, bfloat16 and float16, as strings or as torch's dtypes"
+        )
+    return found

@@ -118,8 +118,9 @@ class VLLMMTP(Format):
         if (norm_output := published.own_setting("norm_output")) is not None:
             settings["norm_output"] = norm_output
         # The heads get the dtype of the file, also where norms come in float32.
-        wide, outer = native.tensors.get("blocks.0.eh_proj.weight"), re.compile(f"{OUTER_NORM.pattern}|state_gain")
-        narrowed = {name: as_wide_as(x, wide) for name, x in native.tensors.items() if outer.fullmatch(name)}
+        wide, tensors = native.tensors.get("blocks.0.eh_proj.weight"), native.tensors
+        outer = [name for name in tensors if OUTER_NORM.fullmatch(name) or name == "state_gain"]
+        narrowed = {name: as_wide_as(tensors[name], wide) for name in outer}
         return replace(native, settings=settings, tensors=native.tensors | narrowed)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:

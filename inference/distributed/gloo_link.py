@@ -52,8 +52,9 @@ class Channel:
         size = torch.zeros(1, dtype=torch.long)
         with self._naming(rank):
             dist.recv(size, rank, group=self._group)
-            if not 0 < int(size) <= MAX_BYTES:
-                raise ValueError(f"from rank {rank}: a message of {int(size)} bytes; it has at most {MAX_BYTES}")
+        if not 0 < int(size) <= MAX_BYTES:
+            raise RuntimeError(f"from rank {rank}: a message of {int(size)} bytes; it has at most {MAX_BYTES}")
+        with self._naming(rank):
             data = torch.empty(int(size), dtype=torch.uint8)
             dist.recv(data, rank, group=self._group)
         try:

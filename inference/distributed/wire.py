@@ -25,7 +25,10 @@ def encode(message: Message) -> bytes:
     features = fields.pop("features", None)
     text = json.dumps([VERSION, type(message).__name__, fields]).encode()
     tensors = {"message": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
-    return save(tensors if features is None else {**tensors, "features": features.contiguous()})
+    data = save(tensors if features is None else {**tensors, "features": features.contiguous()})
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"a {type(message).__name__} of {len(data):,} bytes is too long; allowed are {MAX_BYTES:,}")
+    return data
 
 
 def decode(data: bytes) -> Message:
@@ -36,6 +39,9 @@ def decode(data: bytes) -> Message:
         if version != VERSION:
             raise ValueError(f"its format has version {version}, and this side reads {VERSION}")
         message: Message = None if kind == "NoneType" else KINDS[kind](**fields, **tensors)
+        features, ids = tensors.get("features"), fields.get("token_ids")
+        if features is not None and len(features) != len(ids):
+            raise ValueError(f"features of {len(features)} of {len(ids)} tokens")
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"a message cannot be read: {error!r}. Install the same release of draftsmith on all ranks"

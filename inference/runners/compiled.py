@@ -223,26 +223,31 @@ class _CompiledFunction:
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        graphs, start = count_graphs(), time.perf_counter()
-        try:
-            result = self.compiled(*args, **kwargs)
-        except _LIMIT_ERRORS:  # every number of a setting, a temperature for one, makes a graph
-            logger.warning(
-                "%s has run with too many settings to compile another graph, and now runs eagerly: make a new Decoder "
-                "for other settings",
-                self.function.__name__,
-            )
-            self.compiled = self.function
-            result = self.compiled(*args, **kwargs)
-        except _COMPILER_ERRORS as error:  # what failed to compile has not run, so nothing of the step is done twice
-            self._compile_otherwise(error)
-            return self(*args, **kwargs)
-        if count_graphs() > graphs:
+        graphs, start, first = count_graphs(), time.perf_counter(), self.compiled
+        while True:
+            compiled = self.compiled
+            try:
+                result = compiled(*args, **kwargs)
+                break
+            except (*_LIMIT_ERRORS, *_COMPILER_ERRORS) as error:  # nothing of the step has run
+                if compiled is self.function:
+                    raise
+                if compiled is self.compiled:
+                    self._compile_otherwise(error)
+        if count_graphs() > graphs or compiled is not first:
             self.compiler.seconds += time.perf_counter() - start
         return result
 
     def _compile_otherwise(self, error: Exception) -> None:
         """Without inductor's own kernels, some of whose products it cannot make; the function itself after that."""
+        if isinstance(error, _LIMIT_ERRORS):  # every number of a setting, a temperature for one, makes a graph
+            self.compiled = self.function
+            logger.warning(
+                "%s has run with too many settings to compile another graph, and now runs eagerly: make a new Decoder "
+                "for other settings",
+                self.function.__name__,
+            )
+            return
         way, least = "runs eagerly", {name: self.options[name] for name in ("freezing",) if name in self.options}
         can_compile = least != self.options and not isinstance(error, torch._dynamo.exc.Unsupported)
         self.compiled, self.options = self.function, least

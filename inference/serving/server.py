@@ -47,7 +47,8 @@ def bind(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:  # it listens: or another program could take the port, too
-        return socket.create_server((host, port), family=family)
+        both = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server((host, port), family=family, dualstack_ipv6=both)
     except OSError as error:
         raise ValueError(
             f"got --host {host} --port {port}: {error.strerror}; give another one (--port 0 = any free port)"

@@ -227,7 +227,9 @@ def check_loss_mask(case: Case) -> Iterator[Finding]:
 
 def check_length(case: Case) -> Iterator[Finding]:
     longest = max(len(text.ids) for text in case.evidence.texts)
-    limit = getattr(case.heads.config, "max_position_embeddings", None)
+    config = case.heads.config
+    has_positions = getattr(config, "use_prefix_attention", True)  # Hydra without its layer reads none
+    limit = getattr(config, "max_position_embeddings", None) if has_positions else None
     if limit and longest > limit:
         yield Finding(
             "Texts are longer than the heads' positions",

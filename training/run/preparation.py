@@ -246,8 +246,13 @@ def _load_rows(options: RunOptions, models: _Models, checkpoint: Path | None) ->
         is_stream = isinstance(train_set, ConversationStream)
         counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
         models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
-    if args.loss_vocabulary == "draft" and (number := models.heads.learn_draft_vocabulary()) is not None:
-        logger.info("the loss compares the %s tokens that decoders draft", f"{number:,}")
+    if args.loss_vocabulary == "draft":
+        if (number := models.heads.learn_draft_vocabulary()) is None:
+            logger.warning(
+                "the loss compares all tokens that the heads score: decoders draft all, or the heads have LM heads"
+            )
+        else:
+            logger.info("the loss compares the %s tokens that decoders draft", f"{number:,}")
     for stored in (train_set, eval_set):
         refuse_placeholders(stored, models.target.model.config)
     if not any("media" in getattr(rows, "column_names", ()) for rows in (train_set, eval_set)):

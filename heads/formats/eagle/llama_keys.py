@@ -17,6 +17,7 @@ from draftsmith.heads.formats.eagle.config_keys import find_unread
 from draftsmith.heads.formats.format import Imported
 from draftsmith.heads.formats.published import OWN_KEY, Published
 from draftsmith.heads.formats.tensors import as_wide_as, count_rows, is_targets_table
+from draftsmith.heads.modules.vocabulary import map_tensors
 from draftsmith.inference.targets.target import Target
 
 # The types of RoPE that are read -> the keys that they need.
@@ -313,8 +314,7 @@ def read_draft_vocabulary(reading: Reading) -> dict[str, Any]:
     ids = d2t.long() + torch.arange(size)
     if size == total:  # every token at its own place, or `_find_wrong_map` would have said so
         return {"draft_vocab_size": None}
-    reading.tensors["d2t"] = d2t.long()
-    reading.tensors["t2d"] = torch.zeros(total, dtype=torch.bool).index_fill_(0, ids, True)
+    reading.tensors["d2t"], reading.tensors["t2d"] = map_tensors(ids, total)
     return {"draft_vocab_size": size}
 
 

@@ -258,7 +258,7 @@ def read_rope(reading: Reading, prefix: str, tensors: dict[str, Tensor], head_di
         return rope
     own = target_rope(reading.target)
     rope = {**own, "rope_theta": rope["rope_theta"]}
-    expected = _find_factors(rope, head_dim) if own["rope_type"] == "llama3" else None
+    expected = _find_factors(rope, head_dim) if own["rope_type"] == "llama3" and head_dim % 2 == 0 else None
     if expected is None or expected.shape != factors.shape or not torch.allclose(expected, factors.float(), rtol=1e-4):
         reading.problems.append(f"tensor {_ROPE_FACTORS} is not the scaling of the target's RoPE ({own['rope_type']})")
     return rope
