@@ -143,8 +143,14 @@ def show_reply(
     table.add_row(*(_colour(one, tokenizer, has_brackets=has_brackets) for one in recordings))
     console.print(f"\n> {question}", markup=False)
     console.print(table)
-    legend = "In [brackets]" if has_brackets else "In colour"
-    console.print(f"{legend}: drafted and accepted. The target added the rest itself.", markup=False)
+    where = "In [brackets]" if has_brackets else "In colour"
+    legend = f"{where}: drafted and accepted. The target added the rest itself."
+    if not any(step.num_drafted for step in recordings[1].steps) and args.tree == "auto":
+        legend = (
+            "No draft was accepted: drafts cost more than they gave on this machine, so the tree `auto` left them out. "
+            "To see them: make demo ARGS='--tree chain:3'"
+        )
+    console.print(legend, markup=False)
 
 
 def _colour(recording: Recording, tokenizer: Any, *, has_brackets: bool) -> Text:
