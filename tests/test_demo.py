@@ -98,6 +98,19 @@ def test_replies_stand_side_by_side(heads: Path, args: demo.DemoArguments, monke
             assert drafted.replace("[", "").replace("]", "").strip() == plain.strip()
 
 
+@pytest.mark.parametrize(("tree", "is_told"), [("auto", True), ("chain:3", False)])
+def test_it_says_why_nothing_was_drafted(
+    tree: str, is_told: bool, args: demo.DemoArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = demo.Recording(seconds=1.0)
+    monkeypatch.setattr(demo, "record_side_by_side", lambda *_, **__: (plain, plain))
+    console = Console(file=io.StringIO(), width=400)
+    target, tokenizer = demo.load_target(str(CHAT_TARGET), dtype="float32", device="cpu")
+    args.tree = tree
+    demo.show_reply("Hello", ("n-grams", demo.NgramDrafter()), tokenizer, target, args, console)
+    assert ("chain:3" in console.file.getvalue()) == is_told  # type: ignore[attr-defined]
+
+
 @pytest.mark.ci
 @pytest.mark.slow
 def test_from_training_to_the_end_without_the_package_index(

@@ -154,6 +154,14 @@ class TestCounts:
                 create_heads(kind, target_of("llama")).limit_vocabulary(size, torch.arange(num_counts))
 
 
+def test_a_limit_after_learning_takes_the_most_frequent_tokens() -> None:
+    target = Target.of(tiny_target("llama", vocab_size=9000))
+    heads = tiny_heads("mtp", target).bind(target)
+    heads.fit_vocabulary(torch.arange(9000))
+    assert heads.learn_draft_vocabulary() == 8192
+    assert torch.equal(heads.limit_vocabulary(16).for_target(target).draft_token_ids, torch.arange(9000 - 16, 9000))
+
+
 def test_large_lm_heads_are_cut_by_default() -> None:
     """8,192 of 9,000 tokens, if there are counts, and nobody says another number."""
     target = Target.of(tiny_target("llama", vocab_size=9000))

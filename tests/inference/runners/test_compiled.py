@@ -414,6 +414,21 @@ def test_a_graph_that_inductor_cannot_make_is_made_another_way(
     assert all(options["fullgraph"] for options in tries)
 
 
+def test_what_the_eager_function_raises_is_raised_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as a target's that has compiled parts of its own."""
+
+    def fail(values: torch.Tensor) -> torch.Tensor:
+        raise torch._dynamo.exc.Unsupported("a part of the target")
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *args: function(*args))
+    compiled = Compiler([nn.Linear(2, 2)]).compile(fail, is_fixed=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a part of the target"):
+        compiled(torch.zeros(3))
+    assert len(caplog.messages) == 1
+
+
 def test_the_attention_of_target_and_small_model_is_switched_while_functions_run() -> None:
     """That of language models only: an image encoder has a config of its own, and T5 attends with biases."""
     target, small, other = tiny_target("llama"), tiny_target("qwen2"), tiny_target("llama")
