@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Con
 from draftsmith.scripts.shared.clock import read_clock
 
 NGRAMS = "n-gram drafter"
+COMPILED = ", compiled"  # ends a contender's name
 PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
 
 
@@ -188,10 +190,10 @@ def make_contenders(
         for tree, rule, mode in itertools.product(own_trees, rules, own_modes):
             ending = "" if rule == "exact" else f", {rule}"
             contender = Contender(_mark(name + ending, mode), names[tree], is_compiled=mode, is_exact=rule == "exact")
+            make = partial(OurDecoding, target, drafter, tree=tree, acceptance=rule, is_coupled=rule == "exact")
             try:
-                contender.decode = OurDecoding(
-                    target, drafter, tree=tree, acceptance=rule, is_coupled=rule == "exact", is_compiled=mode
-                )
+                contender.decode = make(is_compiled=mode)
+                contender.make_eager = make if mode else None
             except ValueError as error:
                 contender.problem = str(error)
             contenders.append(contender)
@@ -241,4 +243,4 @@ def _make_baselines(
 
 
 def _mark(name: str, is_compiled: bool) -> str:
-    return f"{name}, compiled" if is_compiled else name
+    return name + COMPILED if is_compiled else name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.inference import Drafter, Target
 from draftsmith.scripts.measuring.contenders import (
+    COMPILED,
     OurDecoding,
     TransformersDecoding,
     make_contenders,
@@ -36,11 +38,13 @@ from draftsmith.scripts.measuring.measure import (
 from draftsmith.scripts.measuring.report import make_rows, reference_name, texts_of_one_row
 from draftsmith.scripts.measuring.roofline import count_weight_bytes
 from draftsmith.scripts.measuring.table import Row
+from draftsmith.scripts.shared.clock import TimeIsUp, cut_off_after
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import load_assistant, load_drafter_model, load_heads, load_target
 
 SMALL_MODEL = "small model"
-WARM_UP_SHARE = 2 / 3  # of --minutes: nothing more is compiled after it
+WARM_UP_SHARE = 2 / 3  # of --minutes: compiling ends there
+TOO_LONG = "compiling does not fit into --minutes"
 SMALL_BYTES = 10**9  # a pass over more weights than this takes a CPU far longer than its dispatch
 
 
@@ -232,8 +236,8 @@ def measure_with_progress(
     will take, and a line for each repeat; a terminal also a bar.
 
     Args:
-        minutes: all together. Compiled contenders are left out (they get a `problem`), then prompts, then repeats, if
-            they would take longer. 0 = no limit.
+        minutes: all together. What takes longer to compile runs eagerly or is left out (it gets a `problem`), then
+            prompts are left out, then repeats. 0 = no limit.
 
     Returns:
         The prompts that were decoded, and the settings with the repeats that were made.
@@ -285,7 +289,9 @@ def warm_up_all(
     *,
     limit: float,
 ) -> float:
-    """Decodes once with each; those that do not fit get a `problem`.
+    """Decodes once with each.
+
+    Drafters whose graphs are not made within the limit run eagerly. Baselines, which run eagerly too, get a `problem`.
 
     Args:
         note: gets a line for each.
@@ -296,14 +302,24 @@ def warm_up_all(
     """
     start, seconds, longest = time.perf_counter(), 0.0, 0.0
     for number, contender in enumerate(order_warm_ups(contenders), 1):
-        used = time.perf_counter() - start
+        place = f"{number}/{len(contenders)} {contender.label}"
+        left = limit - (time.perf_counter() - start)
         # Plain decoding is compiled if heads are: compiled heads beside eager decoding would mislead.
-        is_optional = contender.is_compiled and not (longest and contender.name.startswith(PLAIN))
-        if limit and is_optional and used + longest > limit:
-            contender.problem = "compiling does not fit into --minutes; --compile false needs none"
-            note(f"{number}/{len(contenders)} {contender.label}: left out, {contender.problem}")
-            continue
-        speed = warm_up(contender, batches, settings)
+        is_optional = limit > 0 and contender.is_compiled and not (longest and contender.name.startswith(PLAIN))
+        try:
+            if is_optional and left < longest:
+                raise TimeIsUp
+            with cut_off_after(left) if is_optional else nullcontext():
+                speed = warm_up(contender, batches, settings)
+        except TimeIsUp:
+            if contender.make_eager is None:
+                contender.problem = f"{TOO_LONG}; --compile false needs none"
+                note(f"{place}: left out, {contender.problem}")
+                continue
+            note(f"{place}: runs eagerly, {TOO_LONG}")
+            contender.decode = contender.make_eager()
+            contender.name, contender.is_compiled = contender.name.removesuffix(COMPILED), False
+            speed = warm_up(contender, batches, settings)
         seconds += settings.batch_size * settings.max_new_tokens / speed
         if contender.is_compiled:
             longest = max(longest, contender.warm_up_seconds)

@@ -136,6 +136,7 @@ class Contender:
         problem: why it does not run; "" if it runs.
         is_exact: its text equals plain decoding's text with the same seed.
         is_compiled: it warms up on the shortest and the longest batch before it is measured.
+        make_eager: makes what decodes eagerly, of a drafter that is compiled.
         warm_up_seconds: duration of the warm-up, compiling included.
     """
 
@@ -145,6 +146,7 @@ class Contender:
     problem: str = ""
     is_compiled: bool = False
     is_exact: bool = True
+    make_eager: Callable[[], Callable[..., Run]] | None = None
     warm_up_seconds: float = 0.0
     runs: list[list[Run]] = field(default_factory=list)  # [repeat][batch]
     profiled: list[Run] = field(default_factory=list)  # the runs that give the times of the phases

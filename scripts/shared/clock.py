@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 
@@ -32,3 +37,26 @@ class TimeLimit:
     def part(self, seconds: float) -> TimeLimit:
         """The limit of a part of the work: so many seconds, or what is left."""
         return TimeLimit(min(seconds, self.left))
+
+
+class TimeIsUp(BaseException):
+    """Work was cut off. No error, so that nothing on the way takes it for one."""
+
+
+@contextmanager
+def cut_off_after(seconds: float) -> Iterator[None]:
+    """Raises `TimeIsUp` in the block when it has run so long: in a process's main thread, where there are alarms."""
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(*_: object) -> NoReturn:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,22 +106,50 @@ def test_as_many_prompts_as_the_time_allows(capsys: pytest.CaptureFixture[str]) 
     assert measure_with_progress(contenders, prompts, replace(settings, batch_size=2), minutes=4.0)[0] == prompts[:4]
 
 
-def test_what_cannot_be_compiled_in_the_time_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first drafter is compiled in any case, and plain decoding with it; these take 100 s each."""
+def test_what_cannot_be_compiled_in_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first drafter and plain decoding are; these take 100 s each. Other drafters run eagerly, `generate` runs
+    eagerly anyway."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 
-    def decode(batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
-        now[0] += 50.0 if max_new_tokens is None else 0.0
+    def decode_at_once(batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
         return Run([[1] * 10], 1.0, 10)
 
-    names = (f"{TRANSFORMERS}, compiled", f"{PLAIN}, compiled", "heads", "other heads")
+    def decode(batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
+        now[0] += 50.0 if max_new_tokens is None else 0.0
+        return decode_at_once(batch, settings)
+
+    names = (f"{TRANSFORMERS}, compiled", f"{PLAIN}, compiled", "heads, compiled", "other heads, compiled")
     contenders = [Contender(name, decode=decode, is_compiled=True) for name in names]
+    for contender in contenders[2:]:
+        contender.make_eager = lambda: decode_at_once
     settings = Settings(max_new_tokens=100, repeats=3)
     chosen, made = measure_with_progress(contenders, [prompt(0), prompt(1)], settings, minutes=4.0)
-    assert [bool(contender.problem) for contender in contenders] == [True, False, False, True]
+    assert [bool(contender.problem) for contender in contenders] == [True, False, False, False]
     assert "--minutes" in contenders[0].problem
-    assert (len(chosen), made.repeats) == (1, 3)
+    assert (contenders[3].name, contenders[3].is_compiled) == ("other heads", False)
+    assert (len(chosen), made.repeats) == (1, 2)
+
+
+def test_compiling_is_cut_off() -> None:
+    """While graphs are made, not after them. Without compiled heads plain decoding is not compiled either."""
+
+    def decode(batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
+        return Run([[1] * 10], 0.001, 10)
+
+    def compile_for_a_minute(batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
+        time.sleep(60)
+        return decode(batch, settings)
+
+    names = (f"{PLAIN}, compiled", PLAIN, "heads, compiled")
+    plain, eager_plain, heads = [
+        Contender(name, decode=compile_for_a_minute if "compiled" in name else decode, is_compiled="compiled" in name)
+        for name in names
+    ]
+    heads.make_eager = lambda: decode
+    measure_with_progress([plain, eager_plain, heads], [prompt(0)], Settings(repeats=1), minutes=0.01)
+    assert (bool(plain.problem), heads.name) == (True, "heads")
+    assert len(heads.runs) == len(eager_plain.runs) == 1
 
 
 def test_a_tree_too_deep_for_its_heads_is_reported_not_raised(target: Target) -> None:
