@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -26,6 +26,7 @@ from draftsmith.heads import DraftHeads
 from draftsmith.heads.modules.host_tensors import OnHost
 from draftsmith.inference.learning import Learner, LearningProgress, SeenText, Trial
 from draftsmith.inference.targets.target import Target
+from draftsmith.training.distributed.launch import has_fast_bfloat16
 from draftsmith.training.learning.buffer import TextBatch, TextBuffer, join_texts
 from draftsmith.training.learning.state import LearnerState, fingerprint, read_state, write_state
 from draftsmith.training.learning.trial import measure_acceptance
@@ -36,6 +37,7 @@ from draftsmith.training.run.optimizer import MuonWithAdamW
 logger = logging.getLogger(__name__)
 
 WARMUP_STEPS = 10  # after a start, until the learning rate is the whole one
+MOST_PROMPT = 64  # tokens of a prompt that are kept: heads learn from replies, and a prompt's end tells them enough
 MOST_DEPTHS = 4  # of EAGLE's that learn: with new texts deeper drafts are seldom reached, and take half the time
 TRIAL_RATIO = 3  # tokens that are learned between two trials, for each token of a trial: a fifth of the time is trials'
 PATIENCE = 3  # trials in a row without a gain, after which what was learned is dropped
@@ -143,10 +145,12 @@ class OnlineLearner(Learner):
         if self._has_failed:
             return
         same = tuple(self.feature_layers) == (self.target.num_layers,)  # then the features are the last states
-        features = text.features.cpu()
-        last = features if same else text.last_hidden.cpu()
+        cut = max(0, text.num_prompt - MOST_PROMPT)
+        features = text.features[cut:].to("cpu", copy=cut > 0)  # a view would keep the whole prompt
+        last = features if same else text.last_hidden[cut:].to("cpu", copy=cut > 0)
+        ids, num_prompt = text.token_ids[cut:], text.num_prompt - cut
         with self._lock:
-            self.buffer.add(replace(text, features=features, last_hidden=last))
+            self.buffer.add(SeenText(ids, num_prompt, features, last))
 
     def swap(self) -> None:
         """Puts better weights into the heads, if there are."""
@@ -323,21 +327,29 @@ class OnlineLearner(Learner):
             depth_weights=heads.default_depth_weights,
         )
         with torch.enable_grad():
-            loss = self._forward(batch, None, loss_fn).loss
+            with self._autocast():
+                loss = self._forward(batch, None, loss_fn).loss
             loss.backward()
         norm = nn.utils.clip_grad_norm_(self._student.parameters(), 1.0)
         if torch.isfinite(norm):  # a target may give states that are not
             self._warm_up()
-            self._optimizer.step()
+            with self._autocast():  # Muon's products
+                self._optimizer.step()
         self._optimizer.zero_grad()
         self.num_learned += batch.input_ids.numel()
         return float(loss.detach())
 
     def _measure(self, batch: TextBatch, weights: Mapping[str, Tensor] | None) -> float:
-        with torch.no_grad():
+        with torch.no_grad(), self._autocast():
             steps = self._forward(batch, weights, None)
             serves_all = self._student.runs_target_layers
             return measure_acceptance(steps, batch, self._student.draft_token_ids, serves_all_depths=serves_all)
+
+    def _autocast(self) -> torch.autocast:
+        """Products in bfloat16, with a target that computes in it. Weights stay float32."""
+        device = self.target.device.type
+        is_fast = device != "cpu" or has_fast_bfloat16()
+        return torch.autocast(device, torch.bfloat16, enabled=is_fast and self.target.dtype == torch.bfloat16)
 
     def _restart_optimizer(self) -> None:
         self._optimizer = self._new_optimizer(self._student.named_parameters())

@@ -31,7 +31,7 @@ from draftsmith.inference.targets.files import read_config
 from draftsmith.inference.targets.model_config import find_auto_class, find_length_limit
 from draftsmith.training.data.conversations import Place
 from draftsmith.training.data.set_statistics import describe_size
-from draftsmith.training.distributed.launch import count_launched, is_requested
+from draftsmith.training.distributed.launch import count_launched, has_fast_bfloat16, is_requested
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +117,8 @@ class Machine:
             return cls(device.name, device.total_memory, num_processes, torch.cuda.is_bf16_supported(False))
         import psutil  # type: ignore[import-untyped, unused-ignore]
 
-        has_bf16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
         on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
-        return cls("the CPU", psutil.virtual_memory().total // on_this_machine, num_processes, has_bf16)
+        return cls("the CPU", psutil.virtual_memory().total // on_this_machine, num_processes, has_fast_bfloat16())
 
 
 @dataclass(frozen=True)

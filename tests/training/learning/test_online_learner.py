@@ -17,7 +17,7 @@ from draftsmith.inference import Decoder, Target
 from draftsmith.inference.learning import MAX_TOKENS, SeenText, TextStates
 from draftsmith.training.features.sources import OnlineFeatures
 from draftsmith.training.learning.buffer import TextBuffer, join_texts
-from draftsmith.training.learning.learner import OnlineLearner
+from draftsmith.training.learning.learner import MOST_PROMPT, OnlineLearner
 from draftsmith.training.learning.trial import measure_acceptance
 from tests.tiny_targets import tiny_target
 
@@ -87,6 +87,30 @@ def test_learning_improves_the_heads_and_never_changes_the_text(kind: str, targe
     # From the first layers of a random target, Kangaroo's adapter learns next to nothing.
     assert kind == "kangaroo" or any(trial.is_swapped for trial in learner.progress.trials)
     assert all(trial.after > trial.before for trial in learner.progress.trials if trial.is_swapped)
+
+
+def test_of_a_prompt_the_end_is_kept(target: Target) -> None:
+    """Its states, too, without the memory of those that are left out."""
+    learner = OnlineLearner(target, make("eagle3", target))
+    size = MOST_PROMPT + 36
+    features, last = torch.randn(size + 3, 3 * target.hidden_size), torch.randn(size + 3, target.hidden_size)
+    learner.see(SeenText([*range(size), 1, 2, 3], size, features, last))
+    (text,) = learner.buffer.sample(1)
+    assert (text.token_ids, text.num_prompt) == ([*range(36, size), 1, 2, 3], MOST_PROMPT)
+    for kept, given in ((text.features, features), (text.last_hidden, last)):
+        torch.testing.assert_close(kept, given[36:])
+        assert kept.untyped_storage().nbytes() == kept.nbytes
+
+
+def test_with_a_target_in_bfloat16_the_learned_weights_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether this CPU has instructions for bfloat16 or not."""
+    monkeypatch.setattr("draftsmith.training.learning.learner.has_fast_bfloat16", lambda: True)
+    target = Target.of(tiny_target("llama").to(torch.bfloat16))
+    heads = make("eagle3", target)
+    learner = OnlineLearner(target, heads)
+    decode(Decoder(target, heads, learner=learner), PROMPTS[0])
+    assert learner.learn(2) > 0
+    assert {parameter.dtype for parameter in learner._student.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
