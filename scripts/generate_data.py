@@ -43,7 +43,6 @@ from draftsmith.training.synthesis.arguments import SynthesisArguments
 from draftsmith.training.synthesis.endpoint_replies import EndpointReplies
 from draftsmith.training.synthesis.output import SynthesisOutput
 from draftsmith.training.synthesis.prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
-from draftsmith.training.synthesis.reply_decoding import TurnDecoder
 from draftsmith.training.synthesis.reply_sources import DecodedReplies, ReplySource
 from draftsmith.training.synthesis.synthesizer import Synthesizer
 from draftsmith.training.synthesis.turn_template import TurnTemplate
@@ -126,10 +125,7 @@ def make_source(args: SynthesisArguments) -> ReplySource:
         decoder = Decoder(target)
     else:
         decoder = Decoder(target, load_heads(args.heads, target), tree=args.tree or "chain:3")
-    writer = TurnDecoder(
-        decoder, settings, tokenizer=tokenizer, batch_size=args.batch_size, special_ids=template.special_ids
-    )
-    return DecodedReplies(writer, template, stop_ids)
+    return DecodedReplies(decoder, template, stop_ids, settings, batch_size=args.batch_size)
 
 
 def write(todo: Sequence[Conversation], synthesizer: Synthesizer, output: SynthesisOutput) -> None:
