@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ from draftsmith.training.synthesis.endpoint_replies import EndpointReplies
 from draftsmith.training.synthesis.output import SynthesisOutput
 from draftsmith.training.synthesis.prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
 from draftsmith.training.synthesis.reply_sources import DecodedReplies, ReplySource
-from draftsmith.training.synthesis.synthesizer import Synthesizer
+from draftsmith.training.synthesis.synthesizer import synthesize
 from draftsmith.training.synthesis.turn_template import TurnTemplate
 
 SECONDS_BETWEEN_WRITES = 5.0
@@ -80,7 +80,8 @@ def generate_data(args: SynthesisArguments) -> None:
         if todo:
             source = make_source(args)
             start = time.perf_counter()
-            write(todo, Synthesizer(source, seed=args.seed, keep_truncated=args.keep_truncated), output)
+            parts = synthesize(source, todo, seed=args.seed, keep_truncated=args.keep_truncated)
+            store(parts, output, len(todo))
             source.close()
             speed = f"{source.stats.num_new_tokens / (time.perf_counter() - start):.4g} tokens a second"
             print(speed + f", acceptance length {source.stats.acceptance_length:.2f}" * bool(args.heads))
@@ -128,15 +129,15 @@ def make_source(args: SynthesisArguments) -> ReplySource:
     return DecodedReplies(decoder, template, stop_ids, settings, batch_size=args.batch_size)
 
 
-def write(todo: Sequence[Conversation], synthesizer: Synthesizer, output: SynthesisOutput) -> None:
-    """Writes the conversations. Finished ones reach the disk within seconds, also if another one fails."""
+def store(parts: Iterable[list[Conversation]], output: SynthesisOutput, count: int) -> None:
+    """Stores the conversations. Finished ones reach the disk within seconds, also if another one fails."""
     finished: list[Conversation] = []
     last_write = time.monotonic()
-    with tqdm(total=len(todo), unit=" conversations", mininterval=1.0) as progress:
+    with tqdm(total=count, unit=" conversations", mininterval=1.0) as progress:
         try:
-            for more in synthesizer.write(todo):
-                finished += more
-                progress.update(len(more))
+            for part in parts:
+                finished += part
+                progress.update(len(part))
                 if time.monotonic() - last_write > SECONDS_BETWEEN_WRITES:
                     batch, finished = finished, []
                     output.append(batch)

@@ -16,7 +16,7 @@ from draftsmith.training.synthesis.endpoint_replies import EndpointReplies
 from draftsmith.training.synthesis.prompts import Conversation, plan_self_synthesis, read_prompts
 from draftsmith.training.synthesis.reply_decoding import TurnSettings
 from draftsmith.training.synthesis.reply_sources import DecodedReplies, ReplySource, TurnRequest
-from draftsmith.training.synthesis.synthesizer import Synthesizer
+from draftsmith.training.synthesis.synthesizer import synthesize
 from draftsmith.training.synthesis.turn_template import TurnTemplate
 from tests.training.openai_server import OpenAIServer, serving
 
@@ -56,7 +56,7 @@ def connect(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 
 def write(source: ReplySource, conversations: list[Conversation]) -> list[dict[str, Any]]:
     """Rows of all conversations by id, those of no use included."""
-    finished = [each for some in Synthesizer(source, seed=0).write(conversations) for each in some]
+    finished = [each for some in synthesize(source, conversations, seed=0) for each in some]
     return sorted((each.to_row() for each in finished), key=lambda row: str(row["id"]))
 
 

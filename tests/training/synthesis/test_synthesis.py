@@ -17,7 +17,7 @@ from draftsmith.training.data.layouts import parse_record
 from draftsmith.training.synthesis.prompts import Conversation, read_prompts
 from draftsmith.training.synthesis.reply_decoding import TurnSettings, turn_seed
 from draftsmith.training.synthesis.reply_sources import UNWRITABLE, DecodedReplies, Reply, TurnRequest
-from draftsmith.training.synthesis.synthesizer import Synthesizer
+from draftsmith.training.synthesis.synthesizer import synthesize
 from draftsmith.training.synthesis.turn_template import Role, TurnTemplate
 from tests.training.chat_templates import CHATML, FORGETTING, OPENING, THINKING, ChatTemplate
 from tests.training.conversation_cases import HARMONY_TEMPLATE, tokenize
@@ -40,7 +40,7 @@ def source(model: PreTrainedModel, target_path: Path) -> DecodedReplies:
 
 
 def play(source: DecodedReplies, plan: Sequence[Conversation]) -> list[Conversation]:
-    return [each for some in Synthesizer(source, seed=0).write(plan) for each in some]
+    return [each for some in synthesize(source, plan, seed=0) for each in some]
 
 
 def test_own_replies_stay_in_the_context(source: DecodedReplies, model: PreTrainedModel, tmp_path: Path) -> None:
@@ -195,9 +195,8 @@ def test_a_turn_of_no_use_ends_its_conversation(
     """Whatever the order of the answers; and the source is kept busy."""
     source = ScriptedSource(problems)
     plan = [Conversation(f"c{i}", "s", deque(["user", "assistant"] * 2)) for i in range(9)]
-    finished = [
-        each for some in Synthesizer(source, seed=5, keep_truncated=keep_truncated).write(plan) for each in some
-    ]
+    parts = synthesize(source, plan, seed=5, keep_truncated=keep_truncated)
+    finished = [each for part in parts for each in part]
     assert sorted(each.id for each in finished) == [f"c{i}" for i in range(9)]
     for conversation in finished:
         assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * (num_messages // 2)
