@@ -12,9 +12,10 @@ from torch import Tensor
 
 from draftsmith.inference import Target
 from draftsmith.training.data.collation import ConversationCollator
+from draftsmith.training.features.encoding import TargetStates
 from draftsmith.training.features.extraction import Extraction, LocalStates
 from draftsmith.training.features.extraction_options import ExtractionArguments
-from draftsmith.training.features.sources import OnlineFeatures, TargetStates
+from draftsmith.training.features.sources import OnlineFeatures
 from draftsmith.training.features.store import FeatureStore, StoreSettings, name_tensors
 from draftsmith.training.features.target_identity import identify_target
 from tests.training.run.test_trainer import UNEVEN, make_rows

@@ -34,6 +34,7 @@ from draftsmith.training.distributed.waiting import one_process_first
 from draftsmith.training.features.endpoint_states import NUM_LAYERS, refuse_without_target
 from draftsmith.training.features.preparation import PreparedFeatures, prepare_features
 from draftsmith.training.features.self_check import check_first_row
+from draftsmith.training.features.sources import ReadFeatures
 from draftsmith.training.features.target_loading import (
     check_placement,
     load_first_layers,
@@ -315,7 +316,7 @@ def _make_trainer(
     args, heads, joint = options.training, models.heads, options.joint
     trainer = (JointTrainer if joint.is_on else HeadsTrainer)(
         target=models.target,
-        features=None if features.is_online else features.source,
+        features=features.source if isinstance(features.source, ReadFeatures) else None,
         measure_acceptance=meter,
         run_description=description,
         model=JointModel(heads, models.target, joint) if joint.is_on else heads,

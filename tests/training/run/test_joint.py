@@ -20,7 +20,7 @@ from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.modules.host_tensors import read_on_host
 from draftsmith.inference import Target, generate
 from draftsmith.training.data.collation import ConversationCollator
-from draftsmith.training.features.sources import TargetStates
+from draftsmith.training.features.encoding import TargetStates
 from draftsmith.training.losses.draft_loss import LossOutput, draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
 from draftsmith.training.options.command_line import parse_arguments
