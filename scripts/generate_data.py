@@ -13,7 +13,6 @@ explains which turns are dropped, and how several processes and machines share t
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterable
@@ -24,7 +23,6 @@ from typing import Any
 if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-import torch
 from tqdm.auto import tqdm
 
 from draftsmith.inference import Decoder
@@ -33,6 +31,7 @@ from draftsmith.inference.targets.files import read_generation_config, read_toke
 from draftsmith.scripts.shared.model_loading import (
     check_device,
     check_folder,
+    choose_device,
     load_heads,
     load_target,
     resolve_dtype,
@@ -116,10 +115,7 @@ def make_source(args: SynthesisArguments) -> ReplySource:
         stop_ids = template.find_stop_ids(template.tokenizer.eos_token_id, needs_user=args.mode == "self")
         model = args.endpoint_model or args.target
         return EndpointReplies(args.endpoint, model, template, stop_ids, settings, concurrency=args.concurrency)
-    device = args.device
-    if device is None and torch.cuda.is_available():
-        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
-    target, tokenizer = load_target(args.target, dtype=args.dtype, device=device, keeps_dtype=True)
+    target, tokenizer = load_target(args.target, dtype=args.dtype, device=choose_device(args.device), keeps_dtype=True)
     template = TurnTemplate(tokenizer)
     stop_ids = template.find_stop_ids(target.model.generation_config.eos_token_id, needs_user=args.mode == "self")
     if args.heads is None:
