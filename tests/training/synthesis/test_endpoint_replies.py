@@ -44,7 +44,7 @@ def connect(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     sources = []
 
     def connect_to(url: str = server.url, model: str = "tiny", **options: Any) -> EndpointReplies:
-        options = {"settings": SETTINGS, "concurrency": 3, "max_retries": 4, **options}
+        options = {"settings": SETTINGS, "concurrency": 3, **options}
         source = EndpointReplies(url, model, server.template, server.stop_ids, **options)
         sources.append(source)
         return source
