@@ -197,12 +197,11 @@ class _StockArguments(TrainingArguments):
         return torch.device("cpu")
 
 
-def resolve_arguments(*parts: Any) -> dict[str, Any]:
+def resolve_arguments(options: RunOptions) -> dict[str, Any]:
     """Returns the options as one flat mapping that, written as YAML, `--config` reads back to the same run.
 
     Of `TrainingArguments` it holds our own fields, and the fields that differ from transformers' defaults; no secrets.
     """
-    options = RunOptions.collect(parts)
     settings: dict[str, Any] = {}
     for part in options.parts():
         if part is not options.training:

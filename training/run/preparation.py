@@ -76,13 +76,12 @@ class _Rows:
     processor: Any = None
 
 
-def prepare_run(*parts: Any) -> PreparedRun:
-    """Loads and checks everything that a run needs, and writes its configuration; `parts` as for `RunOptions.collect`.
+def prepare_run(options: RunOptions) -> PreparedRun:
+    """Loads and checks everything that a run needs, and writes its configuration.
 
     Raises:
         ValueError, OSError: for options, files and folders that are wrong.
     """
-    options = RunOptions.collect(parts)
     with no_empty_folder(Path(options.training.output_dir)):  # Trainer makes it
         return _prepare(options)
 
@@ -110,7 +109,7 @@ def _prepare(options: RunOptions) -> PreparedRun:
     rows = _load_rows(options, models, checkpoint)
     meter = _make_meter(options, models, rows, limit)
     settle_evaluations(args, has_rows=rows.eval_set is not None, has_prompts=meter is not None)
-    settings = resolve_arguments(*options.parts())
+    settings = resolve_arguments(options)
     description = describe_run(settings, rows.train_set, args.world_size)
     if checkpoint is not None:
         check_same_run(checkpoint, description, may_differ=args.resume_with_changes)
