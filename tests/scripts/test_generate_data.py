@@ -105,7 +105,7 @@ def journals(output: Path) -> list[str]:
     return sorted(path.name for path in output.parent.glob(f"{output.name}.shard*"))
 
 
-def test_the_reference_has_everything(expected: dict[str, Any], prompts: Path, tmp_path: Path) -> None:
+def test_the_reference_has_everything(expected: dict[str, Any], tmp_path: Path) -> None:
     """Good, dropped and shortened conversations, of several turns, in the order of the prompts; all counted."""
     rows = [json.loads(line) for line in expected["out"].splitlines()]
     dropped = [json.loads(line) for line in expected["dropped"].splitlines()]
