@@ -264,9 +264,7 @@ def extract_features(
     extraction = prepare_extraction(model_args, data_args, placement, args, rank=rank, num_processes=num_processes)
     settings = extraction.settings
     plan = extraction.plan
-    size = (
-        plan.num_tokens * settings.bytes_per_token
-    )  # without the header and the table of rows of each shard (some kB)
+    size = plan.num_tokens * settings.bytes_per_token  # without each shard's header and table of rows (some kB)
     written = sum(path.stat().st_size for path in extraction.folder.glob("*.safetensors"))
     say(
         f"{plan.num_rows} texts, {plan.num_tokens} tokens x {settings.bytes_per_token} bytes "
