@@ -134,6 +134,28 @@ class OnlineLearner(Learner):
         self._before = 0, 0, 0  # texts, tokens and learned tokens of earlier runs
         self._begin()
 
+    def _begin(self) -> None:
+        """Goes on where an earlier run has ended, if the folder has one."""
+        self._first = _copy_weights(self._student)
+        state = None if self.folder is None else read_state(self.folder, self.heads)
+        self._origin = fingerprint(self.heads) if state is None else state.origin
+        if state is not None:
+            self.heads.write_weights(state.in_use)
+            self._write_student(state.in_use)
+        self._in_use = _copy_weights(self._student)
+        self._restart_optimizer()
+        if state is None:
+            return
+        parameters = dict(self._student.named_parameters())
+        for name, value in state.optimizer.items():
+            parameter, _, kind = name.rpartition("/")
+            self._optimizer.state[parameters[parameter]][kind] = value.to(self.target.device)
+            self._num_steps = WARMUP_STEPS
+        counters = state.counters
+        self._before = counters["num_texts"], counters["num_tokens"], counters["num_learned"]
+        self._num_trials, self._num_swaps = counters["num_trials"], counters["num_swaps"]
+        self.trials.extend(Trial(**trial) for trial in counters["trials"])
+
     # Decoding's side.
 
     def see(self, text: SeenText) -> None:
@@ -347,28 +369,6 @@ class OnlineLearner(Learner):
         with torch.no_grad():
             for name, parameter in self._student.named_parameters():
                 parameter.copy_(weights[name])
-
-    def _begin(self) -> None:
-        """Goes on where an earlier run has ended, if the folder has one."""
-        self._first = _copy_weights(self._student)
-        state = None if self.folder is None else read_state(self.folder, self.heads)
-        self._origin = fingerprint(self.heads) if state is None else state.origin
-        if state is not None:
-            self.heads.write_weights(state.in_use)
-            self._write_student(state.in_use)
-        self._in_use = _copy_weights(self._student)
-        self._restart_optimizer()
-        if state is None:
-            return
-        parameters = dict(self._student.named_parameters())
-        for name, value in state.optimizer.items():
-            parameter, _, kind = name.rpartition("/")
-            self._optimizer.state[parameters[parameter]][kind] = value.to(self.target.device)
-            self._num_steps = WARMUP_STEPS
-        counters = state.counters
-        self._before = counters["num_texts"], counters["num_tokens"], counters["num_learned"]
-        self._num_trials, self._num_swaps = counters["num_trials"], counters["num_swaps"]
-        self.trials.extend(Trial(**trial) for trial in counters["trials"])
 
 
 def _copy_weights(module: nn.Module) -> dict[str, Tensor]:
