@@ -107,7 +107,7 @@ class Runner:
         return words_of(**{**self.defaults, **options})
 
     def prepare(self, **options: Any) -> PreparedRun:
-        return prepare_run(RunOptions.collect(parse_arguments(self.arguments(**options))))
+        return prepare_run(RunOptions(*parse_arguments(self.arguments(**options))))
 
     def __call__(self, **options: Any) -> dict[str, float]:
         return self.prepare(**options).finish()
