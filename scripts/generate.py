@@ -17,6 +17,7 @@ With --distributed, several processes decode (there, Ctrl-C ends them all):
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -26,10 +27,11 @@ if not __package__:  # launched as a file
 
 from rich.console import Console
 
+from draftsmith.inference import serve_target
 from draftsmith.scripts.chat.arguments import GenerateArguments
 from draftsmith.scripts.chat.commands import chat
 from draftsmith.scripts.chat.session import ChatSession
-from draftsmith.scripts.shared.ranks import read_rank, serve_rank
+from draftsmith.scripts.shared.model_loading import choose_device, load_target
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 
@@ -55,11 +57,21 @@ def run(args: GenerateArguments) -> None:
                 session.reply(line.strip())
 
 
+def read_rank() -> int:
+    """This process's rank: rank 0 runs the program, and all others serve the target to it until it ends."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise ValueError(
+            "got --distributed in a single process: one process drafts, and all others serve the target, so start "
+            "torchrun --nproc_per_node 2 -m draftsmith chat with the same options"
+        )
+    return int(os.environ["RANK"])
+
+
 def main() -> None:
     with one_line_errors("draftsmith chat"):
         (args,) = ProgramParser([GenerateArguments], doc=__doc__, groups=GROUPS).read()
-        if args.distributed and read_rank("chat") > 0:
-            serve_rank(args.target, dtype=args.dtype, device=args.device)
+        if args.distributed and read_rank() > 0:
+            serve_target(load_target(args.target, dtype=args.dtype, device=choose_device(args.device))[0])
             return
         run(args)
 

@@ -13,10 +13,9 @@ explains which turns are dropped, and how several processes and machines share t
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from typing import Any
 if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-import torch
 from tqdm.auto import tqdm
 
 from draftsmith.inference import Decoder
@@ -33,6 +31,7 @@ from draftsmith.inference.targets.files import read_generation_config, read_toke
 from draftsmith.scripts.shared.model_loading import (
     check_device,
     check_folder,
+    choose_device,
     load_heads,
     load_target,
     resolve_dtype,
@@ -43,9 +42,8 @@ from draftsmith.training.synthesis.arguments import SynthesisArguments
 from draftsmith.training.synthesis.endpoint_replies import EndpointReplies
 from draftsmith.training.synthesis.output import SynthesisOutput
 from draftsmith.training.synthesis.prompts import Conversation, choose_prompts, plan_self_synthesis, read_prompts
-from draftsmith.training.synthesis.reply_decoding import TurnDecoder
 from draftsmith.training.synthesis.reply_sources import DecodedReplies, ReplySource
-from draftsmith.training.synthesis.synthesizer import Synthesizer
+from draftsmith.training.synthesis.synthesizer import synthesize
 from draftsmith.training.synthesis.turn_template import TurnTemplate
 
 SECONDS_BETWEEN_WRITES = 5.0
@@ -81,7 +79,8 @@ def generate_data(args: SynthesisArguments) -> None:
         if todo:
             source = make_source(args)
             start = time.perf_counter()
-            write(todo, Synthesizer(source, seed=args.seed, keep_truncated=args.keep_truncated), output)
+            parts = synthesize(source, todo, seed=args.seed, keep_truncated=args.keep_truncated)
+            store(parts, output, len(todo))
             source.close()
             speed = f"{source.stats.num_new_tokens / (time.perf_counter() - start):.4g} tokens a second"
             print(speed + f", acceptance length {source.stats.acceptance_length:.2f}" * bool(args.heads))
@@ -116,31 +115,25 @@ def make_source(args: SynthesisArguments) -> ReplySource:
         stop_ids = template.find_stop_ids(template.tokenizer.eos_token_id, needs_user=args.mode == "self")
         model = args.endpoint_model or args.target
         return EndpointReplies(args.endpoint, model, template, stop_ids, settings, concurrency=args.concurrency)
-    device = args.device
-    if device is None and torch.cuda.is_available():
-        device = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}"
-    target, tokenizer = load_target(args.target, dtype=args.dtype, device=device, keeps_dtype=True)
+    target, tokenizer = load_target(args.target, dtype=args.dtype, device=choose_device(args.device), keeps_dtype=True)
     template = TurnTemplate(tokenizer)
     stop_ids = template.find_stop_ids(target.model.generation_config.eos_token_id, needs_user=args.mode == "self")
     if args.heads is None:
         decoder = Decoder(target)
     else:
         decoder = Decoder(target, load_heads(args.heads, target), tree=args.tree or "chain:3")
-    writer = TurnDecoder(
-        decoder, settings, tokenizer=tokenizer, batch_size=args.batch_size, special_ids=template.special_ids
-    )
-    return DecodedReplies(writer, template, stop_ids)
+    return DecodedReplies(decoder, template, stop_ids, settings, batch_size=args.batch_size)
 
 
-def write(todo: Sequence[Conversation], synthesizer: Synthesizer, output: SynthesisOutput) -> None:
-    """Writes the conversations. Finished ones reach the disk within seconds, also if another one fails."""
+def store(parts: Iterable[list[Conversation]], output: SynthesisOutput, count: int) -> None:
+    """Stores the conversations. Finished ones reach the disk within seconds, also if another one fails."""
     finished: list[Conversation] = []
     last_write = time.monotonic()
-    with tqdm(total=len(todo), unit=" conversations", mininterval=1.0) as progress:
+    with tqdm(total=count, unit=" conversations", mininterval=1.0) as progress:
         try:
-            for more in synthesizer.write(todo):
-                finished += more
-                progress.update(len(more))
+            for part in parts:
+                finished += part
+                progress.update(len(part))
                 if time.monotonic() - last_write > SECONDS_BETWEEN_WRITES:
                     batch, finished = finished, []
                     output.append(batch)

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.inference.targets.files import read_config, read_tokenizer
-
 if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+from draftsmith.inference.targets.files import read_config, read_tokenizer
 from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import DataArguments, option
@@ -66,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     for counts in [*sets, total] if len(sets) > 1 else sets:
         show([(format_statistics(counts, data_args), "")])
     if args.json:
-        write_json(Path(args.json), {"target": args.target, "sets": sets, "total": total})
+        result = {"target": args.target, "sets": sets, "total": total}
+        write_text(Path(args.json), json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     return 0
 
 
@@ -125,10 +125,6 @@ def format_statistics(counts: dict[str, Any], data_args: DataArguments) -> str:
         f"  {counts['num_at_max_length']} have max_length ({data_args.max_length}) tokens; the rest is cut off",
     ]
     return "\n".join(lines)
-
-
-def write_json(path: Path, result: dict[str, Any]) -> None:
-    write_text(path, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

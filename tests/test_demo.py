@@ -61,7 +61,7 @@ def run(args: demo.DemoArguments) -> str:
 def test_the_training_command_is_one_that_the_trainer_takes() -> None:
     command = demo.train_command(demo.DemoArguments())
     start = command.index("train") + 1
-    options = RunOptions.collect(parse_arguments([*command[start:], "--use_cpu", "true"]))
+    options = RunOptions(*parse_arguments([*command[start:], "--use_cpu", "true"]))
     check_options(options)
     assert options.run.time_budget == demo.DemoArguments().time_budget
     ignored = (REPOSITORY / ".gitignore").read_text().splitlines()

@@ -48,8 +48,8 @@ def train() -> int:
     level = logging.INFO if is_main_process else logging.ERROR  # only the main process speaks
     logging.basicConfig(level=level, format="%(message)s")
     try:
-        options = RunOptions.collect(parse_arguments(doc=__doc__ or "", groups=GROUPS))
-        run = prepare_run(*options.parts())
+        options = RunOptions(*parse_arguments(doc=__doc__ or "", groups=GROUPS))
+        run = prepare_run(options)
     except (ValueError, OSError, TrainingStoppedError) as error:
         if not is_main_process:
             time.sleep(5)  # the main process prints the same message first; then the launcher ends this one

@@ -30,7 +30,7 @@ from draftsmith import Decoder
 from draftsmith.inference.targets.layer_groups import tie_layers
 from draftsmith.inference.targets.model_config import request_states
 from draftsmith.scripts.measuring.measure import load_prompts
-from draftsmith.scripts.measuring.texts import share_of_repeated_ngrams
+from draftsmith.scripts.measuring.report import share_of_repeated_ngrams
 from draftsmith.scripts.shared.model_loading import load_target
 from draftsmith.training.data.conversations import load_conversations
 from draftsmith.training.data.options import option

@@ -22,18 +22,16 @@ from typing import Any
 if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-import torch
-
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder
 from draftsmith.scripts.measuring.environment import describe_machine
+from draftsmith.scripts.measuring.measure import Batch, load_prompts
 from draftsmith.scripts.shared.model_loading import DTYPES, TREE_HELP, load_heads, load_target
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.learning.learner import OnlineLearner
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
-from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
 
 WINDOWS = 10  # in which acceptance is told
 
@@ -57,9 +55,6 @@ class LearningArguments:
     output: str = option(default="outputs/learning.json", help="The file to write.")
 
 
-Batch = list[list[int]]
-
-
 class Study:
     """What all arms share."""
 
@@ -73,11 +68,12 @@ class Study:
         return load_heads(self.args.heads, self.target)
 
     def _read(self, file: str, tokenizer: Any) -> list[Batch]:
-        args, rejected = self.args, list[str]()
-        conversations = read_prompts(file, max_turns=1)[: args.limit]
-        prompts = [ids for _, ids in encode_prompts(conversations, tokenizer, rejected)]
-        report_rejected(file, rejected, num_left=len(prompts))
-        return [prompts[start : start + args.batch_size] for start in range(0, len(prompts), args.batch_size)]
+        args = self.args
+        limits = {"num_prompts": args.limit, "max_new_tokens": args.max_new_tokens}
+        prompts, _ = load_prompts(Path(file), tokenizer, self.target, **limits)
+        return [
+            Batch.of(*prompts[start : start + args.batch_size]) for start in range(0, len(prompts), args.batch_size)
+        ]
 
     def run(self, name: str, heads: DraftHeads, share: float = 0.0) -> tuple[dict[str, Any], OnlineLearner | None]:
         """One arm: decodes all domains; learns after every batch, if it has a share."""
@@ -118,12 +114,9 @@ class Study:
 
     def _decode(self, decoder: Decoder, batch: Batch, *, seed: int) -> tuple[int, int]:
         """Passes of the rows, and the tokens that they gave."""
-        width = max(map(len, batch))
-        ids = torch.tensor([[0] * (width - len(row)) + row for row in batch])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
-        args = self.args
+        args, ids = self.args, batch.input_ids
         sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-        output = decoder.generate(ids, mask, seed=seed, max_new_tokens=args.max_new_tokens, **sampling)
+        output = decoder.generate(ids, batch.attention_mask, seed=seed, max_new_tokens=args.max_new_tokens, **sampling)
         histogram = output.stats.accepted_histogram
         return sum(histogram), sum((accepted + 1) * count for accepted, count in enumerate(histogram))
 

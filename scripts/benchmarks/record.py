@@ -26,8 +26,8 @@ from draftsmith.scripts.shared.model_loading import encode_messages, load_heads,
 from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
-from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 
 COLUMNS, CHARACTER, LINE = 50, 8.0, 19  # characters in a line; pixels of a character and of a line
 MARGIN, TOP, GAP = 18, 74, 24

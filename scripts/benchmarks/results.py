@@ -54,8 +54,8 @@ from draftsmith.scripts.shared.draft_vocabulary import SIZE_HELP, DraftVocabular
 from draftsmith.scripts.shared.model_loading import DTYPES, TREE_HELP
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
-from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 
 DEFAULT = "default"
 LLAMA = "llama.cpp"
@@ -162,7 +162,8 @@ def load(args: ResultsArguments) -> Subject:
 
 def make_contenders(subject: Subject, args: ResultsArguments, folder: Path) -> Iterator[Contender]:
     """transformers, plain decoding in each way, n-grams and heads with each tree, and llama.cpp."""
-    target, is_compiled = subject.target, is_compiling(subject, args)
+    target = subject.target
+    is_compiled = is_faster_compiled(target) if args.compile is None else args.compile
     yield Contender(TRANSFORMERS, decode=TransformersDecoding(target))
     yield Contender(PLAIN, decode=OurDecoding(target, None))
     packed = target.with_packed_weights()
@@ -220,10 +221,6 @@ def make_rivals(subject: Subject, quantised: Path, folder: Path) -> Iterator[Con
         except ValueError as error:
             contender.problem = str(error)
         yield contender
-
-
-def is_compiling(subject: Subject, args: ResultsArguments) -> bool:
-    return is_faster_compiled(subject.target) if args.compile is None else args.compile
 
 
 def take_turns(subject: Subject, count: int) -> list[tuple[str, Prompt]]:

@@ -21,8 +21,7 @@ from draftsmith.inference.request.model_settings import describe_model_settings,
 from draftsmith.scripts.chat.arguments import GenerateArguments
 from draftsmith.scripts.chat.comparison import Reply, compare_with_plain
 from draftsmith.scripts.chat.printer import ReplyPrinter, describe, speed_of, without_escapes
-from draftsmith.scripts.shared.model_loading import encode_messages, load_drafter, load_target
-from draftsmith.scripts.shared.ranks import choose_device
+from draftsmith.scripts.shared.model_loading import choose_device, encode_messages, load_drafter, load_target
 
 
 class Conversation:

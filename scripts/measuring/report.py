@@ -18,7 +18,6 @@ from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.text_difference import find_difference
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
 from draftsmith.scripts.measuring.table import Row, describe_texts
-from draftsmith.scripts.measuring.texts import share_of_repeated_ngrams
 from draftsmith.scripts.shared.whole_files import write_text
 
 
@@ -121,6 +120,17 @@ def _ratio(contender: Contender, reference: Contender | None) -> tuple[float | N
         return None, None
     own, other = ([_speed([run]) for runs in one.runs for run in runs] for one in (contender, reference))
     return summarise([speed / baseline for speed, baseline in zip(own, other, strict=True)])
+
+
+def share_of_repeated_ngrams(texts: Sequence[Sequence[int]], n: int = 4) -> float:
+    """The share of all n-grams that already occurred earlier in the same text.
+
+    >>> share_of_repeated_ngrams([[1, 2, 1, 2, 1, 2, 3]])  # 1212 2121 1212 2123
+    0.25
+    """
+    grams = [[tuple(text[i : i + n]) for i in range(len(text) - n + 1)] for text in texts]
+    total = sum(map(len, grams))
+    return 1 - sum(len(set(one)) for one in grams) / total if total else 0.0
 
 
 def summarise(ratios: Sequence[float]) -> tuple[float, tuple[float, float]]:

@@ -109,6 +109,13 @@ def check_device(name: str | None) -> str:
     return name
 
 
+def choose_device(name: str | None) -> str | None:
+    """The device of one of several processes: without a name, the GPU of its number on this machine."""
+    if name is None and torch.cuda.is_available():
+        return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
+    return name
+
+
 def load_heads(name: str, target: Target) -> DraftHeads:
     """Heads of any kind from a folder, hub id or GGUF file, bound to the target, in its dtype and on its device (see
     `bind_heads`). Heads in another project's format are imported."""

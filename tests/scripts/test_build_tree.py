@@ -116,9 +116,3 @@ def test_expected_tokens_are_the_most_possible(num_nodes: int) -> None:
     assert len(tree) == num_nodes
     assert sum(gain(tuple(path), accuracy) for path in tree) == pytest.approx(best)
     assert StaticTree(tree).num_nodes == num_nodes + 1  # every parent is there
-
-
-@pytest.mark.parametrize("accuracy", [[], [[1.5]]])
-def test_refuses_what_is_no_accuracy(accuracy: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="0 to 1"):
-        best_static_tree(accuracy, 2)

@@ -134,7 +134,7 @@ def test_untrained_depths() -> None:
     assert finding.fault == "Depth 2 was not trained"
 
 
-def test_a_vocabulary_of_other_data(plant: Callable[..., Path], replies: Path, tmp_path: Path) -> None:
+def test_a_vocabulary_of_other_data(plant: Callable[..., Path], replies: Path) -> None:
     other = change(replies, lambda messages: messages[1].update(content="0123 4567 " * 30))
     found = diagnose(plant("mtp"), replies, draft_vocab_size=512, draft_vocab_data=[str(other)])
     assert found[0] == "The draft vocabulary lacks tokens that the target writes"
@@ -145,7 +145,7 @@ def test_another_template(plant: Callable[..., Path], replies: Path) -> None:
     assert diagnose(plant("mtp", record), replies) == ["Prompts are written in another chat format than in training"]
 
 
-def test_another_system_prompt(plant: Callable[..., Path], replies: Path, tmp_path: Path) -> None:
+def test_another_system_prompt(plant: Callable[..., Path], replies: Path) -> None:
     pirate = {"role": "system", "content": "You are a pirate."}
     trained = change(replies, lambda messages: messages.insert(0, pirate))
     found = diagnose(plant("mtp"), trained, prompts=str(replies))

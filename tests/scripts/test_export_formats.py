@@ -14,19 +14,12 @@ from draftsmith.heads import DraftHeads
 from draftsmith.heads.draft_vocabulary import COUNTS_FILE
 from draftsmith.heads.formats.gguf_file import read_gguf, write_gguf
 from draftsmith.heads.kinds.mtp import MTPHeads
-from draftsmith.scripts import export_heads, import_heads
+from draftsmith.scripts import export_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
 from tests.heads.formats.test_stitched_mtp import load_target
-from tests.scripts.test_import_export import HEADS, call
+from tests.scripts.test_import_export import HEADS, call, come_back
 from tests.tiny_targets import random_prompt
-
-
-def come_back(folder: Path, heads: Path, output: Path) -> bool:
-    """Whether the imported heads are the exported ones, bit for bit."""
-    call(import_heads, checkpoint=folder, target=CHAT_TARGET, output=output)
-    one, other = (DraftHeads.from_pretrained(path).state_dict() for path in (heads, output))
-    return one.keys() == other.keys() and all(torch.equal(x, other[name].to(x.dtype)) for name, x in one.items())
 
 
 def test_a_pickle_of_medusa(tmp_path: Path) -> None:

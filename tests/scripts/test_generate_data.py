@@ -19,7 +19,7 @@ from draftsmith.inference import Decoder, Target
 from draftsmith.scripts import generate_data
 from draftsmith.training.data.conversations import load_conversations
 from draftsmith.training.synthesis.arguments import SynthesisArguments
-from draftsmith.training.synthesis.synthesizer import Synthesizer
+from draftsmith.training.synthesis.synthesizer import synthesize
 from tests.interrupting import interrupt
 from tests.processes import limited_file_size
 from tests.tiny_tokenizers import read_whole_words
@@ -105,7 +105,7 @@ def journals(output: Path) -> list[str]:
     return sorted(path.name for path in output.parent.glob(f"{output.name}.shard*"))
 
 
-def test_the_reference_has_everything(expected: dict[str, Any], prompts: Path, tmp_path: Path) -> None:
+def test_the_reference_has_everything(expected: dict[str, Any], tmp_path: Path) -> None:
     """Good, dropped and shortened conversations, of several turns, in the order of the prompts; all counted."""
     rows = [json.loads(line) for line in expected["out"].splitlines()]
     dropped = [json.loads(line) for line in expected["dropped"].splitlines()]
@@ -152,28 +152,27 @@ def test_a_broken_run_goes_on_where_it_stopped(
 ) -> None:
     """Broken off after some conversations, by a kill within a line; then as two processes; then counted anew."""
     output = tmp_path / "out.jsonl"
-    write = Synthesizer.write
 
-    def break_off(self: Synthesizer, conversations: Any) -> Iterator[Any]:
+    def break_off(*args: Any, **options: Any) -> Iterator[Any]:
         num_finished = 0
-        for finished in write(self, conversations):
+        for finished in synthesize(*args, **options):
             yield finished
             if (num_finished := num_finished + len(finished)) >= NUM_PROMPTS // 2:
                 raise KilledError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Synthesizer, "write", break_off)
+        patch.setattr(generate_data, "synthesize", break_off)
         with pytest.raises(KilledError):
             run(output, "--prompts", prompts)
     (journal,) = output.parent.glob("out.jsonl.shard-00000-of-00001")
     journal.write_bytes(journal.read_bytes()[:-7])
     begun: list[str] = []
 
-    def count(self: Synthesizer, conversations: Any) -> Iterator[Any]:
+    def count(source: Any, conversations: Any, **options: Any) -> Iterator[Any]:
         begun.extend(conversation.id for conversation in conversations)
-        yield from write(self, conversations)
+        yield from synthesize(source, conversations, **options)
 
-    monkeypatch.setattr(Synthesizer, "write", count)
+    monkeypatch.setattr(generate_data, "synthesize", count)
     for rank in ("0", "1"):  # as accelerate and torchrun start them
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")

@@ -118,7 +118,7 @@ def test_rows_end_where_the_targets_positions_do(tmp_path: Path, capsys: pytest.
     assert "1 have max_length (1024) tokens; the rest is cut off" in capsys.readouterr().out
 
 
-def test_pieces_of_a_row_are_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pieces_of_a_row_are_its_text() -> None:
     """Characters of several tokens, of which one begins the reply; special tokens apart."""
     tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)
     messages = [{"role": "user", "content": "🙂 é"}, {"role": "assistant", "content": "🙂 [[a]]"}]

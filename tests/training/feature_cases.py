@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from torch import Tensor
 
 from draftsmith.inference import Target
 from draftsmith.training.data.collation import ConversationCollator
-from draftsmith.training.features.extraction import Extraction, LocalStates
+from draftsmith.training.features.encoding import TargetStates
+from draftsmith.training.features.extraction import Extraction, compute_here
 from draftsmith.training.features.extraction_options import ExtractionArguments
-from draftsmith.training.features.sources import OnlineFeatures, TargetStates
+from draftsmith.training.features.sources import OnlineFeatures
 from draftsmith.training.features.store import FeatureStore, StoreSettings, name_tensors
 from draftsmith.training.features.target_identity import identify_target
 from tests.training.run.test_trainer import UNEVEN, make_rows
@@ -32,9 +34,8 @@ def make_extraction(
     )
     settings = StoreSettings(identify_target(target, "tiny"), name_tensors(layers, target.num_layers))
     rows = datasets.Dataset.from_list(ROWS)
-    return Extraction(
-        rows, settings, args, compute=LocalStates(target, rows, layers=layers, batch_size=args.batch_size)
-    )
+    compute = partial(compute_here, target, rows, layers=layers, batch_size=args.batch_size)
+    return Extraction(rows, settings, args, compute=compute)
 
 
 def store_rows(target: Target, folder: Path, layers: list[int], **options: Any) -> FeatureStore:

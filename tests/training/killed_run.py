@@ -13,6 +13,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.options.run_options import RunOptions
 from draftsmith.training.run.preparation import prepare_run
 
 # What a run does to its folder: every such event is a moment at which it can be killed.
@@ -56,7 +57,7 @@ def run_and_die(
     arguments: list[str], output_dir: Path, last: int | None, count_file: Path, first_step: int = 0
 ) -> None:
     """Trains; killed at moment `last` (None: not at all, and `count_file` then says how many moments there were)."""
-    run = prepare_run(*parse_arguments(arguments))
+    run = prepare_run(RunOptions(*parse_arguments(arguments)))
     moments = Moments(output_dir, last)
     run.trainer.add_callback(EveryMoment(moments, first_step))
     run.finish()
@@ -82,7 +83,7 @@ class FullDisk(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
 def run_with_full_disk(arguments: list[str], step: int, num_bytes: int, message_file: Path) -> None:
     """Trains until a file cannot be written; what the error says is in `message_file`."""
-    run = prepare_run(*parse_arguments(arguments))
+    run = prepare_run(RunOptions(*parse_arguments(arguments)))
     run.trainer.add_callback(FullDisk(step, num_bytes))
     try:
         run.finish()

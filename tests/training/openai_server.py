@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from draftsmith.inference import Decoder
-from draftsmith.training.synthesis.reply_decoding import TurnDecoder, TurnSettings
+from draftsmith.training.synthesis.reply_decoding import TurnSettings, write_turns
 from draftsmith.training.synthesis.turn_template import TurnTemplate
 
 # What the server does instead of answering: a status with headers and a text, or None = the connection breaks.
@@ -53,10 +53,9 @@ class OpenAIServer(ThreadingHTTPServer):
         """(text, finish reason, tokens)."""
         settings = TurnSettings(body["max_tokens"], body["temperature"], body["top_p"], body.get("top_k", 0))
         with self.lock:
-            (turn,) = TurnDecoder(self.decoder, settings).write([prompt], stop_ids=stop_ids, seeds=[body["seed"]])
-        is_ended = turn.token_ids[-1] in stop_ids
-        text = self.template.decode(turn.token_ids[:-1] if is_ended else turn.token_ids)
-        return text, "stop" if is_ended else "length", len(turn.token_ids)
+            ((ids,), _) = write_turns(self.decoder, settings, [prompt], stop_ids=stop_ids, seeds=[body["seed"]])
+        is_ended = ids[-1] in stop_ids
+        return self.template.decode(ids[:-1] if is_ended else ids), "stop" if is_ended else "length", len(ids)
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -17,6 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.options.run_options import RunOptions
+from draftsmith.training.run.outcome import PreparedRun
 from draftsmith.training.run.preparation import prepare_run
 from draftsmith.training.run.trainer import HeadsTrainer
 from tests.tiny_targets import tiny_target
@@ -104,8 +106,11 @@ class Runner:
     def arguments(self, **options: Any) -> list[str]:
         return words_of(**{**self.defaults, **options})
 
+    def prepare(self, **options: Any) -> PreparedRun:
+        return prepare_run(RunOptions(*parse_arguments(self.arguments(**options))))
+
     def __call__(self, **options: Any) -> dict[str, float]:
-        return prepare_run(*parse_arguments(self.arguments(**options))).finish()
+        return self.prepare(**options).finish()
 
     def break_off(self, step: int, **options: Any) -> None:
         """Trains until `step` optimizer steps have been made, then fails."""

@@ -81,7 +81,7 @@ def tokenize_conversations(
         more = {"processor": processor, "skip_bad_lines": skip_bad_lines, "images": images}
         if not tokenizer.chat_template:
             tokenizer.chat_template = processor.chat_template
-    check_tokenizer(tokenizer, max_length)
+    check_tokenizer(tokenizer)
     num_proc = num_proc or min(count_cores(), len(conversations) // _ROWS_PER_PROCESS)
     return conversations.map(
         _tokenize_rows,
@@ -153,16 +153,14 @@ def log_problems(dropped: Mapping[str, int], notes: Mapping[str, int], num_rows:
         logger.log(logging.INFO if note == UNLEARNED else logging.WARNING, "%d %s", count, note)
 
 
-def check_tokenizer(tokenizer: Any, max_length: int) -> None:
-    """Raises ValueError for a tokenizer or a length with which no row can be made."""
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raises ValueError for a tokenizer with which no row can be made."""
     if not tokenizer.chat_template:
         raise ValueError(
             "the target's tokenizer has no chat template: set tokenizer.chat_template and save it with the target"
         )
     if not tokenizer.is_fast:
         raise ValueError("the target's tokenizer gives no character offsets: convert it to a fast (tokenizers) one")
-    if max_length < 1:
-        raise ValueError(f"max_length is {max_length}; give the longest row in tokens, at least 1")
 
 
 def _tokenize_rows(

@@ -80,7 +80,7 @@ class ConversationStream(IterableDataset[Row]):
         rank: int = 0,
         num_processes: int = 1,
     ) -> None:
-        check_tokenizer(tokenizer, data_args.max_length)
+        check_tokenizer(tokenizer)
         self.data_args, self.tokenizer, self.seed = data_args, tokenizer, seed
         self.holds_out = holds_out
         self.rank, self.num_processes = rank, num_processes

@@ -27,7 +27,6 @@ class EndpointClient:
     Args:
         url: the base URL, up to and with `/v1`.
         model: the name under which the server serves the target.
-        max_retries: as the `openai` client counts them.
 
     Attributes:
         entry: what the server says of the model in `/models`.
@@ -37,7 +36,7 @@ class EndpointClient:
         ConnectionError: as `ask`.
     """
 
-    def __init__(self, url: str, model: str, *, max_retries: int = MAX_RETRIES) -> None:
+    def __init__(self, url: str, model: str) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"the endpoint is {url!r}: give its base URL, such as http://localhost:8000/v1")
         try:
@@ -49,7 +48,7 @@ class EndpointClient:
             base_url=url,
             api_key=os.environ.get("OPENAI_API_KEY") or "none",
             timeout=TIMEOUT,
-            max_retries=max_retries,
+            max_retries=MAX_RETRIES,
         )
         self.url, self.model = url.rstrip("/"), model
         self.entry = self._find_model()

@@ -29,8 +29,13 @@ _FIND_PACKED = masking_utils.find_packed_sequence_indices
 
 
 @dataclass(frozen=True)
-class EncodeOutput:
-    """features: [B, T, F] (width 0 when no layers were asked for). last_hidden: [B, T, D], after the final norm."""
+class TargetStates:
+    """The target's states of a batch; values at padding are unspecified.
+
+    Attributes:
+        features: [B, T, F], the tapped hidden states; F is 0 when no layers were asked for.
+        last_hidden: [B, T, D], after the final norm.
+    """
 
     features: Tensor
     last_hidden: Tensor
@@ -46,7 +51,7 @@ def encode(
     document_ids: Tensor | OnHost | None = None,
     num_groups: int | None = None,
     media: Mapping[str, Any] | None = None,
-) -> EncodeOutput:
+) -> TargetStates:
     """Hidden states of whole texts, without logits; they may enter an autograd graph.
 
     Args:
@@ -67,7 +72,7 @@ def encode(
         groups = split_documents(document_ids, num_groups=num_groups)
         options: Any = {"feature_layers": feature_layers, "with_autograd": with_autograd}
         parts = [encode(target, group.read(input_ids), group.mask, **options) for group in groups]
-        return EncodeOutput(
+        return TargetStates(
             gather_documents(groups, [part.features for part in parts], input_ids.shape),
             gather_documents(groups, [part.last_hidden for part in parts], input_ids.shape),
         )
@@ -76,7 +81,7 @@ def encode(
         positions, media = None, take_media(target, media)
     with torch.set_grad_enabled(with_autograd and torch.is_grad_enabled()), _single_texts():
         states = target.backbone.read(input_ids, positions, feature_layers=feature_layers, media=media)
-    return EncodeOutput(states.last[..., :0] if states.features is None else states.features, states.last)
+    return TargetStates(states.last[..., :0] if states.features is None else states.features, states.last)
 
 
 @contextmanager

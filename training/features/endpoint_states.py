@@ -20,8 +20,9 @@ from torch import Tensor
 from draftsmith.heads.adapter import find_adapter_of
 from draftsmith.training.endpoint.client import EndpointClient
 from draftsmith.training.endpoint.hidden_states import HiddenStates, WantedStates, discard_file
+from draftsmith.training.features.encoding import TargetStates
 from draftsmith.training.features.self_check import LOG_PROB_TOLERANCE, NUM_BEST, NUM_TOKENS, STATE_TOLERANCE
-from draftsmith.training.features.sources import MissingStatesError, ReadFeatures, TargetStates, Texts
+from draftsmith.training.features.sources import MissingStatesError, ReadFeatures, Texts
 from draftsmith.training.features.store import FeatureStore, StoredRow, name_tensors, tensor_name
 from draftsmith.training.features.target_loading import FirstLayers
 from draftsmith.training.features.target_options import EndpointArguments, ModelArguments, PlacementArguments
@@ -98,12 +99,9 @@ class EndpointStates:
 
     def take(self, path: Path, input_ids: Tensor) -> StoredRow:
         """Reads the server's answer for one row's ids [T], and deletes it."""
-        return self._make_row(input_ids, self.server.take(path, input_ids))
-
-    def _make_row(self, input_ids: Tensor, states: Tensor) -> StoredRow:
-        """Args: states: [T, L, D]."""
-        tensors = {tensor_name(layer, self.target.num_layers): states[:, i] for i, layer in enumerate(self.layers)}
-        tensors["last"] = self.target.apply_final_norm(states[:, -1])
+        states_TLD = self.server.take(path, input_ids)
+        tensors = {tensor_name(layer, self.target.num_layers): states_TLD[:, i] for i, layer in enumerate(self.layers)}
+        tensors["last"] = self.target.apply_final_norm(states_TLD[:, -1])
         return StoredRow(input_ids, {name: tensors[name] for name in self.names})
 
     def check_target(self, input_ids: Tensor) -> float:
@@ -153,7 +151,8 @@ class EndpointStates:
     def _compare_log_probs(self, last: Tensor, answer: Mapping[str, Any]) -> float:
         """Compares the distribution that follows from the last states [T, D] with the server's K best tokens."""
         try:
-            best = [{int(key): value["logprob"] for key, value in at.items()} for at in _prompt_scores(answer)]
+            scores = answer["choices"][0]["prompt_logprobs"][1:]  # of the tokens after the first
+            best = [{int(key): value["logprob"] for key, value in at.items()} for at in scores]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise self.server.client.misread(answer) from None
         log_probs = self.target.compute_logits(last).float().log_softmax(-1)  # [T, V]
@@ -197,13 +196,11 @@ class ServedFeatures(ReadFeatures):
         if texts not in self._files:
             self._ask(texts)
         try:
-            states = self.read(batch)
+            return super().__call__(batch)
         except (ConnectionError, ValueError) as error:
             raise MissingStatesError(str(error)) from error
         finally:
             self._drop(texts)
-        assert states is not None
-        return states
 
     def forget(self) -> None:
         """Also deletes the files that wait, and does not send the requests in the queue."""
@@ -235,12 +232,6 @@ def refuse_without_target(model_args: ModelArguments, placement: PlacementArgume
             f"got a server for the states with init_heads {model_args.init_heads}, which change the target with an "
             "adapter that the server does not have: give other heads, or no server"
         )
-
-
-def _prompt_scores(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of the tokens after the first: the scores that the tokens before them gave."""
-    scores: list[dict[str, Any]] = answer["choices"][0]["prompt_logprobs"][1:]
-    return scores
 
 
 def _discard(file: Future[Path]) -> None:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
+from draftsmith.heads.adapter import find_adapter_of, load_adapter
 from draftsmith.inference.targets.files import read_tokenizer
 from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.inference.targets.target import Target
@@ -47,12 +47,7 @@ from draftsmith.training.features.store import (
 )
 from draftsmith.training.features.store_checks import check_same_target, explain_date, iterate_ids
 from draftsmith.training.features.target_identity import identify_target
-from draftsmith.training.features.target_loading import (
-    FirstLayers,
-    check_placement,
-    load_adapted_model,
-    load_first_layers,
-)
+from draftsmith.training.features.target_loading import FirstLayers, check_placement, load_first_layers, load_model
 from draftsmith.training.features.target_options import ModelArguments, PlacementArguments
 
 logger = logging.getLogger(__name__)
@@ -97,7 +92,7 @@ class Extraction:
 
     Args:
         settings: of the store; the plan's numbers are added here.
-        compute: gives the states (`LocalStates`, `EndpointStates.read_rows`).
+        compute: gives the states (`compute_here`, `EndpointStates.read_rows`).
 
     Raises:
         ValueError: the folder holds other features.
@@ -125,15 +120,6 @@ class Extraction:
                 f"{self.folder} holds other features ({'; '.join(different)}): give another --output_dir, or the "
                 "options of its first run to continue it"
             )
-
-    def size(self) -> int:
-        """Bytes of all shards, without the header and the table of rows of each (some kB)."""
-        return self.plan.num_tokens * self.settings.bytes_per_token
-
-    def size_left(self) -> int:
-        """Bytes that all processes together still have to write."""
-        written = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-        return max(0, self.size() - written)
 
     def run(
         self, *, rank: int = 0, num_processes: int = 1, progress: Callable[[int], Any] = lambda num_tokens: None
@@ -166,50 +152,44 @@ class Extraction:
         return computed
 
 
-class LocalStates:
-    """Runs the target on batches of rows of similar lengths, to pad little.
+@torch.no_grad()
+def compute_here(
+    target: Target, rows: Any, shards: Mapping[int, Sequence[int]], *, layers: Sequence[int], batch_size: int
+) -> Iterator[tuple[int, int, StoredRow]]:
+    """Runs the target on batches of rows of similar lengths, to pad little; yields as `ComputeRows`.
 
     Args:
         rows: with a column `input_ids`.
         layers: the hidden states to store, besides the last (`find_layers`).
     """
-
-    def __init__(self, target: Target, rows: Any, *, layers: Sequence[int], batch_size: int) -> None:
-        self.target, self.rows, self.layers, self.batch_size = target, rows, list(layers), batch_size
-        self.collate = ConversationCollator(pad_token_id=0)
-        self.online = OnlineFeatures(target, layers)
-
-    def __call__(self, shards: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int, StoredRow]]:
-        for shard, numbers in shards.items():
-            rows = {index: self.rows[index] for index in numbers}
-            indices = sorted(rows, key=lambda index: len(rows[index]["input_ids"]))
-            for start in range(0, len(indices), self.batch_size):
-                part = indices[start : start + self.batch_size]
-                batch: dict[str, Any] = self.collate([rows[index] for index in part])
-                tensors = self._encode(batch)
-                for place, index in enumerate(part):
-                    count = len(rows[index]["input_ids"])
-                    values = {name: value[place, :count].clone() for name, value in tensors.items()}
-                    yield shard, index, StoredRow(batch["input_ids"][place, :count], values)
-
-    @torch.no_grad()
-    def _encode(self, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Returns the tensors of a batch as they are stored, each [B, T, ...] on the host."""
-        encoded = self.online({**batch, "input_ids": batch["input_ids"].to(self.target.device)})
-        width = self.target.hidden_size
-        tensors = {
-            tensor_name(layer, self.target.num_layers): encoded.features[..., i * width : (i + 1) * width]
-            for i, layer in enumerate(self.layers)
-        }
-        return {name: value.cpu() for name, value in {**tensors, "last": encoded.last_hidden}.items()}
+    collate, online, width = ConversationCollator(pad_token_id=0), OnlineFeatures(target, layers), target.hidden_size
+    for shard, numbers in shards.items():
+        kept = {index: rows[index] for index in numbers}
+        indices = sorted(kept, key=lambda index: len(kept[index]["input_ids"]))
+        for start in range(0, len(indices), batch_size):
+            part = indices[start : start + batch_size]
+            batch: dict[str, Any] = collate([kept[index] for index in part])
+            states = online({**batch, "input_ids": batch["input_ids"].to(target.device)})
+            found = {
+                tensor_name(layer, target.num_layers): states.features[..., i * width : (i + 1) * width]
+                for i, layer in enumerate(layers)
+            }
+            tensors = {name: value.cpu() for name, value in {**found, "last": states.last_hidden}.items()}
+            for place, index in enumerate(part):
+                count = len(kept[index]["input_ids"])
+                values = {name: value[place, :count].clone() for name, value in tensors.items()}
+                yield shard, index, StoredRow(batch["input_ids"][place, :count], values)
 
 
 def load_target(model_args: ModelArguments, placement: PlacementArguments, *, rank: int, num_processes: int) -> Target:
-    """Loads the target that computes the states, on this process's device."""
+    """Loads the target that computes the states, on this process's device, with the adapter of `init_heads`."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
-    target = Target(load_adapted_model(model_args, placement, device, num_processes=num_processes))
+    model = load_model(model_args, placement, device, num_processes=num_processes)
+    if model_args.init_heads is not None and (adapter := find_adapter_of(model_args.init_heads)) is not None:
+        model = load_adapter(model, adapter, merge=False)
+    target = Target(model)
     check_placement(target, device)
     return target
 
@@ -242,7 +222,7 @@ def prepare_extraction(
         logger.warning("the features of %s are of today%s", args.output_dir, hint)
     settings = StoreSettings(identify_target(target, model_args.target), name_tensors(layers, target.num_layers))
     if not isinstance(target, FirstLayers):
-        compute = LocalStates(target, rows, layers=layers, batch_size=args.batch_size)
+        compute = partial(compute_here, target, rows, layers=layers, batch_size=args.batch_size)
         return Extraction(rows, settings, args, compute=compute)
     states = EndpointStates(
         target,
@@ -284,10 +264,12 @@ def extract_features(
     extraction = prepare_extraction(model_args, data_args, placement, args, rank=rank, num_processes=num_processes)
     settings = extraction.settings
     plan = extraction.plan
+    size = plan.num_tokens * settings.bytes_per_token  # without each shard's header and table of rows (some kB)
+    written = sum(path.stat().st_size for path in extraction.folder.glob("*.safetensors"))
     say(
         f"{plan.num_rows} texts, {plan.num_tokens} tokens x {settings.bytes_per_token} bytes "
-        f"({', '.join(settings.tensors)} in {settings.target.dtype}) = {describe_size(extraction.size())} in "
-        f"{len(plan.shards)} shards; {describe_size(extraction.size_left())} are left to write"
+        f"({', '.join(settings.tensors)} in {settings.target.dtype}) = {describe_size(size)} in "
+        f"{len(plan.shards)} shards; {describe_size(max(0, size - written))} are left to write"
     )
     mine = sum(len(extraction.rows[row]["input_ids"]) for shard in plan.shards[rank::num_processes] for row in shard)
     with tqdm(total=mine, unit=" tokens", unit_scale=True, disable=rank != 0) as progress:

@@ -25,11 +25,10 @@ Collate = Callable[[Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class PreparedFeatures:
-    """source: gives the states of a batch of `collate`. is_online: the target runs on every batch."""
+    """source: gives the states of a batch of `collate`."""
 
     source: FeatureSource
     collate: Collate
-    is_online: bool = False
 
 
 def prepare_features(
@@ -57,7 +56,7 @@ def prepare_features(
         served = _prepare_served(args, target, target_name, heads, rows, max_length)
         return PreparedFeatures(served, TextsCollator(collate))
     if args.features is None:
-        return PreparedFeatures(OnlineFeatures(target, heads.feature_layers), collate, is_online=True)
+        return PreparedFeatures(OnlineFeatures(target, heads.feature_layers), collate)
     store, hint = FeatureStore(Path(args.features)), explain_date(tokenizer)
     check_same_target(store.folder, store.settings.target, identify_target(target, target_name))
     check_complete(store, heads, rows, hint)

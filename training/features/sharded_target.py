@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-
-Sharding = Literal["none", "fsdp2"]
 
 
 def check_processes() -> None:

@@ -19,25 +19,12 @@ from torch import Tensor
 
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.data.collation import find_documents
-from draftsmith.training.features.encoding import encode
+from draftsmith.training.features.encoding import TargetStates, encode
 from draftsmith.training.features.store import FeatureStore, name_tensors, tensor_name
 
 
 class MissingStatesError(ValueError):
     """A batch's states are not stored, or the server does not give them."""
-
-
-@dataclass(frozen=True)
-class TargetStates:
-    """The target's states of a batch, on its device; values at padding are unspecified.
-
-    Attributes:
-        features: [B, T, F], the tapped hidden states.
-        last_hidden: [B, T, D], after the final norm.
-    """
-
-    features: Tensor
-    last_hidden: Tensor
 
 
 # Gives the target's states of a batch of `draftsmith.training.data.collation`, on the device of the batch.
@@ -59,7 +46,7 @@ class OnlineFeatures:
     with_autograd: bool = False
 
     def __call__(self, batch: Mapping[str, Any]) -> TargetStates:
-        encoded = encode(
+        return encode(
             self.target,
             batch["input_ids"],
             batch["attention_mask"],
@@ -69,7 +56,6 @@ class OnlineFeatures:
             with_autograd=self.with_autograd,
             media=batch.get("media"),
         )
-        return TargetStates(encoded.features, encoded.last_hidden)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,11 +118,15 @@ class ReadFeatures(ABC):
         self.names = name_tensors(feature_layers, target.num_layers)
         self.has_enough = False  # batches are expected: training may take one
         self._expected: deque[Texts] = deque()  # the first one is being read
-        self._reading: Future[TargetStates | None] | None = None
+        self._reading: Future[TargetStates] | None = None
 
     @abstractmethod
-    def find(self, texts: Texts, place: tuple[int, int, int]) -> Mapping[str, Tensor] | None:
-        """The named tensors of a text, each [T, ...] on the host; None = they are missing. Called from a thread."""
+    def find(self, texts: Texts, place: tuple[int, int, int]) -> Mapping[str, Tensor]:
+        """The named tensors of a text, each [T, ...] on the host. Called from a thread.
+
+        Raises:
+            MissingStatesError: they are missing.
+        """
 
     def expect(self, texts: Texts) -> None:
         """Tells the next batch that will be needed."""
@@ -151,8 +141,7 @@ class ReadFeatures(ABC):
         self._expected.clear()
         self._reading = None
 
-    def read(self, batch: Mapping[str, Any]) -> TargetStates | None:
-        """The states of a batch; None when a text is missing."""
+    def __call__(self, batch: Mapping[str, Any]) -> TargetStates:
         texts = batch["texts"]
         if self._expected and texts is self._expected[0]:
             assert self._reading is not None
@@ -162,10 +151,7 @@ class ReadFeatures(ABC):
             self._read_ahead()
         else:
             states = self._gather(texts)
-        if states is None:
-            return None
-        device = self.target.device
-        move = partial(Tensor.to, device=device, non_blocking=True)
+        move = partial(Tensor.to, device=self.target.device, non_blocking=True)
         return TargetStates(move(states.features), move(states.last_hidden))
 
     def _read_ahead(self) -> None:
@@ -174,7 +160,7 @@ class ReadFeatures(ABC):
             self._reading = thread.submit(self._gather, self._expected[0])
             thread.shutdown(wait=False)
 
-    def _gather(self, texts: Texts) -> TargetStates | None:
+    def _gather(self, texts: Texts) -> TargetStates:
         """The states of a batch on the host, pinned where the target is on a GPU; zero at padding."""
         pins = self.target.device.type == "cuda"
         shape, width = texts.input_ids.shape, self.target.hidden_size
@@ -182,10 +168,7 @@ class ReadFeatures(ABC):
         features = zeros(*shape, width * len(self.layer_names))
         last_hidden = zeros(*shape, self.target.state_size or width)
         for place in texts.places:
-            found = self.find(texts, place)
-            if found is None:
-                return None
-            row, start, end = place
+            found, (row, start, end) = self.find(texts, place), place
             last_hidden[row, start:end] = found["last"]
             for index, name in enumerate(self.layer_names):
                 features[row, start:end, index * width : (index + 1) * width] = found[name]
@@ -214,14 +197,11 @@ class StoredFeatures(ReadFeatures):
         super().__init__(target, feature_layers)
         self.store, self.hint = store, hint
 
-    def find(self, texts: Texts, place: tuple[int, int, int]) -> Mapping[str, Tensor] | None:
-        return self.store.read(texts.ids(place), self.names)
-
-    def __call__(self, batch: Mapping[str, Any]) -> TargetStates:
-        states = self.read(batch)
-        if states is None:
+    def find(self, texts: Texts, place: tuple[int, int, int]) -> Mapping[str, Tensor]:
+        found = self.store.read(texts.ids(place), self.names)
+        if found is None:
             raise MissingStatesError(
                 f"{self.store.folder} lacks a text of this batch: extract the features of this data "
                 f"(draftsmith features with the same options){self.hint}"
             )
-        return states
+        return found

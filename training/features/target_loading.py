@@ -13,7 +13,6 @@ from transformers.integrations import deepspeed as integration
 from transformers.utils import logging as transformers_logging
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.adapter import find_adapter_of, load_adapter
 from draftsmith.heads.kinds.mtp import MTPHeads
 from draftsmith.inference import Target
 from draftsmith.inference.shared_swaps import SharedSwap
@@ -69,15 +68,6 @@ def _load(model_args: ModelArguments, **options: Any) -> Any:
             **options,
         )
     return model.requires_grad_(False).eval()
-
-
-def load_adapted_model(
-    model_args: ModelArguments, placement: PlacementArguments, device: torch.device, *, num_processes: int
-) -> Any:
-    """Loads the model as `load_model` does, with the adapter of `init_heads`, if they were trained with one."""
-    model = load_model(model_args, placement, device, num_processes=num_processes)
-    adapter = None if model_args.init_heads is None else find_adapter_of(model_args.init_heads)
-    return model if adapter is None else load_adapter(model, adapter, merge=False)
 
 
 def load_published_heads(model_args: ModelArguments, target: Target) -> DraftHeads:

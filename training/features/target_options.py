@@ -11,7 +11,6 @@ from draftsmith.heads import HEAD_TYPES
 from draftsmith.heads.formats.registry import PLACES
 from draftsmith.heads.registration import find_kind
 from draftsmith.training.data.options import option, refuse_without
-from draftsmith.training.features.sharded_target import Sharding
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -98,7 +97,7 @@ class PlacementArguments:
         help="Spread the target over the devices of one process: auto, balanced, sequential, or a JSON mapping of "
         "modules to devices, cpu or disk. The token embedding must be on the heads' device.",
     )
-    shard_target: Sharding = option(
+    shard_target: Literal["none", "fsdp2"] = option(
         default="none",
         help="For large targets: fsdp2 = each process keeps a share of the layers and gathers a layer when it runs.",
     )

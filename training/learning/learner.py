@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -95,7 +95,14 @@ class OnlineLearner(Learner):
         learning_rate: float = 3e-4,
         seed: int = 0,
     ) -> None:
-        _check_numbers(share, num_bytes, tokens_per_step, trial_seconds, held_back_tokens)
+        counts = {"num_bytes": num_bytes, "tokens_per_step": tokens_per_step, "held_back_tokens": held_back_tokens}
+        if not 0 < share <= 1:
+            raise ValueError(f"got share {share}: give more than 0 and at most 1")
+        for name, value in counts.items():
+            if value < 1:
+                raise ValueError(f"got {name} {value}: give at least 1")
+        if trial_seconds < 0:
+            raise ValueError(f"got trial_seconds {trial_seconds}: give at least 0")
         self.target = Target.of(target)
         if self.target.is_packed:
             raise ValueError("got a target with packed weights, through which no gradient passes: give the plain one")
@@ -127,16 +134,29 @@ class OnlineLearner(Learner):
         self._num_failed = 0
         self._last_trial = time.perf_counter(), 0  # when, and after how many learned tokens
         self._before = 0, 0, 0  # texts, tokens and learned tokens of earlier runs
+        self._begin()
+
+    def _begin(self) -> None:
+        """Goes on where an earlier run has ended, if the folder has one."""
         self._first = _copy_weights(self._student)
-        state = None if self.folder is None else read_state(self.folder, heads)
-        self._origin = fingerprint(heads) if state is None else state.origin
+        state = None if self.folder is None else read_state(self.folder, self.heads)
+        self._origin = fingerprint(self.heads) if state is None else state.origin
         if state is not None:
-            heads.write_weights(state.in_use)
+            self.heads.write_weights(state.in_use)
             self._write_student(state.in_use)
         self._in_use = _copy_weights(self._student)
         self._restart_optimizer()
-        if state is not None:
-            self._resume(state)
+        if state is None:
+            return
+        parameters = dict(self._student.named_parameters())
+        for name, value in state.optimizer.items():
+            parameter, _, kind = name.rpartition("/")
+            self._optimizer.state[parameters[parameter]][kind] = value.to(self.target.device)
+            self._num_steps = WARMUP_STEPS
+        counters = state.counters
+        self._before = counters["num_texts"], counters["num_tokens"], counters["num_learned"]
+        self._num_trials, self._num_swaps = counters["num_trials"], counters["num_swaps"]
+        self.trials.extend(Trial(**trial) for trial in counters["trials"])
 
     # Decoding's side.
 
@@ -251,7 +271,8 @@ class OnlineLearner(Learner):
         write_state(self.folder, self.heads, LearnerState(self._in_use, moments, asdict(self.progress), self._origin))
 
     def _run(self) -> None:
-        with self._stream():
+        device = self.target.device
+        with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
             while not self._stopping.wait(0 if self.has_work else WAIT_SECONDS):
                 if not self.has_work:
                     continue
@@ -282,12 +303,6 @@ class OnlineLearner(Learner):
         while self.num_decoding and (left := until - time.perf_counter()) > 0:
             if self._stopping.wait(min(left, WAIT_SECONDS)):
                 return
-
-    def _stream(self) -> AbstractContextManager[Any]:
-        """On a GPU, a stream of its own."""
-        if self.target.device.type != "cuda":
-            return nullcontext()
-        return torch.cuda.stream(torch.cuda.Stream(self.target.device))
 
     def _held_back(self) -> list[SeenText]:
         with self._lock:
@@ -366,33 +381,6 @@ class OnlineLearner(Learner):
         with torch.no_grad():
             for name, parameter in self._student.named_parameters():
                 parameter.copy_(weights[name])
-
-    def _resume(self, state: LearnerState) -> None:
-        """Goes on where an earlier run has ended."""
-        parameters = dict(self._student.named_parameters())
-        for name, value in state.optimizer.items():
-            parameter, _, kind = name.rpartition("/")
-            self._optimizer.state[parameters[parameter]][kind] = value.to(self.target.device)
-            self._num_steps = WARMUP_STEPS
-        counters = state.counters
-        self._before = counters["num_texts"], counters["num_tokens"], counters["num_learned"]
-        self._num_trials, self._num_swaps = counters["num_trials"], counters["num_swaps"]
-        self.trials.extend(Trial(**trial) for trial in counters["trials"])
-
-
-def _check_numbers(
-    share: float, num_bytes: int, tokens_per_step: int, trial_seconds: float, held_back_tokens: int
-) -> None:
-    """Refuses numbers that make no sense."""
-    if not 0 < share <= 1:
-        raise ValueError(f"got share {share}: give more than 0 and at most 1")
-    for name, value in (("num_bytes", num_bytes), ("tokens_per_step", tokens_per_step)):
-        if value < 1:
-            raise ValueError(f"got {name} {value}: give at least 1")
-    if trial_seconds < 0 or held_back_tokens < 1:
-        raise ValueError(
-            f"got trial_seconds {trial_seconds} and held_back_tokens {held_back_tokens}: give at least 0 and 1"
-        )
 
 
 def _copy_weights(module: nn.Module) -> dict[str, Tensor]:

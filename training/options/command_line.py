@@ -75,14 +75,14 @@ def parse_arguments(
         words += ["--choose=true", *choices.words]
     if overrides:
         words += ["--head_overrides", *overrides]
-    *found, unexpected = parser.parse_args_into_dataclasses(
+    *found, _, unexpected = parser.parse_args_into_dataclasses(
         words, return_remaining_strings=True, look_for_args_file=False
-    )
+    )  # the last one but one is the namespace with --config
     parser.refuse(unexpected)
     if choices is not None:
-        check_options(RunOptions.collect(found))
+        check_options(RunOptions(*found))
         choices.tell()
-    return tuple(found[: len(classes)])  # the last one is the namespace with --config
+    return tuple(found)
 
 
 def known_keys(classes: Sequence[Any] = ARGUMENT_CLASSES) -> dict[str, Any]:
@@ -197,15 +197,14 @@ class _StockArguments(TrainingArguments):
         return torch.device("cpu")
 
 
-def resolve_arguments(*parts: Any) -> dict[str, Any]:
+def resolve_arguments(options: RunOptions) -> dict[str, Any]:
     """Returns the options as one flat mapping that, written as YAML, `--config` reads back to the same run.
 
     Of `TrainingArguments` it holds our own fields, and the fields that differ from transformers' defaults; no secrets.
     """
-    options = RunOptions.collect(parts)
     settings: dict[str, Any] = {}
-    for part in options.parts():
-        if part is not options.training:
+    for name, part in vars(options).items():
+        if name != "training":
             settings |= dataclasses.asdict(part)
     settings |= {"head_overrides": options.model.parse_head_overrides(), **_resolve_training(options.training)}
     left_out = _LEFT_OUT | {key for key in known_keys() if key.endswith("_token")}

@@ -4,8 +4,8 @@ anything is loaded."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from draftsmith.training.data.options import DataArguments, option
@@ -52,29 +52,18 @@ class RunArguments:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Every option of a run; one field is one package's options."""
+    """Every option of a run, as `parse_arguments` gives them: one field is one package's options."""
 
     model: ModelArguments
     data: DataArguments
     training: HeadsTrainingArguments
-    joint: JointArguments = field(default_factory=JointArguments)
-    run: RunArguments = field(default_factory=RunArguments)
-    placement: PlacementArguments = field(default_factory=PlacementArguments)
-    features: FeatureArguments = field(default_factory=FeatureArguments)
-
-    @classmethod
-    def collect(cls, parts: Iterable[Any]) -> RunOptions:
-        """Puts objects of `ARGUMENT_CLASSES`, in any order, into their fields; a part that is missing has defaults."""
-        found = {name: part for part in parts for name, kind in _KINDS.items() if isinstance(part, kind)}
-        return cls(**found)
-
-    def parts(self) -> tuple[Any, ...]:
-        """The objects that `collect` takes."""
-        return tuple(getattr(self, key.name) for key in fields(self))
+    joint: JointArguments
+    run: RunArguments
+    placement: PlacementArguments
+    features: FeatureArguments
 
 
-_KINDS: dict[str, Any] = get_type_hints(RunOptions)
-ARGUMENT_CLASSES: tuple[Any, ...] = tuple(_KINDS.values())
+ARGUMENT_CLASSES: tuple[Any, ...] = tuple(get_type_hints(RunOptions).values())
 
 
 def check_options(options: RunOptions) -> None:

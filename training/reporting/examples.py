@@ -36,11 +36,16 @@ class Example:
     acceptance_length: float
 
 
+def steady_tree(heads: DraftHeads) -> str:
+    """A tree that does not follow the clock: lengths can be compared, and all processes run the same passes."""
+    return "chain" if heads.drafts_chains_only else "dynamic"
+
+
 def decode_examples(
     target: Target, heads: DraftHeads, prompts: Sequence[Prompt], tokenizer: Any, *, max_new_tokens: int
 ) -> tuple[list[Example], GenerationStats]:
     """Decodes prompts greedily; returns the examples and the statistics of all of them. Collective."""
-    decoder = Decoder(target, whole_heads(heads), tree="chain" if heads.drafts_chains_only else "dynamic")
+    decoder = Decoder(target, whole_heads(heads), tree=steady_tree(heads))
     examples, total = [], GenerationStats()
     for prompt in prompts:
         collector = _Collector(tokenizer)
@@ -59,6 +64,21 @@ def decode_prompt(decoder: Decoder, prompt: Prompt, tokenizer: Any, **options: A
     )
     options |= {"do_sample": False, "tokenizer": tokenizer}
     return decoder.generate(input_ids, torch.ones_like(input_ids), **media, **options).stats
+
+
+def send_examples(examples: Sequence[Example], report_to: Any) -> None:
+    """Adds a table of prompts, replies and acceptance lengths to the wandb run, if there is one; transformers sends the
+    metrics of `report_to`."""
+    if "wandb" not in report_to:
+        return
+    import wandb
+
+    rows = [
+        [example.prompt, "".join(piece.text for piece in example.pieces), example.acceptance_length]
+        for example in examples
+    ]
+    if wandb.run is not None:
+        wandb.log({"examples": wandb.Table(columns=["prompt", "reply", "acceptance length"], data=rows)})
 
 
 class _Collector:

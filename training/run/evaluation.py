@@ -13,12 +13,11 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, GenerationStats, Target
-from draftsmith.inference.request.model_settings import find_model_settings
 from draftsmith.inference.targets.model_config import LengthLimit
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.images.processor import read_images
-from draftsmith.training.reporting.examples import Prompt, decode_prompt
+from draftsmith.training.reporting.examples import Prompt, decode_prompt, steady_tree
 from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
 
 
@@ -73,21 +72,12 @@ class AcceptanceMeter:
     tokenizer: Any
     max_new_tokens: int
 
-    def find_model_settings(self) -> dict[str, Any]:
-        """What the target's generation config adds to greedy decoding."""
-        return find_model_settings(self.target.model.generation_config, {"do_sample": False})
-
     def __call__(self) -> dict[str, float]:
         decoder = Decoder(self.target, whole_heads(self.heads), tree=steady_tree(self.heads))
         stats = GenerationStats()
         for prompt in self.prompts:
             stats += decode_prompt(decoder, prompt, self.tokenizer, max_new_tokens=self.max_new_tokens)
         return {"acceptance_length": stats.acceptance_length}
-
-
-def steady_tree(heads: DraftHeads) -> str:
-    """A tree that does not follow the clock: lengths can be compared, and all processes run the same passes."""
-    return "chain" if heads.drafts_chains_only else "dynamic"
 
 
 def settle_evaluations(args: Any, *, has_rows: bool, has_prompts: bool) -> None:

@@ -25,8 +25,8 @@ from draftsmith.heads.adapter import WEIGHTS_FILE, load_adapter
 from draftsmith.heads.modules.host_tensors import read_on_host, send
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.data.collation import find_documents
-from draftsmith.training.features.encoding import recomputing_layers
-from draftsmith.training.features.sources import OnlineFeatures, TargetStates
+from draftsmith.training.features.encoding import TargetStates, recomputing_layers
+from draftsmith.training.features.sources import OnlineFeatures
 from draftsmith.training.losses.draft_loss import LossOutput
 from draftsmith.training.losses.teacher import rows_per_chunk
 from draftsmith.training.options.joint_options import JointArguments

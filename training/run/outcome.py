@@ -23,15 +23,22 @@ from transformers import TrainerState
 
 from draftsmith.inference import Decoder, GenerationStats
 from draftsmith.inference.request.chat_template import render_probe
+from draftsmith.inference.request.model_settings import find_model_settings
 from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.features.sharded_target import count_held
 from draftsmith.training.options.one_line_errors import as_launched
-from draftsmith.training.reporting.examples import Example, Prompt, decode_examples, decode_prompt
+from draftsmith.training.reporting.examples import (
+    Example,
+    Prompt,
+    decode_examples,
+    decode_prompt,
+    send_examples,
+    steady_tree,
+)
 from draftsmith.training.reporting.model_card import render_card
 from draftsmith.training.reporting.report import count_rows, render_report
-from draftsmith.training.reporting.trackers import send_examples
 from draftsmith.training.run.checkpoints import read_run_file, write_file
-from draftsmith.training.run.evaluation import AcceptanceMeter, steady_tree
+from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.pace import CHAIN, describe_expected
 from draftsmith.training.run.resume import find_newest, is_finished
 from draftsmith.training.run.trainer import HeadsTrainer
@@ -129,8 +136,7 @@ def written_command(arguments: Sequence[str]) -> str:
 def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
     """`training_record.json`: command, cost of the training, processes, versions, metrics; and what the target's
     generation config adds to the greedy decoding that measures the acceptance length."""
-    meter = trainer.measure_acceptance
-    settings = meter.find_model_settings() if isinstance(meter, AcceptanceMeter) else {}
+    model, is_measured = trainer.target.model, isinstance(trainer.measure_acceptance, AcceptanceMeter)
     state, processes = trainer.state, trainer.accelerator.state
     distributed = {"distributed_type": processes.distributed_type.value, "num_processes": processes.num_processes}
     if processes.distributed_type == DistributedType.DEEPSPEED:
@@ -147,9 +153,9 @@ def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float
         },
         "distributed": {
             **distributed,
-            "target_parameters_per_process": count_held(trainer.target.model),
+            "target_parameters_per_process": count_held(model),
         },
-        "generation_config": settings,
+        "generation_config": find_model_settings(model.generation_config, {"do_sample": False}) if is_measured else {},
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "platform": platform.platform(),
         "metrics": metrics,

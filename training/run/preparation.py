@@ -34,6 +34,7 @@ from draftsmith.training.distributed.waiting import one_process_first
 from draftsmith.training.features.endpoint_states import NUM_LAYERS, refuse_without_target
 from draftsmith.training.features.preparation import PreparedFeatures, prepare_features
 from draftsmith.training.features.self_check import check_first_row
+from draftsmith.training.features.sources import ReadFeatures
 from draftsmith.training.features.target_loading import (
     check_placement,
     load_first_layers,
@@ -75,13 +76,12 @@ class _Rows:
     processor: Any = None
 
 
-def prepare_run(*parts: Any) -> PreparedRun:
-    """Loads and checks everything that a run needs, and writes its configuration; `parts` as for `RunOptions.collect`.
+def prepare_run(options: RunOptions) -> PreparedRun:
+    """Loads and checks everything that a run needs, and writes its configuration.
 
     Raises:
         ValueError, OSError: for options, files and folders that are wrong.
     """
-    options = RunOptions.collect(parts)
     with no_empty_folder(Path(options.training.output_dir)):  # Trainer makes it
         return _prepare(options)
 
@@ -109,7 +109,7 @@ def _prepare(options: RunOptions) -> PreparedRun:
     rows = _load_rows(options, models, checkpoint)
     meter = _make_meter(options, models, rows, limit)
     settle_evaluations(args, has_rows=rows.eval_set is not None, has_prompts=meter is not None)
-    settings = resolve_arguments(*options.parts())
+    settings = resolve_arguments(options)
     description = describe_run(settings, rows.train_set, args.world_size)
     if checkpoint is not None:
         check_same_run(checkpoint, description, may_differ=args.resume_with_changes)
@@ -315,7 +315,7 @@ def _make_trainer(
     args, heads, joint = options.training, models.heads, options.joint
     trainer = (JointTrainer if joint.is_on else HeadsTrainer)(
         target=models.target,
-        features=None if features.is_online else features.source,
+        features=features.source if isinstance(features.source, ReadFeatures) else None,
         measure_acceptance=meter,
         run_description=description,
         model=JointModel(heads, models.target, joint) if joint.is_on else heads,

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads.modules.host_tensors import send
-from draftsmith.training.features.sources import MissingStatesError, TargetStates
+from draftsmith.training.features.encoding import TargetStates
+from draftsmith.training.features.sources import MissingStatesError
 from draftsmith.training.losses.draft_loss import LossOutput
 from draftsmith.training.run.resume import find_newest
 

@@ -25,12 +25,12 @@ from draftsmith.training.data.collation import find_documents
 from draftsmith.training.data.streaming import ConversationStream
 from draftsmith.training.distributed.launch import autocast, autocast_in_deepspeed, shard_with_fsdp
 from draftsmith.training.distributed.whole_heads import gather_state, is_split
+from draftsmith.training.features.encoding import TargetStates
 from draftsmith.training.features.sharded_target import is_sharded
 from draftsmith.training.features.sources import (
     FeatureSource,
     OnlineFeatures,
     ReadFeatures,
-    TargetStates,
     look_ahead,
 )
 from draftsmith.training.losses.depth_weights import fixed_weights
@@ -50,7 +50,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     Args:
         target: the frozen target that the heads are bound to.
-        features: the source of the target's states; None = the target runs on every batch.
+        features: reads the target's states; None = the target runs on every batch.
         measure_acceptance: called at every evaluation; returns metrics (such as `acceptance_length`) measured by
             decoding prompts with the heads as they are.
         run_description: from `draftsmith.training.run.resume.describe_run`; stored with every checkpoint.
@@ -63,7 +63,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self,
         *,
         target: Target,
-        features: FeatureSource | None = None,
+        features: ReadFeatures | None = None,
         measure_acceptance: Callable[[], dict[str, float]] | None = None,
         run_description: dict[str, Any] | None = None,
         **kwargs: Any,
@@ -144,17 +144,13 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             )
         return self.optimizer
 
-    @property
-    def _read_features(self) -> ReadFeatures | None:
-        return self.features if isinstance(self.features, ReadFeatures) else None
-
     def train(self, *args: Any, **kwargs: Any) -> Any:
         try:
             with self._interrupts.watch():
                 return super().train(*args, **kwargs)
         finally:
-            if (source := self._read_features) is not None:
-                source.forget()
+            if self.features is not None:
+                self.features.forget()
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         if not isinstance(self.train_dataset, ConversationStream):
@@ -178,9 +174,9 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
         Random choices are functions of the run's seed, the step's number and the conversation.
         """
-        if (source := self._read_features) is not None:
+        if self.features is not None:
             if self._ahead is None or self._ahead[0] is not epoch_iterator:
-                self._ahead = (epoch_iterator, look_ahead(epoch_iterator, source))
+                self._ahead = (epoch_iterator, look_ahead(epoch_iterator, self.features))
             epoch_iterator = self._ahead[1]
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         for batch in batches:
@@ -232,7 +228,9 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def draft_batch(self, model: Any, inputs: dict[str, Any], counts: Tensor | None) -> LossOutput:
         """The heads' loss on one batch; `model` is the heads as Trainer wrapped them. counts: as in `draft_loss`."""
         heads: DraftHeads = self.accelerator.unwrap_model(model)
-        source = self.features or OnlineFeatures(self.target, heads.feature_layers, num_groups=self.num_groups)
+        source: FeatureSource = self.features or OnlineFeatures(
+            self.target, heads.feature_layers, num_groups=self.num_groups
+        )
         with explain_lost_states(self):
             states = source(inputs)
         return self.draft_from(states, inputs, heads, model, counts)

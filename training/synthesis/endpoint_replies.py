@@ -13,7 +13,7 @@ from typing import Any
 
 from draftsmith.inference import GenerationStats
 from draftsmith.inference.request.chat_template import ConversationError, change_calls, write_arguments
-from draftsmith.training.endpoint.client import MAX_RETRIES, EndpointClient
+from draftsmith.training.endpoint.client import EndpointClient
 from draftsmith.training.synthesis.reply_decoding import TurnSettings, find_problem
 from draftsmith.training.synthesis.reply_sources import Reply, TurnRequest, make_reply
 from draftsmith.training.synthesis.turn_template import Role, TurnTemplate
@@ -52,9 +52,8 @@ class EndpointReplies:
         settings: TurnSettings,
         *,
         concurrency: int = 64,
-        max_retries: int = MAX_RETRIES,
     ) -> None:
-        self.client = EndpointClient(url, model, max_retries=max_retries)
+        self.client = EndpointClient(url, model)
         self.template, self.stop_ids = template, stop_ids
         self.settings, self.capacity, self.stats = settings, concurrency, GenerationStats()
         self._thoughts = "reasoning_content"  # the server's key for thoughts, in both directions

@@ -1,4 +1,4 @@
-"""Lets the target write turns, in batches, with any heads and tree.
+"""Lets the target write turns with any heads and tree, and finds what is wrong with them.
 
 A turn depends only on the target, its prompt and its seed, not on heads, tree or batch (`draftsmith.inference.noise`
 keys the sampling by row seed and position). `turn_seed` seeds a turn by its place in the data, so the data do not
@@ -8,7 +8,7 @@ depend on the batch size, the number of processes or interruptions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,20 +51,6 @@ class TurnSettings:
         }
 
 
-@dataclass(frozen=True)
-class WrittenTurn:
-    """A turn after its prompt.
-
-    Attributes:
-        token_ids: the new tokens; the last one ended the turn, unless the problem is "truncated".
-        problem: why the turn is useless for training ("empty", "truncated", "looping", "special token inside",
-            "prompt too long"), or "". The decoded text may show more problems.
-    """
-
-    token_ids: list[int]
-    problem: str
-
-
 def turn_seed(seed: int, name: str, turn: int) -> int:
     """Returns a turn's own seed (63 bits): a hash of the run's seed, the conversation's name and the turn's number."""
     digest = hashlib.sha256(f"{seed}\0{turn}\0{name}".encode()).digest()
@@ -90,7 +76,9 @@ def find_problem(
     special_ids: Collection[int],
     marks: Sequence[Sequence[int]] = (),
 ) -> str:
-    """Returns why a turn is useless, or "". It does not check whether the text is only whitespace.
+    """Returns why a turn is useless for training ("empty", "truncated", "looping", "special token inside"), or "".
+
+    The decoded text may show more problems (`reply_sources.make_reply`).
 
     Args:
         special_ids: tokens that must not occur inside, except in `marks`.
@@ -120,87 +108,42 @@ def drop_marks(token_ids: Sequence[int], marks: Sequence[Sequence[int]]) -> list
     return kept
 
 
-class TurnDecoder:
-    """Writes turns with a `Decoder`, batch by batch; `stats` adds up the decoding statistics.
+def write_turns(
+    decoder: Decoder,
+    settings: TurnSettings,
+    prompts: Sequence[Sequence[int]],
+    *,
+    stop_ids: Collection[int],
+    seeds: Sequence[int],
+    tokenizer: Any = None,
+) -> tuple[list[list[int]], GenerationStats]:
+    """Writes the turns after some prompts, all together; a drafter changes the speed and not the text.
 
-    A drafter changes the speed and not the text. `special_ids` must not occur inside a turn. Stop strings of the
-    target's generation config need the `tokenizer`; a turn that they end gets the first of `stop_ids`.
+    Args:
+        prompts: token ids, each ending in the header of the turn to write.
+        stop_ids: tokens that end a turn, at least one.
+        seeds: one per prompt (`turn_seed`); not read at temperature 0.
+        tokenizer: for stop strings of the target's generation config; a turn that they end gets the first of
+            `stop_ids`.
 
-    Raises:
-        ValueError: the target has no positions left for any prompt.
+    Returns:
+        the new tokens of each prompt, up to the first one that ends a turn, and the statistics.
     """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        settings: TurnSettings,
-        *,
-        tokenizer: Any = None,
-        batch_size: int = 32,
-        special_ids: Collection[int] = (),
-    ) -> None:
-        limit = decoder.target.max_length
-        if limit is not None and limit <= settings.max_new_tokens:
-            raise ValueError(
-                f"max_new_tokens is {settings.max_new_tokens}, but the target has {limit} positions "
-                f"({decoder.target.length_limit_reason}): give less"
-            )
-        self.decoder, self.settings, self.tokenizer, self.batch_size = decoder, settings, tokenizer, batch_size
-        self.special_ids = frozenset(special_ids)
-        self.max_prompt_tokens = None if limit is None else limit - settings.max_new_tokens
-        self.stats = GenerationStats()
-
-    def write(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        stop_ids: Collection[int],
-        seeds: Sequence[int],
-        marks: Sequence[Sequence[int]] = (),
-    ) -> list[WrittenTurn]:
-        """Returns the turn after each prompt, in the prompts' order.
-
-        Args:
-            prompts: token ids, each ending in the header of the turn to write.
-            stop_ids: tokens that end a turn, at least one.
-            seeds: one per prompt (`turn_seed`); not read at temperature 0.
-            marks: special tokens that may occur inside (`find_problem`).
-        """
-        turns = [WrittenTurn([], "prompt too long")] * len(prompts)
-        for rows in self._batches(prompts):
-            written = self._write_batch([prompts[row] for row in rows], stop_ids, [seeds[row] for row in rows])
-            for row, ids in zip(rows, written, strict=True):
-                turns[row] = WrittenTurn(ids, find_problem(ids, stop_ids, self.special_ids, marks))
-        return turns
-
-    def _batches(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Batches rows of similar lengths, to pad little."""
-        limit = self.max_prompt_tokens
-        order = [row for row, prompt in enumerate(prompts) if limit is None or len(prompt) <= limit]
-        order.sort(key=lambda row: len(prompts[row]))
-        for start in range(0, len(order), self.batch_size):
-            yield order[start : start + self.batch_size]
-
-    def _write_batch(
-        self, prompts: Sequence[Sequence[int]], stop_ids: Collection[int], seeds: Sequence[int]
-    ) -> list[list[int]]:
-        """Returns the new tokens of each prompt, up to the first one that ends a turn."""
-        width, device = max(map(len, prompts)), self.decoder.target.device
-        pads = [width - len(prompt) for prompt in prompts]
-        input_ids = [[min(stop_ids)] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)]
-        mask = [[0] * pad + [1] * (width - pad) for pad in pads]
-        output = self.decoder.generate(
-            torch.tensor(input_ids, device=device),
-            torch.tensor(mask, device=device),
-            seed=list(seeds),
-            eos_token_id=sorted(stop_ids),
-            pad_token_id=min(stop_ids),
-            tokenizer=self.tokenizer,
-            **self.settings.generate_kwargs(),
-        )
-        self.stats += output.stats
-        rows = output.sequences[:, width:].tolist()
-        if len(rows[0]) < self.settings.max_new_tokens:  # all rows have ended, the longest perhaps by a stop string
-            rows = [[*ids, min(stop_ids)] for ids in rows]
-        ends = [next((n for n, token in enumerate(ids, start=1) if token in stop_ids), len(ids)) for ids in rows]
-        return [ids[:end] for ids, end in zip(rows, ends, strict=True)]
+    width, device = max(map(len, prompts)), decoder.target.device
+    pads = [width - len(prompt) for prompt in prompts]
+    input_ids = [[min(stop_ids)] * pad + list(prompt) for pad, prompt in zip(pads, prompts, strict=True)]
+    mask = [[0] * pad + [1] * (width - pad) for pad in pads]
+    output = decoder.generate(
+        torch.tensor(input_ids, device=device),
+        torch.tensor(mask, device=device),
+        seed=list(seeds),
+        eos_token_id=sorted(stop_ids),
+        pad_token_id=min(stop_ids),
+        tokenizer=tokenizer,
+        **settings.generate_kwargs(),
+    )
+    rows = output.sequences[:, width:].tolist()
+    if len(rows[0]) < settings.max_new_tokens:  # all rows have ended, the longest perhaps by a stop string
+        rows = [[*ids, min(stop_ids)] for ids in rows]
+    ends = [next((n for n, token in enumerate(ids, start=1) if token in stop_ids), len(ids)) for ids in rows]
+    return [ids[:end] for ids, end in zip(rows, ends, strict=True)], output.stats

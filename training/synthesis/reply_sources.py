@@ -6,14 +6,15 @@ Each turn has its own seed, so the order does not change the text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from draftsmith.inference import GenerationStats
+from draftsmith.inference import Decoder, GenerationStats
 from draftsmith.inference.request.chat_template import ConversationError, Tools
 from draftsmith.training.data.layouts import Messages
-from draftsmith.training.synthesis.reply_decoding import TurnDecoder
+from draftsmith.training.synthesis.reply_decoding import TurnSettings, find_problem, write_turns
 from draftsmith.training.synthesis.turn_template import Role, TurnTemplate
 
 NUM_BATCHES = 8  # that wait at a time
@@ -39,7 +40,7 @@ class Reply:
     Attributes:
         text: without the token that ended it, and without `thoughts` that are separate.
         num_tokens: with that token, and with the thoughts.
-        problem: why it is useless, or "" (see `reply_decoding.WrittenTurn`).
+        problem: why it is useless, or "" (`reply_decoding.find_problem`; "prompt too long"; `make_reply`).
     """
 
     text: str
@@ -49,9 +50,15 @@ class Reply:
 
 
 class ReplySource(Protocol):
-    """Writes turns; `capacity` is the number of requests to keep outstanding (more are allowed)."""
+    """Writes turns.
+
+    Attributes:
+        capacity: the number of requests to keep outstanding (more are allowed).
+        stats: tokens so far, and verify steps where the target decodes here.
+    """
 
     capacity: int
+    stats: GenerationStats
 
     def exchange(self, requests: Sequence[TurnRequest]) -> list[tuple[TurnRequest, Reply]]:
         """Takes further requests; returns finished ones, at least one if any is outstanding."""
@@ -59,11 +66,6 @@ class ReplySource(Protocol):
 
     def close(self) -> None:
         """Ends the source: no request follows."""
-        ...
-
-    @property
-    def stats(self) -> GenerationStats:
-        """Tokens so far, and verify steps where the target decodes here."""
         ...
 
 
@@ -88,43 +90,69 @@ class DecodedReplies:
     lengths: each row is padded to the longest. The longest conversation goes first, so that it ends soon.
 
     `stop_ids` are the tokens that end a turn of each role (`TurnTemplate.find_stop_ids`).
+
+    Raises:
+        ValueError: the target has no positions left for any prompt.
     """
 
-    def __init__(self, writer: TurnDecoder, template: TurnTemplate, stop_ids: Mapping[Role, set[int]]) -> None:
-        self.writer, self.template, self.stop_ids = writer, template, stop_ids
-        self.capacity = NUM_BATCHES * writer.batch_size
+    def __init__(
+        self,
+        decoder: Decoder,
+        template: TurnTemplate,
+        stop_ids: Mapping[Role, set[int]],
+        settings: TurnSettings,
+        *,
+        batch_size: int = 32,
+    ) -> None:
+        limit = decoder.target.max_length
+        if limit is not None and limit <= settings.max_new_tokens:
+            raise ValueError(
+                f"max_new_tokens is {settings.max_new_tokens}, but the target has {limit} positions "
+                f"({decoder.target.length_limit_reason}): give less"
+            )
+        self.decoder, self.template, self.stop_ids, self.settings = decoder, template, stop_ids, settings
+        self.batch_size, self.capacity = batch_size, NUM_BATCHES * batch_size
+        self.max_prompt_tokens = math.inf if limit is None else limit - settings.max_new_tokens
+        self.stats = GenerationStats()
         self._waiting: dict[TurnRequest, list[int]] = {}  # the prompts, the oldest first
 
     def exchange(self, requests: Sequence[TurnRequest]) -> list[tuple[TurnRequest, Reply]]:
         replies: list[tuple[TurnRequest, Reply]] = []
         for request in requests:
             try:
-                self._waiting[request] = self.template.encode_prompt(request.messages, request.role, request.tools)
+                prompt = self.template.encode_prompt(request.messages, request.role, request.tools)
             except ConversationError as error:
                 replies.append((request, Reply("", 0, f"rejected by the chat template ({error.kind})")))
+                continue
+            if len(prompt) > self.max_prompt_tokens:
+                replies.append((request, Reply("", 0, "prompt too long")))
+            else:
+                self._waiting[request] = prompt
         if not self._waiting:
             return replies
         first = max(self._waiting, key=lambda request: len(request.messages))  # of several, the oldest
         length = len(self._waiting[first])
         alike = [request for request in self._waiting if request.role == first.role]
         alike.sort(key=lambda request: abs(len(self._waiting[request]) - length))
-        batch, stop_ids = alike[: self.writer.batch_size], self.stop_ids[first.role]
-        turns = self.writer.write(
-            [self._waiting.pop(request) for request in batch],
-            stop_ids=stop_ids,
-            seeds=[request.seed for request in batch],
-            marks=self.template.marks if first.role == "assistant" else (),
-        )
-        for request, turn in zip(batch, turns, strict=True):
-            has_end = bool(turn.token_ids) and turn.token_ids[-1] in stop_ids
-            ids = turn.token_ids[: -1 if has_end else None]
-            written = Reply(self.template.decode(ids), len(turn.token_ids), turn.problem)
+        batch, stop_ids = alike[: self.batch_size], self.stop_ids[first.role]
+        prompts = [self._waiting.pop(request) for request in batch]
+        turns = self.write(prompts, stop_ids=stop_ids, seeds=[request.seed for request in batch])
+        marks = self.template.marks if first.role == "assistant" else ()
+        for request, token_ids in zip(batch, turns, strict=True):
+            problem = find_problem(token_ids, stop_ids, self.template.special_ids, marks)
+            ids = token_ids[: -1 if token_ids[-1] in stop_ids else None]
+            written = Reply(self.template.decode(ids), len(token_ids), problem)
             replies.append((request, make_reply(self.template, request, written, ids)))
         return replies
 
-    @property
-    def stats(self) -> GenerationStats:
-        return self.writer.stats
+    def write(self, prompts: list[list[int]], *, stop_ids: set[int], seeds: list[int]) -> list[list[int]]:
+        """The tokens of the turn after each prompt."""
+        tokenizer = self.template.tokenizer
+        turns, stats = write_turns(
+            self.decoder, self.settings, prompts, stop_ids=stop_ids, seeds=seeds, tokenizer=tokenizer
+        )
+        self.stats += stats
+        return turns
 
     def close(self) -> None:
         pass

@@ -16,48 +16,44 @@ from draftsmith.training.synthesis.reply_decoding import turn_seed
 from draftsmith.training.synthesis.reply_sources import ReplySource, TurnRequest
 
 
-class Synthesizer:
-    """Writes conversations turn by turn, as many at a time as the capacity of its source.
+def synthesize(
+    source: ReplySource, conversations: Iterable[Conversation], *, seed: int, keep_truncated: bool = False
+) -> Iterator[list[Conversation]]:
+    """Writes conversations turn by turn, as many at a time as the capacity of the source, and yields finished ones in
+    the order of completion.
 
     A useless turn ends its conversation, which keeps its messages up to the last reply; with `keep_truncated` also a
     reply that was cut at the length limit, marked so that training does not learn its end.
     """
+    waiting = iter(conversations)
+    owners: dict[TurnRequest, Conversation] = {}
 
-    def __init__(self, source: ReplySource, *, seed: int, keep_truncated: bool = False) -> None:
-        self.source, self.seed, self.keep_truncated = source, seed, keep_truncated
-        self._owners: dict[TurnRequest, Conversation] = {}
-
-    def write(self, conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
-        """Yields finished conversations in the order of completion."""
-        waiting = iter(conversations)
-        requests: list[TurnRequest] = []
-        while True:
-            while len(self._owners) < self.source.capacity and (conversation := next(waiting, None)) is not None:
-                requests += self._request_next(conversation)
-            if not self._owners:
-                return
-            replies = self.source.exchange(requests)
-            requests, finished = [], []
-            for request, reply in replies:
-                conversation = self._owners.pop(request)
-                is_cut = reply.problem == "truncated" and request.role == "assistant" and self.keep_truncated
-                if is_cut or not reply.problem:
-                    conversation.add_turn(request.role, reply.text, reply.num_tokens, reply.thoughts, is_cut=is_cut)
-                if reply.problem:
-                    conversation.end(f"{request.role} turn {reply.problem}")
-                following = self._request_next(conversation)
-                requests += following
-                if not following:
-                    finished.append(conversation)
-            yield finished
-
-    def _request_next(self, conversation: Conversation) -> list[TurnRequest]:
-        """Returns the request for the conversation's next turn; [] at its end."""
-        role = conversation.next_role()
-        if role is None:
+    def request_next(conversation: Conversation) -> list[TurnRequest]:
+        """The request for the conversation's next turn; [] at its end."""
+        if (role := conversation.next_role()) is None:
             return []
-        place = len(conversation.messages)
-        seed = turn_seed(self.seed, conversation.id, place)
-        request = TurnRequest([*conversation.messages], role, seed, conversation.tools)
-        self._owners[request] = conversation
+        own_seed = turn_seed(seed, conversation.id, len(conversation.messages))
+        request = TurnRequest([*conversation.messages], role, own_seed, conversation.tools)
+        owners[request] = conversation
         return [request]
+
+    requests: list[TurnRequest] = []
+    while True:
+        while len(owners) < source.capacity and (conversation := next(waiting, None)) is not None:
+            requests += request_next(conversation)
+        if not owners:
+            return
+        replies = source.exchange(requests)
+        requests, finished = [], []
+        for request, reply in replies:
+            conversation = owners.pop(request)
+            is_cut = reply.problem == "truncated" and request.role == "assistant" and keep_truncated
+            if is_cut or not reply.problem:
+                conversation.add_turn(request.role, reply.text, reply.num_tokens, reply.thoughts, is_cut=is_cut)
+            if reply.problem:
+                conversation.end(f"{request.role} turn {reply.problem}")
+            following = request_next(conversation)
+            requests += following
+            if not following:
+                finished.append(conversation)
+        yield finished

@@ -37,8 +37,8 @@ from draftsmith.scripts.measuring.table import Grid
 from draftsmith.scripts.shared.model_loading import load_heads, load_target
 from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
-from draftsmith.training.options.command_line import ProgramParser
 from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.options.program_parser import ProgramParser
 
 DTYPE = "float32"
 SIDES = ("theirs", "same_settings", "own_settings")

@@ -44,7 +44,7 @@ def test_a_thread_reads_the_next_batch_while_one_trains(target: Target, everythi
     read: list[int] = []
 
     class Noted(StoredFeatures):
-        def find(self, texts: Texts, place: tuple[int, int, int]) -> Mapping[str, Tensor] | None:
+        def find(self, texts: Texts, place: tuple[int, int, int]) -> Mapping[str, Tensor]:
             read.append(texts.input_ids[0, 0])
             assert threading.current_thread() is not threading.main_thread() or texts is other["texts"]
             return super().find(texts, place)

@@ -162,7 +162,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"do not give the target's distribution: .* extract them again"):
             train(features=tmp_path / "features")
 
-    def test_an_extraction_of_something_else(self, extract: Extract, other_target: Path, tmp_path: Path) -> None:
+    def test_an_extraction_of_something_else(self, extract: Extract, other_target: Path) -> None:
         extract()
         for options, message in (
             ({"max_length": 16}, "holds other features .*data_hash was .*give another --output_dir"),

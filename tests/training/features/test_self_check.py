@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference import Target
+from draftsmith.training.features.encoding import TargetStates
 from draftsmith.training.features.self_check import check_features
-from draftsmith.training.features.sources import FeatureSource, OnlineFeatures, TargetStates
+from draftsmith.training.features.sources import FeatureSource, OnlineFeatures
 from tests.tiny_targets import FAMILIES, RECURRENT_FAMILIES, tiny_target
 from tests.training.feature_cases import COLLATE, ROWS
 

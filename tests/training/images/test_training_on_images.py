@@ -136,7 +136,7 @@ class TestSets:
         assert held_out is not None
         assert not any(held_out.with_format(None)[:].get("media", []))
 
-    def test_images_are_not_cut(self, seeing: tuple[Path, Any], tmp_path: Path, caplog: Any) -> None:
+    def test_images_are_not_cut(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
         rows = load_rows(seeing[0], write_squares(tmp_path), max_length=20)
         assert all(IMAGE not in row["input_ids"] or row["input_ids"].count(IMAGE) == 16 for row in rows)
         with pytest.raises(ValueError, match=r"images end after max_length=10"):

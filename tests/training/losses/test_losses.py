@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from draftsmith.heads import DraftStep
 from draftsmith.training.losses.draft_loss import draft_loss
-from draftsmith.training.losses.teacher import Teacher, compute_teacher
-from tests.tiny_targets import random_prompt, target_of
+from draftsmith.training.losses.teacher import Teacher
 from tests.training.loss_cases import BATCH, HIDDEN, LENGTH, VOCAB, Case, Reference, every_loss
 
 
@@ -65,44 +64,6 @@ def test_parts_of_a_batch_add_up(loss_type: str, depth_weights: str | None, keep
     torch.testing.assert_close(torch.stack(parts).sum(), whole.loss)
     for one, other in zip(case.gradients(), gradients, strict=True):
         torch.testing.assert_close(one, other)
-
-
-class TestTheWorkedExample:
-    """T = 5, loss mask [0, 0, 1, 1, 1]: shift 2 has a loss at slots 0 to 2 with teachers at 1 to 3, shift 3 at 0 and 1
-    with teachers at 2 and 3."""
-
-    def loss_slots(self, shift: int, loss_type: str) -> tuple[list[int], list[int]]:
-        """Slots with a loss, and the positions whose target state it depends on."""
-        target = target_of("llama")
-        hidden = torch.randn(1, 5, HIDDEN, requires_grad=True)
-        head = nn.Linear(HIDDEN, VOCAB)
-        loss_mask = torch.tensor([[0, 0, 1, 1, 1]])
-        last_hidden, input_ids = torch.randn(1, 5, HIDDEN), random_prompt(5)
-
-        def loss(last_hidden: Tensor) -> Tensor:
-            teacher = compute_teacher(target, last_hidden, input_ids, loss_mask, None, loss_type=loss_type)
-            step = DraftStep(shift, hidden, head)
-            return draft_loss([step], teacher, loss_mask, loss_type=loss_type, step_decay=1.0).loss
-
-        base = loss(last_hidden)
-        base.backward()
-        assert hidden.grad is not None
-        slots = hidden.grad[0].abs().sum(-1).nonzero().flatten().tolist()
-        teachers = []
-        for position in range(5):
-            other = last_hidden.clone()
-            other[0, position] *= -1
-            if not torch.equal(loss(other), base):
-                teachers.append(position)
-        return slots, teachers
-
-    def test_distillation(self) -> None:
-        assert self.loss_slots(2, "distillation") == ([0, 1, 2], [1, 2, 3])
-        assert self.loss_slots(3, "distillation") == ([0, 1], [2, 3])
-
-    def test_cross_entropy(self) -> None:
-        assert self.loss_slots(2, "cross_entropy") == ([0, 1, 2], [])
-        assert self.loss_slots(3, "cross_entropy") == ([0, 1], [])
 
 
 class TestChunks:

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.options.command_line import parse_arguments, resolve_arguments
-from draftsmith.training.options.run_options import ARGUMENT_CLASSES
+from draftsmith.training.options.run_options import ARGUMENT_CLASSES, RunOptions
 
 REQUIRED = ["--target", "t", "--head_type", "medusa", "--dataset", "d.jsonl", "--bf16", "false", "--use_cpu", "true"]
 REQUIRED += ["--choose", "false"]
@@ -103,7 +103,7 @@ def test_resolved_options_read_back_to_the_same_run(tmp_path: Path) -> None:
     # max_grad_norm 1.0 is transformers' default and not ours: it must survive all the same.
     flags = ["--max_grad_norm", "1.0", "--weight_decay", "0.1", "--head_overrides", "a=[1]", "--hub_token", "secret"]
     arguments = parse_arguments([*REQUIRED, *flags, "--report_to", "tensorboard", "--eval_strategy", "epoch"])
-    settings = resolve_arguments(*arguments)
+    settings = resolve_arguments(RunOptions(*arguments))
     assert settings["max_grad_norm"] == 1.0
     assert "secret" not in str(settings)
     assert "hub_token" not in settings
@@ -111,7 +111,7 @@ def test_resolved_options_read_back_to_the_same_run(tmp_path: Path) -> None:
     assert again[:2] == arguments[:2]
     one, other = (dataclasses.replace(a[2], hub_token=None).to_dict() for a in (arguments, again))
     assert one == other
-    assert resolve_arguments(*again) == settings
+    assert resolve_arguments(RunOptions(*again)) == settings
 
 
 def test_heads_on_the_command_line_replace_those_in_the_file(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_none_unsets_an_option(tmp_path: Path) -> None:
     for key in ("muon_learning_rate", "save_total_limit", "metric_for_best_model", "loss_type", "optim_target_modules"):
         assert getattr(training, key) is None, key
     assert parse_arguments([*words, *flags, "--muon_learning_rate", "0.02"])[2].muon_learning_rate == 0.02
-    again = parse_arguments(["--config", write(tmp_path, resolve_arguments(*arguments))])
+    again = parse_arguments(["--config", write(tmp_path, resolve_arguments(RunOptions(*arguments)))])
     assert again[2].to_dict() == training.to_dict()
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from draftsmith.training.reporting.examples import Example, Piece
-from draftsmith.training.reporting.trackers import send_examples
+from draftsmith.training.reporting.examples import Example, Piece, send_examples
 from tests.training.runner import Runner
 
 # transformers splits a name after "eval_", and calls the rest "train".

@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.run.checkpoints import remove_old
-from draftsmith.training.run.preparation import prepare_run
 from tests.training.runner import Runner
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 
 
 def prepare(train: Runner, **options: Any) -> Any:
-    return prepare_run(*parse_arguments(train.arguments(**{**EVALUATED, **options}))).trainer
+    return train.prepare(**{**EVALUATED, **options}).trainer
 
 
 def test_without_prompts_there_is_nothing_to_go_by(train: Runner) -> None:

@@ -20,14 +20,12 @@ from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.modules.host_tensors import read_on_host
 from draftsmith.inference import Target, generate
 from draftsmith.training.data.collation import ConversationCollator
-from draftsmith.training.features.sources import TargetStates
+from draftsmith.training.features.encoding import TargetStates
 from draftsmith.training.losses.draft_loss import LossOutput, draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
-from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.options.joint_options import JointArguments
 from draftsmith.training.run.joint_model import JointModel, add_adapter
 from draftsmith.training.run.joint_trainer import JointTrainer
-from draftsmith.training.run.preparation import prepare_run
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.runner import Runner, assert_same
 
@@ -161,7 +159,7 @@ class TestLosses:
 
 class TestRuns:
     def prepare(self, train: Runner, **options: Any) -> JointTrainer:
-        trainer = prepare_run(*parse_arguments(train.arguments(**{**JOINT, **options}))).trainer
+        trainer = train.prepare(**{**JOINT, **options}).trainer
         assert isinstance(trainer, JointTrainer)
         return trainer
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Target, generate
-from draftsmith.training.options.command_line import parse_arguments
-from draftsmith.training.run.preparation import prepare_run
 from draftsmith.training.run.trainer import HeadsTrainer
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
@@ -76,7 +74,7 @@ class TestARun:
         self, train: Runner, head_type: str, options: dict[str, Any], rate: float, weights: str | None
     ) -> None:
         given = {"head_type": head_type, "head_overrides": None, "learning_rate": None, **options}
-        prepared = prepare_run(*parse_arguments(train.arguments(**given, max_steps=1)))
+        prepared = train.prepare(**given, max_steps=1)
         assert prepared.trainer.args.learning_rate == rate
         assert prepared.settings["learning_rate"] == rate
         assert prepared.trainer.depth_weights == weights
@@ -216,4 +214,4 @@ class TestBadInput:
     @pytest.mark.parametrize("options", [{"torch_compile": True}, {"torch_compile_mode": "default"}])
     def test_compiling_is_refused(self, train: Runner, options: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="torch_compile"):
-            train(torch_compile=True)
+            train(**options)

@@ -9,9 +9,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.run.outcome import PreparedRun
-from draftsmith.training.run.preparation import prepare_run
 from draftsmith.training.run.stopping import TrainingStoppedError
 from tests.processes import start_process
 from tests.training.killed_run import run_with_full_disk
@@ -27,10 +25,6 @@ class HugeRate(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 group["lr"] = 1e30
 
 
-def prepare(train: Runner, **options: Any) -> PreparedRun:
-    return prepare_run(*parse_arguments(train.arguments(**{**SAVED, **options})))
-
-
 class TestNotFinite:
     def stop(self, run: PreparedRun) -> str:
         with pytest.raises(TrainingStoppedError) as error:
@@ -39,7 +33,7 @@ class TestNotFinite:
 
     def test_a_huge_learning_rate(self, train: Runner) -> None:
         """Three good steps; the fourth throws the weights away, and at the fifth the optimizer is stopped."""
-        run = prepare(train, gradient_accumulation_steps=2)
+        run = train.prepare(**SAVED, gradient_accumulation_steps=2)
         run.trainer.add_callback(HugeRate())
         message = self.stop(run)
         assert message.startswith("stopped at step 5: the loss at depth 1, 2 is NaN or infinite (distillation). ")
@@ -48,7 +42,7 @@ class TestNotFinite:
         assert f"The last complete checkpoint is {newest}; --resume_from_checkpoint true continues" in message
 
     def test_states_of_the_target(self, train: Runner) -> None:
-        run = prepare(train)
+        run = train.prepare(**SAVED)
         with torch.no_grad():
             run.trainer.target.model.model.norm.weight[0] = torch.inf
         message = self.stop(run)
@@ -56,7 +50,7 @@ class TestNotFinite:
         assert "Try target_dtype bfloat16 or float32." in message
 
     def test_a_gradient(self, train: Runner) -> None:
-        run = prepare(train)
+        run = train.prepare(**SAVED)
         run.trainer.model.fc.weight.register_hook(lambda gradient: gradient * torch.inf)
         assert "stopped at step 1: the gradient (its norm is " in self.stop(run)
 

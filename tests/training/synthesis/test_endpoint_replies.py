@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.inference import Decoder
 from draftsmith.training.synthesis.endpoint_replies import EndpointReplies
 from draftsmith.training.synthesis.prompts import Conversation, plan_self_synthesis, read_prompts
-from draftsmith.training.synthesis.reply_decoding import TurnDecoder, TurnSettings
+from draftsmith.training.synthesis.reply_decoding import TurnSettings
 from draftsmith.training.synthesis.reply_sources import DecodedReplies, ReplySource, TurnRequest
-from draftsmith.training.synthesis.synthesizer import Synthesizer
+from draftsmith.training.synthesis.synthesizer import synthesize
 from draftsmith.training.synthesis.turn_template import TurnTemplate
 from tests.training.openai_server import OpenAIServer, serving
 
@@ -44,7 +44,7 @@ def connect(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
     sources = []
 
     def connect_to(url: str = server.url, model: str = "tiny", **options: Any) -> EndpointReplies:
-        options = {"settings": SETTINGS, "concurrency": 3, "max_retries": 4, **options}
+        options = {"settings": SETTINGS, "concurrency": 3, **options}
         source = EndpointReplies(url, model, server.template, server.stop_ids, **options)
         sources.append(source)
         return source
@@ -56,7 +56,7 @@ def connect(server: OpenAIServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[C
 
 def write(source: ReplySource, conversations: list[Conversation]) -> list[dict[str, Any]]:
     """Rows of all conversations by id, those of no use included."""
-    finished = [each for some in Synthesizer(source, seed=0).write(conversations) for each in some]
+    finished = [each for some in synthesize(source, conversations, seed=0) for each in some]
     return sorted((each.to_row() for each in finished), key=lambda row: str(row["id"]))
 
 
@@ -68,8 +68,8 @@ def test_a_server_writes_what_decoding_here_writes(
         return plan_self_synthesis(16, seed=0, num_turns=1) if mode == "self" else read_prompts(conversations)[:16]
 
     template = TurnTemplate(server.template.tokenizer)
-    writer = TurnDecoder(server.decoder, SETTINGS, batch_size=8, special_ids=template.special_ids)
-    expected = write(DecodedReplies(writer, template, server.stop_ids), plan())
+    here = DecodedReplies(server.decoder, template, server.stop_ids, SETTINGS, batch_size=8)
+    expected = write(here, plan())
     kinds = {row.get("ended_by", "good") for row in expected}
     assert "good" in kinds
     assert len(kinds) >= 3, "this test must see bad replies as well"
@@ -78,7 +78,7 @@ def test_a_server_writes_what_decoding_here_writes(
     source = connect()
     assert write(source, plan()) == expected
     assert not server.faults
-    assert source.stats.num_new_tokens == writer.stats.num_new_tokens
+    assert source.stats.num_new_tokens == here.stats.num_new_tokens
     assert 1 < server.max_in_flight <= 3
     paths = {body["path"] for body in server.bodies}
     assert paths == {"/v1/chat/completions", *(["/v1/completions"] if mode == "self" else [])}

@@ -11,12 +11,12 @@ import torch
 
 from draftsmith.inference import Decoder, DynamicTree, NgramDrafter
 from draftsmith.training.synthesis.reply_decoding import (
-    TurnDecoder,
     TurnSettings,
     drop_marks,
     find_problem,
     is_looping,
     turn_seed,
+    write_turns,
 )
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -31,12 +31,23 @@ def shared_decoder(family: str = "llama", *, has_drafter: bool = False) -> Decod
     return Decoder(tiny_target(family), drafter, tree=DynamicTree(depth=3, top_k=2, num_nodes=6) if drafter else None)
 
 
+def write(decoder: Decoder, settings: TurnSettings, size: int, **options: Any) -> list[list[int]]:
+    """The turns after all prompts, so many of them together."""
+    turns: list[list[int]] = []
+    for start in range(0, len(PROMPTS), size):
+        part = slice(start, start + size)
+        turns += write_turns(
+            decoder, settings, PROMPTS[part], **{"seeds": SEEDS[part], "stop_ids": STOP_IDS, **options}
+        )[0]
+    return turns
+
+
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gemma3"])
 def test_turns_are_those_of_plain_generate(family: str) -> None:
     """Rows of a batch with a drafter against transformers' `generate` for each of them by itself."""
     decoder = shared_decoder(family, has_drafter=True)
-    writer = TurnDecoder(decoder, TurnSettings(max_new_tokens=70, temperature=0), batch_size=4)
-    turns = writer.write(PROMPTS, stop_ids=STOP_IDS, seeds=SEEDS)
+    settings = TurnSettings(max_new_tokens=70, temperature=0)
+    turns, stats = write_turns(decoder, settings, PROMPTS, stop_ids=STOP_IDS, seeds=SEEDS)
     lengths = set()
     for prompt, turn in zip(PROMPTS, turns, strict=True):
         ids = torch.tensor([prompt])
@@ -44,10 +55,10 @@ def test_turns_are_those_of_plain_generate(family: str) -> None:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=70, do_sample=False,
             eos_token_id=sorted(STOP_IDS), pad_token_id=0,
         )  # fmt: skip
-        assert turn.token_ids == alone[0, ids.shape[1] :].tolist()
-        lengths.add(len(turn.token_ids))
+        assert turn == alone[0, ids.shape[1] :].tolist()
+        lengths.add(len(turn))
     assert len(lengths) > 3, "rows must leave the batch at different times for this test to mean anything"
-    assert writer.stats.num_new_tokens == sum(len(turn.token_ids) for turn in turns)
+    assert stats.num_new_tokens == sum(map(len, turns))
 
 
 @pytest.mark.parametrize(
@@ -56,36 +67,33 @@ def test_turns_are_those_of_plain_generate(family: str) -> None:
 def test_sampled_turns_depend_on_their_seed_alone(settings: dict[str, Any]) -> None:
     """One by one and plain = together, backwards and drafted."""
     sampling = TurnSettings(max_new_tokens=20, **settings)
-    alone = TurnDecoder(shared_decoder(), sampling, batch_size=1)
-    together = TurnDecoder(shared_decoder(has_drafter=True), sampling, batch_size=5)
-    expected = alone.write(PROMPTS, stop_ids=STOP_IDS, seeds=SEEDS)
-    assert together.write(PROMPTS[::-1], stop_ids=STOP_IDS, seeds=SEEDS[::-1]) == expected[::-1]
-    assert alone.write(PROMPTS, stop_ids=STOP_IDS, seeds=[seed + 1 for seed in SEEDS]) != expected
+    expected = write(shared_decoder(), sampling, 1)
+    drafted = shared_decoder(has_drafter=True)
+    together, _ = write_turns(drafted, sampling, PROMPTS[::-1], stop_ids=STOP_IDS, seeds=SEEDS[::-1])
+    assert together == expected[::-1]
+    others = [seed + 1 for seed in SEEDS]
+    assert write_turns(drafted, sampling, PROMPTS, stop_ids=STOP_IDS, seeds=others)[0] != expected
 
 
 def test_stop_strings_of_the_target_end_turns(chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a turn gets the token that ends turns. One by one = together."""
     model: Any = tiny_target("llama")
-    settings, options = TurnSettings(max_new_tokens=12, temperature=0), {"stop_ids": STOP_IDS, "seeds": SEEDS}
-    plain = TurnDecoder(shared_decoder(), settings, batch_size=1).write(PROMPTS, **options)
-    rows = [row for row, turn in enumerate(plain) if turn.problem == "truncated"]
+    settings = TurnSettings(max_new_tokens=12, temperature=0)
+    plain = write(shared_decoder(), settings, 1)
+    rows = [row for row, turn in enumerate(plain) if turn[-1] not in STOP_IDS]
     assert len(rows) > 1, "texts must be long for this test to mean anything"
     monkeypatch.setattr(model, "generation_config", copy.deepcopy(model.generation_config))
-    last = [plain[row].token_ids[place] for row, place in zip(rows[:2], (4, 7), strict=True)]
+    last = [plain[row][place] for row, place in zip(rows[:2], (4, 7), strict=True)]
     strings = [chat_tokenizer.decode(token) for token in last]
     model.generation_config.stop_strings = strings
     stopping = {token for token in range(128) if any(text in chat_tokenizer.decode(token) for text in strings)}
     expected = []
     for turn in plain:
-        end = next((place for place, token in enumerate(turn.token_ids, 1) if token in stopping), len(turn.token_ids))
-        is_cut = end < len(turn.token_ids)
-        expected.append([*turn.token_ids[:end], *([min(STOP_IDS)] if is_cut else [])])
-    assert [expected[row] != plain[row].token_ids for row in rows[:2]] == [True, True]
+        end = next((place for place, token in enumerate(turn, 1) if token in stopping), len(turn))
+        expected.append([*turn[:end], *([min(STOP_IDS)] if end < len(turn) else [])])
+    assert [expected[row] != plain[row] for row in rows[:2]] == [True, True]
     for size in (1, 3, 8):
-        writer = TurnDecoder(Decoder(model), settings, tokenizer=chat_tokenizer, batch_size=size)
-        turns = writer.write(PROMPTS, **options)
-        assert [turn.token_ids for turn in turns] == expected
-        assert [turns[row].problem for row in rows[:2]] == ["", ""]
+        assert write(Decoder(model), settings, size, tokenizer=chat_tokenizer) == expected
 
 
 def test_seeds_name_run_conversation_and_turn() -> None:
@@ -93,16 +101,6 @@ def test_seeds_name_run_conversation_and_turn() -> None:
     assert len(seeds) == 3 * 4 * 12
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert turn_seed(0, "a", 0) == turn_seed(0, "a", 0) == 7588792172602473380, "other seeds are other data"
-
-
-def test_prompts_without_room_are_told_from_others() -> None:
-    writer = TurnDecoder(shared_decoder(), TurnSettings(max_new_tokens=236), batch_size=2)  # of 256 positions
-    turns = writer.write(PROMPTS, stop_ids=STOP_IDS, seeds=SEEDS)
-    too_long = [turn.problem == "prompt too long" for turn in turns]
-    assert too_long == [len(prompt) > 20 for prompt in PROMPTS]
-    assert all(bool(turn.token_ids) != is_long for turn, is_long in zip(turns, too_long, strict=True))
-    with pytest.raises(ValueError, match="target has 256 positions"):
-        TurnDecoder(shared_decoder(), TurnSettings(max_new_tokens=256))
 
 
 def test_bad_turns_are_told_from_good_ones() -> None:

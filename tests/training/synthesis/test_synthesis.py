@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -14,15 +15,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from draftsmith.inference import Decoder, GenerationStats
 from draftsmith.training.data.layouts import parse_record
 from draftsmith.training.synthesis.prompts import Conversation, read_prompts
-from draftsmith.training.synthesis.reply_decoding import TurnDecoder, TurnSettings, WrittenTurn, find_problem, turn_seed
+from draftsmith.training.synthesis.reply_decoding import TurnSettings, turn_seed
 from draftsmith.training.synthesis.reply_sources import UNWRITABLE, DecodedReplies, Reply, TurnRequest
-from draftsmith.training.synthesis.synthesizer import Synthesizer
-from draftsmith.training.synthesis.turn_template import TurnTemplate
+from draftsmith.training.synthesis.synthesizer import synthesize
+from draftsmith.training.synthesis.turn_template import Role, TurnTemplate
 from tests.training.chat_templates import CHATML, FORGETTING, OPENING, THINKING, ChatTemplate
 from tests.training.conversation_cases import HARMONY_TEMPLATE, tokenize
 
 STOP_IDS = {3, 10, 20, 30, 40}  # several, or the tiny target would hardly come to an end
-MAX_NEW_TOKENS = 30
+SETTINGS = TurnSettings(30, temperature=0.0)
 THOUGHT, ANSWER = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 
 
@@ -34,12 +35,12 @@ def model(target_path: Path) -> PreTrainedModel:
 @pytest.fixture
 def source(model: PreTrainedModel, target_path: Path) -> DecodedReplies:
     template = TurnTemplate(AutoTokenizer.from_pretrained(target_path))
-    writer = TurnDecoder(Decoder(model), TurnSettings(MAX_NEW_TOKENS, temperature=0.0), batch_size=3)
-    return DecodedReplies(writer, template, {"user": STOP_IDS, "assistant": STOP_IDS})
+    stop_ids: dict[Role, set[int]] = {"user": STOP_IDS, "assistant": STOP_IDS}
+    return DecodedReplies(Decoder(model), template, stop_ids, SETTINGS, batch_size=3)
 
 
 def play(source: DecodedReplies, plan: Sequence[Conversation]) -> list[Conversation]:
-    return [each for some in Synthesizer(source, seed=0).write(plan) for each in some]
+    return [each for some in synthesize(source, plan, seed=0) for each in some]
 
 
 def test_own_replies_stay_in_the_context(source: DecodedReplies, model: PreTrainedModel, tmp_path: Path) -> None:
@@ -67,7 +68,7 @@ def test_own_replies_stay_in_the_context(source: DecodedReplies, model: PreTrain
             )
             prompt.pop("token_type_ids", None)
             alone = model.generate(
-                **prompt, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=sorted(STOP_IDS), pad_token_id=0
+                **prompt, max_new_tokens=30, do_sample=False, eos_token_id=sorted(STOP_IDS), pad_token_id=0
             )
             new = alone[0, prompt["input_ids"].shape[1] :]
             assert messages[place]["content"] == tokenizer.decode(new[:-1])
@@ -105,7 +106,14 @@ MARKED = [
 
 @pytest.mark.parametrize(("jinja", "written", "problem", "text", "thoughts"), MARKED)
 def test_marks_of_the_targets_own_are_read_back_as_they_were_written(
-    jinja: str, written: str, problem: str, text: str | None, thoughts: str, tokenizer: Any
+    jinja: str,
+    written: str,
+    problem: str,
+    text: str | None,
+    thoughts: str,
+    tokenizer: Any,
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Thoughts, channels and calls whose marks are special tokens: token by token, or not at all."""
     names = ("start", "end", "channel", "message", "constrain")
@@ -115,9 +123,8 @@ def test_marks_of_the_targets_own_are_read_back_as_they_were_written(
     template = TurnTemplate(tokenizer)
     prompt = [{"role": "user", "content": "Hi"}]
     ids = [*template.encode(written), 2]
-    source = DecodedReplies(
-        cast(TurnDecoder, ScriptedWriter(ids, template.special_ids)), template, {"user": {2}, "assistant": {2}}
-    )
+    source = DecodedReplies(Decoder(model), template, {"user": {2}, "assistant": {2}}, SETTINGS)
+    monkeypatch.setattr(source, "write", lambda prompts, **_: [ids])
     (conversation,) = play(source, [Conversation("a", "s", deque([*prompt, "assistant"]))])
     assert conversation.problem == (f"assistant turn {problem}" if problem else "")
     if text is None:
@@ -132,16 +139,21 @@ def test_marks_of_the_targets_own_are_read_back_as_they_were_written(
     assert [place for place, bit in enumerate(loss_mask) if bit] == [*range(len(before), len(before) + len(ids))]
 
 
-class ScriptedWriter:
-    """Writes the same tokens for every prompt."""
-
-    batch_size, stats = 1, GenerationStats()
-
-    def __init__(self, ids: list[int], special_ids: Collection[int]) -> None:
-        self.ids, self.special_ids = ids, special_ids
-
-    def write(self, prompts: Any, *, stop_ids: Any, seeds: Any, marks: Any) -> list[WrittenTurn]:
-        return [WrittenTurn(self.ids, find_problem(self.ids, stop_ids, self.special_ids, marks)) for _ in prompts]
+def test_prompts_without_room_are_told_from_others(source: DecodedReplies, model: PreTrainedModel) -> None:
+    """The target has 256 positions."""
+    texts = [" ".join(["word1"] * count) for count in (3, 30, 9, 4, 17)]
+    requests = [TurnRequest([{"role": "user", "content": text}], "assistant", 0) for text in texts]
+    lengths = {request: len(source.template.encode_prompt(request.messages, "assistant")) for request in requests}
+    settings = replace(SETTINGS, max_new_tokens=256 - sorted(lengths.values())[2])
+    source = DecodedReplies(Decoder(model), source.template, source.stop_ids, settings)
+    replies = dict(source.exchange(requests))
+    too_long = [replies[request].problem == "prompt too long" for request in requests]
+    assert too_long == [False, True, False, False, True]
+    assert all(
+        bool(replies[request].num_tokens) != is_long for request, is_long in zip(requests, too_long, strict=True)
+    )
+    with pytest.raises(ValueError, match="target has 256 positions"):
+        DecodedReplies(Decoder(model), source.template, source.stop_ids, replace(SETTINGS, max_new_tokens=256))
 
 
 class ScriptedSource:
@@ -183,9 +195,8 @@ def test_a_turn_of_no_use_ends_its_conversation(
     """Whatever the order of the answers; and the source is kept busy."""
     source = ScriptedSource(problems)
     plan = [Conversation(f"c{i}", "s", deque(["user", "assistant"] * 2)) for i in range(9)]
-    finished = [
-        each for some in Synthesizer(source, seed=5, keep_truncated=keep_truncated).write(plan) for each in some
-    ]
+    parts = synthesize(source, plan, seed=5, keep_truncated=keep_truncated)
+    finished = [each for part in parts for each in part]
     assert sorted(each.id for each in finished) == [f"c{i}" for i in range(9)]
     for conversation in finished:
         assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * (num_messages // 2)
