@@ -282,17 +282,17 @@ class Step:
         """The context in which functions run, of prompts and of steps."""
         return self.runner.active(self.target)
 
-    def first(self, state: DecodeState, logits: Tensor, feature: Tensor | None, sampler: Sampler) -> StepOutput:
-        """The tokens after the prompts, from the logits [B, 1, V] and features [B, 1, F] of their last tokens."""
-        if feature is not None:
-            state.hold_features(feature)
+    def first(self, state: DecodeState, read: TargetOutput, sampler: Sampler) -> StepOutput:
+        """The tokens after the prompts, from what `prefill` returned."""
+        if read.features is not None:
+            state.hold_features(read.features)
         # The first token's "tree" is the last prompt token, which is already committed.
         tree = TokenTree.from_root(state.roots)
-        accepted = accept_exact(sampler, tree, logits, state.cache.lengths - 1)
-        state.append(accepted.next_tokens.clamp(min=0), accepted.counts, feature)
+        accepted = accept_exact(sampler, tree, read.logits, state.cache.lengths - 1)
+        state.append(accepted.next_tokens.clamp(min=0), accepted.counts, read.features)
         state.pending_bound = 1
         emitted = torch.cat([accepted.next_tokens, accepted.counts[:, None]], dim=1)
-        return StepOutput(None, tree, TargetOutput(logits, feature), accepted, emitted, is_first=True)
+        return StepOutput(None, tree, read, accepted, emitted, is_first=True)
 
     @property
     def num_slots_after(self) -> int:

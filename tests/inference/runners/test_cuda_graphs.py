@@ -371,7 +371,7 @@ def test_no_tensor_of_a_state_moves_when_rows_join(name: str, monkeypatch: pytes
 def join(engine: Engine, state: DecodeState, row: Row) -> None:
     read = finish(prefill(state, engine.step, [row], GenerationStats()))
     sampler = Sampler(do_sample=False, row_seeds=row_seeds(0, 1, state.tokens.device), texts=state.history)
-    row.emit(engine.step.first(state, read.logits, read.feature, sampler).emitted[0, :1].tolist())
+    row.emit(engine.step.first(state, read, sampler).emitted[0, :1].tolist())
     engine.add(state, sampler)
 
 
