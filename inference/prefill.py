@@ -156,8 +156,7 @@ def _read_chunk(cache: KVCache, step: Step, token_ids: Tensor, counts: Tensor, s
     # the beginning that a batch shares is read by one row.
     is_other = not 1 < length <= VERIFIED_CHUNK or length == view or cache.batch_size < cache.max_batch_size
     if not step.verifies_prompts or is_other:
-        layers = step.feature_layers
-        return step.target.prefill(cache, token_ids, counts, span=span, feature_layers=layers, chunk_size=length)
+        return step.target.prefill(cache, token_ids, counts, span=span, feature_layers=step.feature_layers)
     output = step.verify(cache, TokenTree.from_prompts(token_ids, counts), span)
     cache.advance(counts)
     rows = torch.arange(len(counts), device=counts.device)
