@@ -188,7 +188,11 @@ def _hand_over(
     if drafter is not None and any(following):
         next_ids, num_slots = _pad(following, size, device)
         view = cache.view_slots(longest).shape[0]
-        drafter.extend(state.draft, output.features, next_ids, num_slots, max_slots=view)
+        for start in range(0, size, PREFILL_CHUNK):  # more than one where the target reads all of a prompt at once
+            part = slice(start, start + PREFILL_CHUNK)
+            features = None if output.features is None else output.features[:, part]
+            here = (num_slots - start).clamp(0, PREFILL_CHUNK)
+            drafter.extend(state.draft, features, next_ids[:, part], here, max_slots=view)
     features = None
     if output.features is not None:
         rows = torch.arange(len(counts), device=device)
