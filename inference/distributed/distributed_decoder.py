@@ -170,7 +170,9 @@ class DistributedDecoder:
         new = StepTokens(first.emitted[0, :1].tolist())
         kept = new.cut(self._emit(row, new))
         chain = DraftChain(row.text)
-        drafting = ChainDrafting(self._step, sampler, state, read.features, len(prompt.token_ids))
+        if read.features is not None:
+            chain.features[chain.root - 1] = read.features[0, 0]
+        drafting = ChainDrafting(self._step, sampler, state, len(prompt.token_ids))
         del read, first
         try:
             yield kept

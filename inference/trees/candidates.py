@@ -39,10 +39,6 @@ class CandidateTrees(TreePolicy):
         self.num_scratch = self.largest.num_scratch
         self._tables: dict[torch.device, Tensor] = {}
 
-    @property
-    def is_chain(self) -> bool:
-        return self.largest.is_chain
-
     def limit_depth(self, max_depth: int | None) -> TreePolicy:
         if max_depth is None or self.max_depth <= max_depth:
             return self
