@@ -36,6 +36,7 @@ from draftsmith.inference.step import Runner, Step
 from draftsmith.inference.streaming.token_stream import TokenStream
 from draftsmith.inference.targets.probing.invariance import check_compiling
 from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.candidates import CandidateTrees
 from draftsmith.inference.trees.options import TreeOption, resolve_policy
 from draftsmith.inference.trees.policy import TreePolicy
 
@@ -148,7 +149,7 @@ class Decoder:
         self._is_free = threading.Lock()
 
     def _new_planner(self) -> Planner | None:
-        if self.policy is None or not self.policy.is_chosen:
+        if not isinstance(self.policy, CandidateTrees):
             return None
         if _is_split(self.target):
             raise ValueError(

@@ -17,11 +17,11 @@ from transformers.utils.generic import ModelOutput
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.emitted_scores import EmittedScores
 from draftsmith.inference.planning.planner import Planner
-from draftsmith.inference.prefill import Prefilled
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import Step, StepOutput
+from draftsmith.inference.targets.backbone import TargetOutput
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Engine:
         self.sampler: Sampler
         self._setup_before = step.runner.seconds()
 
-    def run(self, read: Prefilled, sampler: Sampler, scores: EmittedScores | None) -> Iterator[list[StepTokens]]:
+    def run(self, read: TargetOutput, sampler: Sampler, scores: EmittedScores | None) -> Iterator[list[StepTokens]]:
         """Decodes the rows whose prompts `prefill` has read into the state; yields what each row keeps of every step.
 
         Args:
@@ -134,8 +134,7 @@ class Engine:
         while True:
             kept = []
             for _, row, _, own in emission.given:
-                if row.error is not None:
-                    raise ValueError(row.error)
+                row.check()
                 kept.append(own)
             if scores is not None:
                 scores.add(emission.output, emission.given)
@@ -145,12 +144,12 @@ class Engine:
                 return
             emission = self.advance()
 
-    def start(self, read: Prefilled, sampler: Sampler) -> Emission:
+    def start(self, read: TargetOutput, sampler: Sampler) -> Emission:
         """Draws each row's first token."""
         self.sampler = sampler
         if self.planner is not None:
             self.planner.begin(do_sample=sampler.do_sample)
-        return self.emit(self.step.first(self.state, read.logits, read.feature, sampler))
+        return self.emit(self.step.first(self.state, read, sampler))
 
     def advance(self) -> Emission:
         """One step of all rows."""

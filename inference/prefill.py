@@ -9,7 +9,6 @@ Legend: B batch, T longest prompt, F feature width, V target vocabulary.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,19 +30,6 @@ MIN_SHARED = 32  # a shared beginning shorter than this is not worth a pass of i
 VERIFIED_PROMPT = 256
 
 
-@dataclass(frozen=True)
-class Prefilled:
-    """What reading prompts gives.
-
-    Attributes:
-        logits: [B, 1, V] after each prompt.
-        feature: [B, 1, F] of each prompt's last token, which the drafter has not read, or None.
-    """
-
-    logits: Tensor
-    feature: Tensor | None
-
-
 def prefill(
     state: DecodeState,
     step: Step,
@@ -53,13 +39,16 @@ def prefill(
     source: Source | None = None,
     media: Media | None = None,
     hit: PrefixHit | None = None,
-) -> Generator[int, None, Prefilled]:
+) -> Generator[int, None, TargetOutput]:
     """Reads the prompts of rows, with room for them in the state. Yields the size of each chunk after it was read.
 
     Args:
         source: of the rows of an encoder-decoder target.
         media: the prompts with their images, video or audio.
         hit: the part that need not be read; its cache may be the state's.
+
+    Returns:
+        logits [B, 1, V] after each prompt, and features [B, 1, F] of its last token, which the drafter has not read.
     """
     prompts = [row.prompt for row in rows]
     state.open(rows, has_media=media is not None)
@@ -77,13 +66,13 @@ def prefill(
     return (yield from _read_rest(state, step, prompts, num_cached, stats, rows))
 
 
-def finish(steps: Generator[Any, None, Prefilled]) -> Prefilled:
+def finish(steps: Generator[Any, None, TargetOutput]) -> TargetOutput:
     """Runs `prefill` to its end."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            read: Prefilled = end.value
+            read: TargetOutput = end.value
             return read
 
 
@@ -125,7 +114,7 @@ def _read_rest(
     kept: Sequence[int],
     stats: GenerationStats,
     rows: Sequence[Row] = (),
-) -> Generator[int, None, Prefilled]:
+) -> Generator[int, None, TargetOutput]:
     """Reads prompts[b][kept[b]:], at least one token of each row, after the tokens in cache and drafter.
 
     All rows end in the last chunk: rows with less to read wait for the others. `rows` get the states that they gather.
@@ -167,8 +156,7 @@ def _read_chunk(cache: KVCache, step: Step, token_ids: Tensor, counts: Tensor, s
     # the beginning that a batch shares is read by one row.
     is_other = not 1 < length <= VERIFIED_CHUNK or length == view or cache.batch_size < cache.max_batch_size
     if not step.verifies_prompts or is_other:
-        layers = step.feature_layers
-        return step.target.prefill(cache, token_ids, counts, span=span, feature_layers=layers, chunk_size=length)
+        return step.target.prefill(cache, token_ids, counts, span=span, feature_layers=step.feature_layers)
     output = step.verify(cache, TokenTree.from_prompts(token_ids, counts), span)
     cache.advance(counts)
     rows = torch.arange(len(counts), device=counts.device)
@@ -177,7 +165,7 @@ def _read_chunk(cache: KVCache, step: Step, token_ids: Tensor, counts: Tensor, s
 
 def _read_media(
     state: DecodeState, step: Step, prompts: Sequence[list[int]], stats: GenerationStats, media: Media
-) -> Generator[int, None, Prefilled]:
+) -> Generator[int, None, TargetOutput]:
     """Reads prompts with media, in one eager pass."""
     _begin(state, step, prompts)
     output = read_media(step.target, state.cache, media, feature_layers=step.feature_layers)
@@ -190,7 +178,7 @@ def _read_media(
 
 def _hand_over(
     state: DecodeState, output: TargetOutput, following: Sequence[list[int]], counts: Tensor, size: int, longest: int
-) -> Prefilled:
+) -> TargetOutput:
     """Gives the drafter what was read: counts[b] of `size` tokens of each row, and those that follow.
 
     Args:
@@ -200,12 +188,16 @@ def _hand_over(
     if drafter is not None and any(following):
         next_ids, num_slots = _pad(following, size, device)
         view = cache.view_slots(longest).shape[0]
-        drafter.extend(state.draft, output.features, next_ids, num_slots, max_slots=view)
-    feature = None
+        for start in range(0, size, PREFILL_CHUNK):  # more than one where the target reads all of a prompt at once
+            part = slice(start, start + PREFILL_CHUNK)
+            features = None if output.features is None else output.features[:, part]
+            here = (num_slots - start).clamp(0, PREFILL_CHUNK)
+            drafter.extend(state.draft, features, next_ids[:, part], here, max_slots=view)
+    features = None
     if output.features is not None:
         rows = torch.arange(len(counts), device=device)
-        feature = output.features[rows, (counts - 1).clamp(min=0)][:, None]
-    return Prefilled(output.logits, feature)
+        features = output.features[rows, (counts - 1).clamp(min=0)][:, None]
+    return TargetOutput(output.logits, features)
 
 
 def _pad(rows: Sequence[list[int]], size: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from draftsmith.inference.state import CATCH_UP, DecodeState
 from draftsmith.inference.stats import PhaseClock
 from draftsmith.inference.targets.backbone import TargetOutput
 from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.candidates import CandidateTrees
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
 
@@ -149,11 +150,15 @@ def commit(
     *,
     is_chain: bool,
     records_probabilities: bool,
+    counting: TreePolicy | None,
 ) -> Tensor:
     """Keeps the accepted nodes in the cache, and adds their tokens to the texts and to what the drafter is to read.
 
+    Args:
+        counting: a policy to choose from, which tells what its candidates would have accepted.
+
     Returns:
-        [B, P + 1, or 2 P + 1] int64, as in `StepOutput`.
+        [B, ...] int64, as in `StepOutput.emitted`.
     """
     counts = accepted.counts * state.active
     path, tokens = accepted.path, accepted.next_tokens
@@ -163,6 +168,8 @@ def commit(
     columns = [tokens, counts[:, None]]
     if records_probabilities:
         columns.append(tree.log_probs.gather(1, path).view(torch.int32))
+    if isinstance(counting, CandidateTrees):
+        columns.append(counting.count_accepted(tree, path, counts))
     return torch.cat(columns, dim=1)
 
 
@@ -171,8 +178,7 @@ class Runner:
     """How the functions of a step run. By default they run as they are.
 
     Attributes:
-        draft, plant_root, verify, accept, commit, count_accepted: what runs in the place of the functions above, and of
-            `TreePolicy.count_accepted`.
+        draft, plant_root, verify, accept, commit: what runs in the place of the functions above.
         has_fixed_rows: finished rows stay in the batch, and shapes repeat from step to step.
         reads_prompts: whether `verify` serves any number of nodes at full speed, and so prompts.
         view_multiple: views of the cache are rounded up to a multiple of this many slots.
@@ -187,7 +193,6 @@ class Runner:
     verify: Callable[[Step, KVCache, TokenTree], TargetOutput] = verify
     accept: Callable[..., Acceptance] = accept
     commit: Callable[..., Tensor] = commit
-    count_accepted: Callable[..., Tensor | None] = lambda policy, *values: policy.count_accepted(*values)
     has_fixed_rows: bool = False
     reads_prompts: bool = False
     view_multiple: int = VIEW_MULTIPLE
@@ -261,15 +266,16 @@ class Step:
         judge = accept if sampler.is_lazy else run.accept  # processors that keep a state read on the host
         accepted = judge(state, tree, output.logits, noise, sampler, self.rule)
         clock.stop("accept")
-        is_chain = policy is None or policy.is_chain
         emitted = run.commit(
-            state, tree, accepted, output.features, is_chain=is_chain, records_probabilities=records_probabilities
+            state,
+            tree,
+            accepted,
+            output.features,
+            is_chain=policy is None or policy.is_chain,
+            records_probabilities=records_probabilities,
+            counting=self.policy if is_counting else None,
         )
         state.pending_bound += accepted.path.shape[1]
-        if is_counting:
-            counted = run.count_accepted(self.policy, tree, accepted.path, emitted[:, accepted.path.shape[1]])
-            assert counted is not None, "a policy to choose from counts"
-            emitted = torch.cat([emitted, counted], dim=1)
         clock.stop("commit")
         return StepOutput(policy, tree, output, accepted, emitted, records_probabilities)
 
@@ -282,17 +288,17 @@ class Step:
         """The context in which functions run, of prompts and of steps."""
         return self.runner.active(self.target)
 
-    def first(self, state: DecodeState, logits: Tensor, feature: Tensor | None, sampler: Sampler) -> StepOutput:
-        """The tokens after the prompts, from the logits [B, 1, V] and features [B, 1, F] of their last tokens."""
-        if feature is not None:
-            state.hold_features(feature)
+    def first(self, state: DecodeState, read: TargetOutput, sampler: Sampler) -> StepOutput:
+        """The tokens after the prompts, from what `prefill` returned."""
+        if read.features is not None:
+            state.hold_features(read.features)
         # The first token's "tree" is the last prompt token, which is already committed.
         tree = TokenTree.from_root(state.roots)
-        accepted = accept_exact(sampler, tree, logits, state.cache.lengths - 1)
-        state.append(accepted.next_tokens.clamp(min=0), accepted.counts, feature)
+        accepted = accept_exact(sampler, tree, read.logits, state.cache.lengths - 1)
+        state.append(accepted.next_tokens.clamp(min=0), accepted.counts, read.features)
         state.pending_bound = 1
         emitted = torch.cat([accepted.next_tokens, accepted.counts[:, None]], dim=1)
-        return StepOutput(None, tree, TargetOutput(logits, feature), accepted, emitted, is_first=True)
+        return StepOutput(None, tree, read, accepted, emitted, is_first=True)
 
     @property
     def num_slots_after(self) -> int:

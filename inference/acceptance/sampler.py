@@ -133,7 +133,7 @@ class Sampler:
         Args:
             processors, do_sample, eos_token_ids: of all rows, as in `Settings`.
             row_seeds: [B] long from `noise.row_seeds`; required to sample.
-            texts: the rows' texts; None if all processors are prefix-free.
+            texts: the rows' texts; may be None if all processors are prefix-free.
         """
         assert row_seeds is not None or not do_sample, "sampling needs seeds"
         num_rows = 1 if texts is None else len(texts.indices)
@@ -148,15 +148,13 @@ class Sampler:
             row_seeds: read only if the call samples.
             texts: the call's rows.
         """
-        processors = list(request.processors)
-        reads_texts = any(type(processor) not in PREFIX_FREE for processor in processors)
         return cls(
-            read_processors(processors, texts, vocab_size) if reads_texts else processors,
+            read_processors(request.processors, texts, vocab_size),
             do_sample=request.do_sample,
             row_seeds=row_seeds if request.do_sample else None,
             eos_token_ids=request.eos_token_ids,
             keeps_scores=request.keeps_scores,
-            texts=texts if reads_texts else None,
+            texts=texts,
         )
 
     @classmethod

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from draftsmith.inference.acceptance.exact import accept_exact
 from draftsmith.inference.decoder import ending
 from draftsmith.inference.distributed.chain import DraftChain
 from draftsmith.inference.distributed.coordinator import Coordinator
@@ -29,7 +28,6 @@ from draftsmith.inference.step import Step
 from draftsmith.inference.streaming.token_stream import TokenStream
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.static import chain as chain_policy
-from draftsmith.inference.trees.token_tree import TokenTree
 
 
 class DistributedDecoder:
@@ -167,14 +165,15 @@ class DistributedDecoder:
         sampler = prompt.make_sampler(self.target, state.cache.capacity)
         self._coordinator.begin(prompt)
         read = finish(prefill(state, self._step, request.rows, clock.stats))
-        root = TokenTree.from_root(state.roots)
-        first = accept_exact(sampler, root, read.logits, state.cache.lengths - 1).next_tokens
+        first = self._step.first(state, read, sampler)
         clock.stop("prefill")
-        new = StepTokens(first[0].tolist())
+        new = StepTokens(first.emitted[0, :1].tolist())
         kept = new.cut(self._emit(row, new))
         chain = DraftChain(row.text)
-        drafting = ChainDrafting(self._step, sampler, state, read.feature, len(prompt.token_ids))
-        del read
+        if read.features is not None:
+            chain.features[chain.root - 1] = read.features[0, 0]
+        drafting = ChainDrafting(self._step, sampler, state, len(prompt.token_ids))
+        del read, first
         try:
             yield kept
             if row.is_finished:

@@ -24,13 +24,10 @@ class ChainDrafting:
     Args:
         step: the drafter, and a chain policy as deep as its reach.
         state: holds the prompt; only a drafter with `shares_target_cache` reads its cache.
-        prompt_feature: [1, 1, F] of the prompt's last token, or None.
         num_tokens: tokens of the prompt.
     """
 
-    def __init__(
-        self, step: Step, sampler: Sampler, state: DecodeState, prompt_feature: Tensor | None, num_tokens: int
-    ) -> None:
+    def __init__(self, step: Step, sampler: Sampler, state: DecodeState, num_tokens: int) -> None:
         assert step.drafter is not None
         assert step.policy is not None
         self.drafter: Drafter = step.drafter
@@ -43,7 +40,6 @@ class ChainDrafting:
         self.held = num_tokens  # positions of the text whose keys and values are in rank 0's cache
         self.is_stuck = False  # the drafter has no candidate
         self.scores: DraftLogits
-        self._prompt_feature = prompt_feature
 
     def draft(self, chain: DraftChain) -> int | None:
         """The token after the chain's last one; None when the text must grow first."""
@@ -83,14 +79,7 @@ class ChainDrafting:
         """Features [1, S, F] of the positions first .. last - 1."""
         if not self.drafter.feature_layers:
             return None
-        rows = [chain.features.pop(position) for position in range(first, last) if position in chain.features]
-        features = torch.stack(rows).to(self.device)[None] if rows else None
-        if self._prompt_feature is not None:  # of the prompt's last token, [1, 1, F]
-            features = self._prompt_feature if features is None else torch.cat([self._prompt_feature, features], dim=1)
-            self._prompt_feature = None
-        assert features is not None
-        assert features.shape[1] == last - first, "a committed token's feature is there"
-        return features
+        return torch.stack([chain.features.pop(position).to(self.device) for position in range(first, last)])[None]
 
     def _expand(self, token: int) -> None:
         self.path.append(token)

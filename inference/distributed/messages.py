@@ -10,7 +10,6 @@ from torch import Tensor
 
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.distributed.processor_json import decode_processors, encode_processors
-from draftsmith.inference.request.processors import PREFIX_FREE
 from draftsmith.inference.request.request import Request
 from draftsmith.inference.request.text_processors import read_processors
 from draftsmith.inference.request.token_history import TokenHistory
@@ -71,11 +70,9 @@ class Prompt:
     def make_sampler(self, target: Target, capacity: int) -> Sampler:
         """How the target picks its tokens, on rank 0 and on servers; the texts that processors read have room for
         `capacity` tokens and the padding."""
-        texts, processors = None, decode_processors(self.processors, target.device)
-        if any(type(processor) not in PREFIX_FREE for processor in processors):
-            shown = torch.tensor([self.shown], device=target.device)
-            texts = TokenHistory.of_prompts(shown, [self.max_new], self.num_hidden + capacity)
-            processors = read_processors(processors, texts, target.vocab_size)
+        shown = torch.tensor([self.shown], device=target.device)
+        texts = TokenHistory.of_prompts(shown, [self.max_new], self.num_hidden + capacity)
+        processors = read_processors(decode_processors(self.processors, target.device), texts, target.vocab_size)
         seeds = None if self.row_seed is None else torch.tensor([self.row_seed], device=target.device)
         return Sampler(processors, do_sample=seeds is not None, row_seeds=seeds, texts=texts)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from draftsmith.inference.acceptance.sampler import Sampler, pick_token
 from draftsmith.inference.cache.kv_cache import KVCache, Span
 from draftsmith.inference.distributed.messages import Answer, Prompt, Task
+from draftsmith.inference.prefix_cache import PREFILL_CHUNK
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.token_tree import TokenTree
 
@@ -55,8 +56,10 @@ class TargetServer:
         return Answer(task.version, task.start, tokens, features)
 
     def _read(self, token_ids: Tensor, num_held: int) -> None:
-        counts = torch.tensor([token_ids.shape[1]], device=token_ids.device)
-        self.target.prefill(self.cache, token_ids, counts, span=Span(num_held, num_held))
+        for part in token_ids.split(PREFILL_CHUNK, dim=1):
+            counts = torch.tensor([part.shape[1]], device=part.device)
+            self.target.prefill(self.cache, part, counts, span=Span(num_held, num_held))
+            num_held += part.shape[1]
 
     def _verify(self, token_ids: Tensor, missed: int, start: int) -> tuple[list[int], Tensor | None]:
         """One pass over tokens [1, N]: the target's tokens after all but the first `missed`, and their features."""

@@ -107,7 +107,8 @@ class Drafter(metaclass=ABCMeta):
     def extend(
         self, state: Any, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
-        """Reads accepted slots, forgets the last draft, and scores the children of the root.
+        """Reads accepted slots, forgets the last draft, and scores the children of the root. A long prompt comes in
+        several calls, with at most `PREFILL_CHUNK` slots in each.
 
         Args:
             state: from `start`; updated in place.

@@ -22,7 +22,6 @@ from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
 
-EXTEND_CHUNK = 512  # tokens of a prompt per pass
 SHOWN_CONFLICTS = 3
 
 
@@ -143,14 +142,7 @@ class SmallModelDrafter(Drafter, nn.Module):
     def extend(
         self, state: SmallModelState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
-        last: Tensor | None = None
-        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
-            chunk = next_token_ids[:, start : start + EXTEND_CHUNK]
-            here = (counts - start).clamp(0, chunk.shape[1])
-            logits = self.read_committed(state, chunk, here, max_tokens=max_slots + 1)
-            last = logits if last is None else torch.where((here > 0)[:, None, None], logits, last)
-        assert last is not None
-        return self.to_draft(last)
+        return self.to_draft(self.read_committed(state, next_token_ids, counts, max_tokens=max_slots + 1))
 
     def expand(self, state: SmallModelState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         level = state.tree.open_level(parents)

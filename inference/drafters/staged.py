@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.ngram import NgramDrafter, NgramState
 from draftsmith.inference.drafters.row_state import RowState
-from draftsmith.inference.drafters.small_model import EXTEND_CHUNK, SmallModelDrafter, SmallModelState
+from draftsmith.inference.drafters.small_model import SmallModelDrafter, SmallModelState
 from draftsmith.inference.targets.target import Target
 
 
@@ -105,15 +105,11 @@ class StagedDrafter(Drafter, nn.Module):
         draft = self.ngrams.extend(state.ngram, None, next_token_ids, counts, max_slots=max_slots)
         state.guesses = self._guess(state.ngram, draft, 1)
         state.is_active, state.first_depth = counts > 0, 0
-        num_slots, num_guesses = next_token_ids.shape[1], self.num_guesses
-        if num_slots > EXTEND_CHUNK:  # a prompt in several passes gets no guesses
-            state.guesses = torch.full_like(state.guesses, -1)
-            return self.small.extend(state.small, None, next_token_ids, counts, max_slots=max_slots)
-        token_ids = nn.functional.pad(next_token_ids, (0, num_guesses))
-        places = counts[:, None] + torch.arange(num_guesses, device=counts.device)
+        token_ids = nn.functional.pad(next_token_ids, (0, self.num_guesses))
+        places = counts[:, None] + torch.arange(self.num_guesses, device=counts.device)
         token_ids = token_ids.scatter(1, places, state.guesses.clamp(min=0))
         state.logits = self.small.read_committed(
-            state.small, token_ids, counts, max_tokens=max_slots + 1, num_guesses=num_guesses
+            state.small, token_ids, counts, max_tokens=max_slots + 1, num_guesses=self.num_guesses
         )
         return self.small.to_draft(state.logits[:, :1])
 

@@ -36,8 +36,6 @@ class Stopping:
 
     def ends(self, index: int, token: int) -> bool:
         """Adds a token to the text of row `index`. Returns whether a criterion ends the text with it."""
-        if not self.criteria:
-            return False
         num_rows = len(self._prompts)
         if index not in self._texts:
             prompt = self._prompts[index]

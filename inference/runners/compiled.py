@@ -39,6 +39,7 @@ from draftsmith.inference.step import (
 )
 from draftsmith.inference.targets.backbone import TargetOutput
 from draftsmith.inference.targets.model_config import has_attention_interface
+from draftsmith.inference.trees.candidates import CandidateTrees
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
 
@@ -133,7 +134,6 @@ def compiled_runner(modules: Sequence[nn.Module], *, drafter_changes: bool = Fal
         _verifying(compiler),
         _accepting(compiler.compile(accept)),
         compiler.compile(commit),
-        lambda policy, *values: compiler.compile(policy.count_accepted)(*values),
         has_fixed_rows=True,
         reads_prompts=compiler.reads_prompts,
         active=lambda _: compiler.active(),
@@ -175,7 +175,7 @@ def _verifying(compiler: Compiler) -> Callable[[Step, KVCache, TokenTree], Targe
     run = compiler.compile(verify, is_fixed=True)
 
     def verify_compiled(step: Step, cache: KVCache, tree: TokenTree) -> TargetOutput:
-        has_choice = step.policy is not None and step.policy.is_chosen
+        has_choice = isinstance(step.policy, CandidateTrees)
         for slots in (cache.slots_in_view, *cache.window_sizes.values()):
             _open(slots)
         if step.verifies_prompts:

@@ -235,9 +235,7 @@ class CapturedFunctions:
     """
 
     def __init__(self, new_graph: Callable[[], CudaGraph]) -> None:
-        self.graphs = {
-            name: Graphs(name, new_graph) for name in ("draft", "root", "verify", "accept", "commit", "count")
-        }
+        self.graphs = {name: Graphs(name, new_graph) for name in ("draft", "root", "verify", "accept", "commit")}
         self._state: DecodeState | None = None
         self._home: Any = None  # the drafter's state that graphs know
         self.runner = Runner(
@@ -247,7 +245,6 @@ class CapturedFunctions:
             self._verify,
             self._accept,
             self._commit,
-            self._count_accepted,
             has_fixed_rows=True,
             view_multiple=GRAPH_VIEW,
             seconds=lambda: sum(graphs.seconds for graphs in self.graphs.values()),
@@ -332,9 +329,6 @@ class CapturedFunctions:
 
     def _commit(self, state: DecodeState, *values: Any, **flags: Any) -> Any:
         return self.graphs["commit"].run((*flags.items(),), lambda own: commit(state, *own, **flags), values)
-
-    def _count_accepted(self, policy: TreePolicy, *values: Any) -> Any:
-        return self.graphs["count"].run((), lambda own: policy.count_accepted(*own), values)
 
 
 def state_tensors(value: Any, besides: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

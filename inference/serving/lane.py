@@ -83,15 +83,14 @@ class Lane:
         hit = self._find_hit(reply.prompt)
         state = self._readers.pop(0)
         self._readers.append(state)
-        read = yield from prefill(state, self.step, [reply.row], GenerationStats(), hit=hit)
+        clock = PhaseClock(GenerationStats(), self.step.target.device)
+        read = yield from prefill(state, self.step, [reply.row], clock.stats, hit=hit)
         sampler = Sampler.of_request(
             reply.request, reply.row_seed, state.history, vocab_size=self.step.target.vocab_size
         )
-        output = self.step.first(state, read.logits, read.feature, sampler)
-        state.is_whole = True
-        new = StepTokens(output.emitted[0, :1].tolist())
-        kept = new.cut(reply.row.emit(new))
-        reply.publish(self._tokens_of(reply, 0, output, kept))
+        emission = Engine(self.step, state, clock).start(read, sampler)
+        for place, _, _, kept in emission.given:  # none of a reply that was cancelled
+            reply.publish(self._tokens_of(reply, place, emission.output, kept))
         if not reply.is_over:
             self._engine.add(state, sampler)
             self.replies.append(reply)

@@ -1,6 +1,6 @@
 """Requests in OpenAI's shapes, with vLLM's further options and this server's own. Unknown fields are errors.
 
-A field that is present has an effect. What this server cannot do is refused (`row_maker.py`), except for values
+A field that is present has an effect. What this server cannot do is refused (`reply_maker.py`), except for values
 that ask for nothing, such as `"echo": false`.
 """
 

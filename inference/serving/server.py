@@ -25,7 +25,6 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, scheduler: Scheduler, drain_seconds: float) -> None:
         super().__init__(config)
         self._scheduler, self._drain_seconds = scheduler, drain_seconds
-
         self.announce: Callable[[str], None] = lambda address: None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

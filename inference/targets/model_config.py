@@ -24,12 +24,12 @@ _RECURRENT_LAYER_TYPES = {
 }
 _STATELESS_LAYER_TYPES = ("moe", "mlp")  # in models whose attention and MLPs are layers of their own
 _ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
-# Packages whose layers and tensors hold quantised weights, also in models that transformers did not load as quantised.
 _TAKES_CHOSEN_STATES = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 23)
 # Asked once: torch 2.11 does not compile the question.
 WITH_AUTOCAST = tuple(
     kind for kind in ("cpu", "cuda", "mps", "xpu", "hpu", "xla", "mtia") if torch.amp.is_autocast_available(kind)
 )
+# Packages whose layers and tensors hold quantised weights, also in models that transformers did not load as quantised.
 _QUANTISERS = ("bitsandbytes.", "torchao.", "torch.ao.", "optimum.quanto.")
 
 

@@ -259,46 +259,37 @@ class Target:
         *,
         span: Span = EMPTY,
         feature_layers: Sequence[int] = (),
-        chunk_size: int = 512,
     ) -> TargetOutput:
-        """Reads prompts, or their continuation when the cache already holds tokens, and commits them.
+        """Reads prompts, or their continuation when the cache already holds tokens, in one pass, and commits them.
 
         Args:
             token_ids: [B, L] long, right-padded with any valid id.
             counts: [B] long, real tokens per row. A row with 0 is left unchanged, and its logits mean nothing.
             span: of the tokens that the cache holds, in rows with a count.
             feature_layers: hidden states to hand over, in this order.
-            chunk_size: tokens per forward pass.
 
         Returns:
             logits [B, 1, V] of each row's last real token; features [B, L, F] (and last states) of all tokens.
         """
         length = token_ids.shape[1]
-        features, states, last = [], [], None
-        for start in range(0, length, chunk_size):
-            chunk = token_ids[:, start : start + chunk_size]
-            size = max(chunk.shape[1], self.min_pass_tokens)
-            chunk = nn.functional.pad(chunk, (0, size - chunk.shape[1]))
-            real = (counts - start).clamp(0, size)  # [B] real tokens of this chunk
-            steps = torch.arange(size, device=counts.device)
-            depths = torch.minimum(steps, (real[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
-            cache.open_slots(size, Span(span.shortest + start, span.longest + start))  # of rows that still have tokens
-            positions = self._cut_positions(cache.lengths[:, None] + depths)
-            masks = self.masks.of_prompts(cache, positions)
-            self.plan_reading(cache, real, size)
-            output = self._run(cache, chunk, positions, masks, positions, feature_layers)
-            scores = output.last if output.logits is None else output.logits
-            row_last = scores[torch.arange(len(counts), device=scores.device), (real - 1).clamp(min=0)]
-            last = row_last if last is None else torch.where((counts > start)[:, None], row_last, last)
-            if output.features is not None:
-                features.append(output.features[:, : length - start])
-                states.append(output.last[:, : length - start])
-            cache.advance(real)
-        assert last is not None, "an empty prompt has no next token"
+        size = max(length, self.min_pass_tokens)
+        steps = torch.arange(size, device=counts.device)
+        depths = torch.minimum(steps, (counts[:, None] - 1).clamp(min=0))  # padding never runs ahead of real tokens
+        cache.open_slots(size, span)
+        positions = self._cut_positions(cache.lengths[:, None] + depths)
+        masks = self.masks.of_prompts(cache, positions)
+        self.plan_reading(cache, counts, size)
+        token_ids = nn.functional.pad(token_ids, (0, size - length))
+        output = self._run(cache, token_ids, positions, masks, positions, feature_layers)
+        cache.advance(counts)
+        scores = output.last if output.logits is None else output.logits
+        last = scores[torch.arange(len(counts), device=scores.device), (counts - 1).clamp(min=0)]
         if output.logits is None:
             rows = last.repeat(-(-self.min_pass_tokens // len(last)), 1)
             last = self.compute_logits(rows)[: len(last)]
-        return TargetOutput(last[:, None], *(x[0] if len(x) == 1 else torch.cat(x, 1) for x in (features, states) if x))
+        if output.features is None:
+            return TargetOutput(last[:, None])
+        return TargetOutput(last[:, None], output.features[:, :length], output.last[:, :length])
 
     def plan_reading(self, cache: KVCache, counts: Tensor, num_tokens: int) -> None:
         """Before a pass over prompts: recurrent layers will read the first counts[b] of `num_tokens` tokens."""

@@ -29,41 +29,35 @@ class CandidateTrees(TreePolicy):
         trees: from small to large; each contains those before it. All share the functions of their levels.
     """
 
-    is_chosen = True
-
     def __init__(self, trees: Sequence[DynamicTree] | None = None) -> None:
         trees = [DynamicTree(*size) for size in SIZES] if trees is None else trees
         sizes = {(tree.max_depth, tree.num_nodes): tree for tree in trees}
-        self.trees = tuple(sizes.values())
-        assert all(large.contains(small) for small, large in itertools.pairwise(self.trees)), "trees are nested"
-        self.largest = self.trees[-1]
+        self.candidates = tuple(sizes.values())
+        assert all(large.contains(small) for small, large in itertools.pairwise(self.candidates)), "trees are nested"
+        self.largest = self.candidates[-1]
         self.max_depth, self.num_nodes = self.largest.max_depth, self.largest.num_nodes
         self.num_scratch = self.largest.num_scratch
         self._tables: dict[torch.device, Tensor] = {}
 
-    @property
-    def candidates(self) -> tuple[DynamicTree, ...]:
-        return self.trees
-
-    @property
-    def is_chain(self) -> bool:
-        return self.largest.is_chain
-
     def limit_depth(self, max_depth: int | None) -> TreePolicy:
         if max_depth is None or self.max_depth <= max_depth:
             return self
-        return CandidateTrees([tree.limit_depth(max_depth) for tree in self.trees])
+        return CandidateTrees([tree.limit_depth(max_depth) for tree in self.candidates])
 
     def grow(self, *args: Any, **kwargs: Any) -> TokenTree:
         """The largest tree."""
         return self.largest.grow(*args, **kwargs)
 
     def count_accepted(self, tree: TokenTree, path: Tensor, counts: Tensor) -> Tensor:
-        """Exact for candidates of the tree's depth with fewer nodes; nearly so for shallower ones, which may hold a
-        node that gave way to a deeper one; too low for larger ones.
+        """Drafted tokens [B, candidates] int64 that each candidate would have accepted in the place of `tree`: exact
+        for those of its depth with fewer nodes; nearly so for shallower ones, which may hold a node that gave way to a
+        deeper one; too low for larger ones.
 
         A smaller tree keeps the best scores among the nodes of its depth. So the places of the accepted nodes in the
         order of scores tell which of them it would hold.
+
+        Args:
+            path: [B, P] accepted node indices, root first; counts: [B] how many of them are real (0: a finished row).
         """
         depth, num_nodes = self._sizes_on(path.device)[..., None]  # each [candidates, 1]
         scores, steps = tree.log_probs[:, None], torch.arange(path.shape[1] - 1, device=path.device)
@@ -80,7 +74,7 @@ class CandidateTrees(TreePolicy):
     def _sizes_on(self, device: torch.device) -> Tensor:
         """The depths and numbers of nodes of the candidates [2, candidates]."""
         if device not in self._tables:
-            sizes = [(tree.max_depth, tree.num_nodes) for tree in self.trees]
+            sizes = [(tree.max_depth, tree.num_nodes) for tree in self.candidates]
             self._tables[device] = torch.tensor(sizes, device=device).T.contiguous()
         return self._tables[device]
 

@@ -156,10 +156,9 @@ class DynamicTree(TreePolicy):
     def is_chain(self) -> bool:
         return self.root_factor * self.top_k == 1
 
-    def contains(self, other: TreePolicy) -> bool:
-        if not isinstance(other, DynamicTree) or (other.top_k, other.root_factor) != (self.top_k, self.root_factor):
-            return False
-        return other.max_depth <= self.max_depth and other.num_nodes <= self.num_nodes
+    def contains(self, other: DynamicTree) -> bool:
+        is_alike = (other.top_k, other.root_factor) == (self.top_k, self.root_factor)
+        return is_alike and other.max_depth <= self.max_depth and other.num_nodes <= self.num_nodes
 
     def limit_depth(self, max_depth: int | None) -> DynamicTree:
         if max_depth is None or self.max_depth <= max_depth:

@@ -25,7 +25,6 @@ class TreePolicy(ABC):
         has_fixed_shape: whether the shape of its trees does not depend on what is drafted.
         skips_ranks: whether a node may stand in its trees without its better siblings.
         level_functions: names of attributes, functions of tensors that `grow` calls: a runner may put others there.
-        is_chosen: whether a planner chooses among `candidates`, or none of them, while decoding.
     """
 
     max_depth: int
@@ -33,7 +32,6 @@ class TreePolicy(ABC):
     num_scratch: int
     has_fixed_shape: bool = False
     skips_ranks: bool = False
-    is_chosen: bool = False
     level_functions: tuple[str, ...] = ()
 
     @property
@@ -45,11 +43,6 @@ class TreePolicy(ABC):
     def is_narrow(self) -> bool:
         """Whether no level has more than one node whose children are drafted."""
         return self.num_scratch < self.max_depth
-
-    @property
-    def candidates(self) -> tuple[TreePolicy, ...]:
-        """The policies to choose from: the policy itself, unless `is_chosen`."""
-        return (self,)
 
     @abstractmethod
     def grow(
@@ -67,19 +60,6 @@ class TreePolicy(ABC):
             draft: scores of the root's children, as `drafter.extend` returned them.
             sampling: how scores become candidates.
         """
-
-    def contains(self, other: TreePolicy) -> bool:
-        """Whether a step with this tree shows how many tokens `other` would have accepted (`count_accepted`)."""
-        return other is self
-
-    def count_accepted(self, tree: TokenTree, path: Tensor, counts: Tensor) -> Tensor | None:
-        """Drafted tokens [B, candidates] int64 that each candidate would have accepted in the place of `tree`; None for
-        a policy that is its only candidate.
-
-        Args:
-            path: [B, P] accepted node indices, root first; counts: [B] how many of them are real (0: a finished row).
-        """
-        return None
 
     def limit_depth(self, max_depth: int | None) -> TreePolicy:
         """This policy for a drafter that proposes at most `max_depth` levels.

@@ -132,7 +132,7 @@ def score_after(heads: DraftHeads, certain: list[int], drafted: list[int]) -> Te
     ids = torch.tensor([certain])
     cache = target.new_cache(1, len(certain) + 8)
     counts = torch.tensor([len(certain) - 1])
-    output = target.prefill(cache, ids[:, :-1], counts, feature_layers=view.feature_layers, chunk_size=len(certain) - 1)
+    output = target.prefill(cache, ids[:, :-1], counts, feature_layers=view.feature_layers)
     state = view.start(1, len(certain) + 8, len(drafted) + 1)
     draft = view.extend(state, output.features, ids[:, 1:], counts, max_slots=len(certain) - 1)
     for depth, token in enumerate(drafted, start=1):

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.inference import Target
+from draftsmith.inference.cache.kv_cache import KVCache, Span
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.tiny_targets import tiny_target
 
@@ -43,6 +45,20 @@ def random_tree(batch_size: int, num_nodes: int, generator: torch.Generator, num
     token_ids = torch.randint(2, 128, (batch_size, num_nodes), generator=generator)
     depths = compute_depths(parents)
     return TokenTree(token_ids, parents, depths, torch.zeros(batch_size, num_nodes))
+
+
+def prefill_in_parts(
+    target: Target, cache: KVCache, token_ids: Tensor, counts: Tensor, size: int, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """`Target.prefill` of `size` tokens at a time: the last token's logits [B, V], and the features of all."""
+    logits, features = torch.empty(0), []
+    for start in range(0, token_ids.shape[1], size):
+        part = token_ids[:, start : start + size]
+        own = (counts - start).clamp(0, part.shape[1])
+        output = target.prefill(cache, part, own, span=Span(start, start), **options)
+        logits = torch.where(own[:, None] > 0, output.logits[:, 0], logits) if start else output.logits[:, 0]
+        features += [] if output.features is None else [output.features]
+    return logits, torch.cat(features, dim=1) if features else None
 
 
 def assert_states_close(states: Tensor, wanted: Tensor) -> None:

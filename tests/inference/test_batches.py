@@ -124,6 +124,23 @@ def test_what_prompts_share_is_read_once(kind: str, family: str, monkeypatch: py
     assert widths[:4] == [1, 1, 1, 3]
 
 
+def test_a_prompt_that_is_read_at_once_reaches_the_drafter_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of recurrent layers. The target drafts for itself, so all drafts are accepted."""
+    monkeypatch.setattr(prompt_reading, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr(Target, "reads_prompts_whole", True)
+    widths, extend = list[int](), SmallModelDrafter.extend
+
+    def watch(*args: Any, **sizes: Any) -> Any:
+        widths.append(args[3].shape[1])
+        return extend(*args, **sizes)
+
+    monkeypatch.setattr(SmallModelDrafter, "extend", watch)
+    inputs = pad_prompts([random_prompt(length, seed=length)[0] for length in (30, 5)])
+    output = generate(target_of(), SmallModelDrafter(model_of()), **inputs, tree=chain(3), **GREEDY)
+    assert widths[:4] == [8, 8, 8, 6]
+    assert output.stats.acceptance_length == 4
+
+
 def test_several_sequences_of_a_prompt_read_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = random_prompt(60)
     alone = [generate(target_of(), None, prompt, seed=[seed], **SAMPLED).sequences[0] for seed in (4, 5, 6)]

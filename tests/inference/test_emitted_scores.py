@@ -25,9 +25,8 @@ STATIC = [[0], [1], [0, 0], [0, 1], [0, 0, 0]]
 def test_greedy_scores_are_transformers(tree: str, options: dict[str, Any]) -> None:
     settings = {"max_new_tokens": 17, "do_sample": False, **options}
     expected = MODEL.generate(PROMPT, **settings, **ASKED)
-    drafter = None if tree == "plain" else ScriptedDrafter([expected.sequences[0]], VOCAB_SIZE)
-    policy = {"plain": None, "chain": chain(3), "static": STATIC, "dynamic": "dynamic"}[tree]
-    found = generate(MODEL, drafter, PROMPT, tree=policy, **settings, **ASKED)
+    drafter = ScriptedDrafter([expected.sequences[0]], VOCAB_SIZE)
+    found = generate(MODEL, drafter, PROMPT, tree=STATIC if tree == "static" else tree, **settings, **ASKED)
     assert torch.equal(found.sequences, expected.sequences)
     for ours, theirs in ((found.scores, expected.scores), (found.logits, expected.logits)):
         assert ours is not None

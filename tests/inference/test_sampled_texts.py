@@ -173,9 +173,3 @@ def measure(acceptance: str, tree: str, setting: Setting) -> float:
 @pytest.mark.parametrize(("acceptance", "tree", "setting"), ALL_CASES)
 def test_texts_have_the_targets_distribution(acceptance: str, tree: str, setting: str) -> None:
     assert measure(acceptance, tree, SETTINGS[setting]) < 1
-
-
-def test_a_processor_that_may_keep_a_state_is_refused_by_typical_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.NUM_ROWS", 2)
-    with pytest.raises(ValueError, match=r"LastButOne may keep a state.*acceptance='exact' or 'rejection'"):
-        measure("typical", "chain", SETTINGS["custom"])

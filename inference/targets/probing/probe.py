@@ -78,7 +78,6 @@ class Capabilities:
     takes_packed_masks: bool = False
     first_layers: dict[int, nn.Module] = field(default_factory=dict, compare=False)
     is_known_invariant: list[bool] = field(default_factory=list, compare=False)
-
     recurrence: Recurrence | None = None
     proven_media: set[frozenset[str]] = field(default_factory=set, compare=False)
 

@@ -70,8 +70,10 @@ def test_drafts_are_those_of_a_fresh_drafter(name: str) -> None:
     state = step.new_state(1, 200, 200)
     with target.without_autograd():
         read = finish(prefill(state, step, [Row(0, prompt, 0, 50)], GenerationStats()))
-        drafting = ChainDrafting(step, Sampler(), state, read.feature, len(prompt))
+        drafting = ChainDrafting(step, Sampler(), state, len(prompt))
         draft_chain = DraftChain([*prompt, generator.randrange(2, 20)])
+        if read.features is not None:
+            draft_chain.features[len(prompt) - 1] = read.features[0, 0]
         cases = SimpleNamespace(checked=0, replayed=0, deepest=0)
         for _ in range(25):
             for _ in range(generator.randint(0, 4)):

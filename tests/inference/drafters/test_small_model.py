@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.inference import Decoder, TreePolicy, chain, generate
-from draftsmith.inference.drafters import small_model
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.small_model import SmallModelDrafter, compare_tokenizers
 from draftsmith.inference.drafters.staged import StagedDrafter
@@ -53,9 +52,8 @@ def check(draft: DraftLogits, model: PreTrainedModel, texts: list[list[int]], pa
         {f"{family}-{place % 2 == 0}": (family, place % 2 == 0) for place, family in enumerate(CORE_FAMILIES)},
     ),
 )
-def test_every_level_is_a_recompute_of_its_paths(family: str, has_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ragged rows, prompts in several passes, arrears, a row that waits, trees of several levels; windows of 8."""
-    monkeypatch.setattr(small_model, "EXTEND_CHUNK", 7)
+def test_every_level_is_a_recompute_of_its_paths(family: str, has_first: bool) -> None:
+    """Ragged rows, arrears, a row that waits, trees of several levels; windows of 8."""
     model = calm_target(family)
     drafter = SmallModelDrafter(model)
     assert isinstance(drafter, Drafter)

@@ -11,6 +11,7 @@ from draftsmith.inference import Target
 from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.kernels.packed_masks import pack_chain, unpack_even_chain, unpack_mask
 from draftsmith.inference.targets.masks import TreeMasks, compute_ancestors
+from tests.inference.plain_passes import prefill_in_parts
 from tests.tiny_targets import SLIDING_WINDOW, random_prompt, tiny_target
 
 ZERO = torch.zeros(1, dtype=torch.long)
@@ -65,15 +66,10 @@ def test_prompts_get_the_same_bits(family: str, lengths: tuple[int, ...], monkey
         found = []
         for masks in (target.masks, replace(target.masks, packs_prompts=False)):
             target.masks, before = masks, target.masks
-            output = target.prefill(
-                target.new_cache(len(lengths), 256),
-                ids,
-                torch.tensor(lengths),
-                feature_layers=(1,),
-                chunk_size=chunk_size,
-            )
+            cache, counts = target.new_cache(len(lengths), 256), torch.tensor(lengths)
+            logits, features = prefill_in_parts(target, cache, ids, counts, chunk_size, feature_layers=(1,))
             target.masks = before
-            assert output.features is not None
-            found.append((output.logits, *(row[:size] for row, size in zip(output.features, lengths, strict=True))))
+            assert features is not None
+            found.append((logits, *(row[:size] for row, size in zip(features, lengths, strict=True))))
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert SLIDING_WINDOW < 64

@@ -189,12 +189,12 @@ def test_one_step_tells_what_smaller_trees_would_have_accepted() -> None:
         path = walk(tree, text)
         padded = torch.tensor([path + [0] * (4 - len(path))])
         [counted] = policy.count_accepted(tree, padded, torch.tensor([len(path)])).tolist()
-        accepted = [len(walk(grow(one, table), text)) - 1 for one in policy.trees]
+        accepted = [len(walk(grow(one, table), text)) - 1 for one in policy.candidates]
         assert counted[2:] == accepted[2:], "those of the same depth"
         num_wrong += sum(told != true for told, true in zip(counted, accepted, strict=True))
         num_kept += sum(counted)
     assert num_kept > 40
-    assert num_wrong < 0.04 * 40 * len(policy.trees)
+    assert num_wrong < 0.04 * 40 * len(policy.candidates)
 
 
 @pytest.mark.parametrize("tree", slow_but({"auto"}, {"auto": auto_tree((1, 3), (4, 8), 3), "gamma": gamma_chain(3)}))

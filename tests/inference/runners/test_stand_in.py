@@ -96,7 +96,7 @@ class StandIn:
             read = finish(prefill(state, step, rows, clock.stats))
             seeds = row_seeds(0, batch_size, DEVICE) if request.do_sample else None
             engine.sampler = Sampler.of_request(request, seeds, state.history, vocab_size=self.target.vocab_size)
-            step.first(state, read.logits, read.feature, engine.sampler)
+            step.first(state, read, engine.sampler)
             for row in rows:
                 row.emit([5])
             for number in range(num_steps):

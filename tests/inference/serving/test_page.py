@@ -1,3 +1,5 @@
+"""The chat page in a headless Chromium: the embedded target with EAGLE-3 heads streams, compares and stops."""
+
 from __future__ import annotations
 
 import shutil
@@ -105,6 +107,3 @@ def test_replies(browser: Any, chat_target: PreTrainedModel, chat_tokenizer: Any
             served.end()
             send(page, "And?")
             assert "cannot be reached" in page.get_by_role("alert").inner_text()
-
-
-"""The chat page in a headless Chromium: the embedded target with EAGLE-3 heads streams, compares and stops."""

@@ -1,4 +1,4 @@
-"""TokenHistory that arrive in pieces, and the samplers of several rows as one."""
+"""Texts that arrive in pieces, and the samplers of several rows as one."""
 
 from __future__ import annotations
 

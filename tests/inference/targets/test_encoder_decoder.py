@@ -22,7 +22,7 @@ from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.trees.token_tree import TokenTree
-from tests.inference.plain_passes import random_tree
+from tests.inference.plain_passes import prefill_in_parts, random_tree
 from tests.inference.tiny_encoder_decoders import (
     KINDS,
     LEFT_OUT,
@@ -112,7 +112,7 @@ def test_trees_are_scored_as_the_models_own_decoder_does(kind: str, attention: s
     cache = target.new_cache(3, 96)
     target.read_source(cache, target.encode_source(ids, mask))
     padded = torch.tensor([text + [0] * (30 - len(text)) for text in texts])
-    last = target.prefill(cache, padded, torch.tensor([30, 1, 12]), chunk_size=16).logits[:, 0]
+    last, _ = prefill_in_parts(target, cache, padded, torch.tensor([30, 1, 12]), 16)
     for row, text in enumerate(texts):
         wanted = plain_logits(model, sources[row], text)[-1]
         torch.testing.assert_close(last[row], wanted, atol=1e-4, rtol=1e-4)

@@ -16,6 +16,7 @@ from tests.inference.plain_passes import (
     assert_states_close,
     calm_target,
     compute_depths,
+    prefill_in_parts,
     random_tree,
     run_plainly,
 )
@@ -97,13 +98,13 @@ def test_tree_verification_equals_plain_passes_after_branching_commits(
     texts = [random_prompt(length, seed=length)[0].tolist() for length in lengths]
     ids, counts = pad_rows(texts)
     cache = target.new_cache(batch_size=3, capacity=64)
-    output = target.prefill(cache, ids, counts, feature_layers=(2, 0, 6), chunk_size=5)
-    assert output.features is not None
+    logits, features = prefill_in_parts(target, cache, ids, counts, 5, feature_layers=(2, 0, 6))
+    assert features is not None
     for row, text in enumerate(texts):
         plain = run_plainly(model, text)
-        torch.testing.assert_close(output.logits[row, 0], plain.logits[0, -1], atol=ATOL, rtol=0)
+        torch.testing.assert_close(logits[row], plain.logits[0, -1], atol=ATOL, rtol=0)
         wanted = torch.cat([plain.hidden_states[layer][0] for layer in (2, 0, 6)], dim=-1)
-        assert_states_close(output.features[row, : len(text)], wanted)
+        assert_states_close(features[row, : len(text)], wanted)
     for step in range(2):
         tree = random_tree(3, 6, generator, num_padding=2)
         cache.open_slots(tree.num_nodes, Span(min(map(len, texts)), max(map(len, texts))))

@@ -16,7 +16,7 @@ from draftsmith.inference import Decoder, DynamicTree, Target, generate
 from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.targets import target as target_module
 from draftsmith.inference.trees.token_tree import TokenTree
-from tests.inference.plain_passes import ATOL, assert_states_close, calm_target, run_plainly
+from tests.inference.plain_passes import ATOL, assert_states_close, calm_target, prefill_in_parts, run_plainly
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter
@@ -106,12 +106,14 @@ def test_a_model_that_does_more_than_its_lm_head_runs_whole_and_says_so() -> Non
     target = Target(model)
     text = random_prompt(9)[0].tolist()
     cache = target.new_cache(1, 32)
-    output = target.prefill(cache, torch.tensor([text]), torch.tensor([9]), feature_layers=(1, 6), chunk_size=4)
+    logits, features = prefill_in_parts(
+        target, cache, torch.tensor([text]), torch.tensor([9]), 4, feature_layers=(1, 6)
+    )
     plain = run_plainly(model, text)
-    torch.testing.assert_close(output.logits[0, 0], plain.logits[0, -1], atol=ATOL, rtol=0)
-    assert output.features is not None
+    torch.testing.assert_close(logits[0], plain.logits[0, -1], atol=ATOL, rtol=0)
+    assert features is not None
     wanted = torch.cat([plain.hidden_states[1], plain.hidden_states[6]], dim=-1)
-    assert_states_close(output.features, wanted)
+    assert_states_close(features, wanted)
     cache.open_slots(1, Span(9, 9))
     verified = target.verify(cache, TokenTree.from_root(torch.tensor([5]))).logits[0, 0]
     torch.testing.assert_close(verified, run_plainly(model, [*text, 5]).logits[0, -1], atol=ATOL, rtol=0)

@@ -104,7 +104,7 @@ def decode_tree(target: Target, cache: KVCache, **features: Any) -> list[Tensor]
     """A prompt in chunks, a tree, a commit, and a batch from which a row leaves; returns what comes out."""
     batch_size = cache.batch_size
     token_ids = torch.zeros(3, 9, dtype=torch.long)
-    read = target.prefill(cache, token_ids, torch.full((batch_size,), 7), chunk_size=4, **features)
+    read = target.prefill(cache, token_ids, torch.full((batch_size,), 7), **features)
     parents, depths = torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[0, 1, 1, 2]])
     nodes = (token_ids[:, :4], *(row.expand(batch_size, -1) for row in (parents, depths)))
     cache.open_slots(4, Span(7, 7))

@@ -95,7 +95,7 @@ def run_case(case: Case) -> Outcome:
         tree = policy_of(tree, None if drafting.drafter is None else drafting.drafter.max_depth)
     rule, _, uncoupled = case.acceptance.partition(" ")
     decoder = Decoder(target, drafting.drafter, tree=tree, acceptance=rule, is_coupled=not uncoupled)
-    if decoder.policy is not None and decoder.policy.is_chosen:
+    if decoder.planner is not None:
         make_restless(decoder)
     outcome = Outcome()
     for call in case.calls:
