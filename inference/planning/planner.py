@@ -136,7 +136,8 @@ class Planner:
 
         Args:
             policy: of the step.
-            counted: `TreePolicy.count_accepted` of each row that was unfinished, in any order; nothing of a plain step.
+            counted: `CandidateTrees.count_accepted` of each row that was unfinished, in any order; nothing of a plain
+                step.
             left: the tokens that each of these rows had to go.
         """
         seconds, place = self._clock() - self._started, self.policies.index(policy)
