@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads import create_heads
-from draftsmith.heads.kinds.dflash2 import DFlash2Heads
-from draftsmith.heads.modules.block_convolution import BlockConvolution
+from draftsmith.heads.kinds.dflash2 import BlockConvolution, DFlash2Heads
 from draftsmith.inference import Target, generate
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.trees.dynamic import DynamicTree
