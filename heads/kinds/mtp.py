@@ -6,9 +6,9 @@ at every depth (arXiv 2509.18362, section 3).
 with h^0 the target's post-norm state and k = 1..K (V3, equations 21 to 23). Embedding and LM head are the target's own,
 frozen; each block has a final norm.
 
-Legend: B batch, T sequence length, S slots of one call, W frontier nodes, D hidden size, R scratch rows of the tree,
-n blocks (1, or K when depths have their own), V target vocabulary. The code counts depths from 0, as in the other
-kinds: depth d = k - 1 of slot t reads (h^d_t, x_{t+d+1}), predicts x_{t+d+2} and has RoPE position t + d.
+Legend: B batch, T sequence length, S slots of one call, W frontier nodes, Q rows of a pass, D hidden size, R scratch
+rows of the tree, n blocks (1, or K when depths have their own), V target vocabulary. The code counts depths from 0, as
+in the other kinds: depth d = k - 1 of slot t reads (h^d_t, x_{t+d+1}), predicts x_{t+d+2} and has RoPE position t + d.
 
 One shared block, applied K times. There is one KV cache, and its slot t holds the row (target's state of t, x_{t+1}). A
 drafted token's row, made from the drafter's own state, sees the accepted slots and its ancestors' rows. Training uses
@@ -46,8 +46,8 @@ from draftsmith.heads.formats.native_mtp import FLOAT32_BUFFERS, find_state_gain
 from draftsmith.heads.formats.published import HUB_KEYS
 from draftsmith.heads.importing import build_heads
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftCache, Rows
-from draftsmith.heads.modules.mtp_block import MTPBlock
+from draftsmith.heads.modules.layers import EXTEND_CHUNK, DecoderLayer, DraftAttention, DraftCache, RMSNorm, Rows
+from draftsmith.heads.modules.stock_layer import StockLayer
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
@@ -109,6 +109,64 @@ class MTPConfig(WindowedConfig):
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
         return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
+
+
+class MTPLayer(DecoderLayer):
+    """A decoder layer like Llama's."""
+
+    def __init__(self, config: MTPConfig, window: int | None) -> None:
+        size = config.hidden_size
+        super().__init__(config, size, DraftAttention(config, size, size, window=window))
+
+    def new_cache(self, batch_size: int, **sizes: int) -> DraftCache:
+        return self.self_attn.new_cache(batch_size, **sizes)
+
+    def decode(self, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+        """x [B, Q, D] at positions [B, Q] -> [B, Q, D]."""
+        q, keys, values = self.project(x, positions)
+        return self.finish(x, self.self_attn.attend(q, *rows.update(keys, values), rows.mask))
+
+    def unroll(self, x: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Whole sequences x [B, T, D] -> [B, T, D]. A slot sees depth 0 of earlier slots, and all depths of its own.
+
+        Args:
+            past: keys and values of the depths before this one; this depth's are appended.
+        """
+        q, keys, values = self.project(x, positions)
+        past.append((keys, values))
+        return self.finish(x, self.self_attn.attend_unrolled(q, [k for k, _ in past], [v for _, v in past]))
+
+
+class MTPBlock(nn.Module):
+    """An MTP block. Tensor names are those of DeepSeek-V3's checkpoints, with `norm` for `shared_head.norm`."""
+
+    def __init__(self, config: MTPConfig, index: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = RMSNorm(size, eps)
+        self.hnorm = RMSNorm(size, eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.layer: MTPLayer | StockLayer = (
+            MTPLayer(config, config.window(index))
+            if config.stock_layer is None
+            else StockLayer(config.stock_layer, index)
+        )
+        self.norm = RMSNorm(size, eps)
+        self.is_hidden_first: bool = config.hidden_first
+        self.norms_output: bool = config.norm_output
+
+    def join(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """The decoder layer's input: states and embeddings [B, Q, D] -> [B, Q, D]."""
+        inputs = [self.enorm(embedded), self.hnorm(state)]
+        return cast(Tensor, self.eh_proj(torch.cat(inputs[::-1] if self.is_hidden_first else inputs, dim=-1)))
+
+    def next_state(self, hidden: Tensor) -> Tensor:
+        """The layer's output in the form that the next depth reads."""
+        return cast(Tensor, self.norm(hidden)) if self.norms_output else hidden
+
+    def scored(self, state: Tensor) -> Tensor:
+        """`next_state` in the form that the LM head reads."""
+        return state if self.norms_output else cast(Tensor, self.norm(state))
 
 
 @dataclass
