@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DecoderConfig
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
+from draftsmith.heads.modules.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm, last_slot
 from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.cache.shared_rows import SharedRows
 from draftsmith.inference.drafters.base import DraftLogits
@@ -210,7 +210,7 @@ class KangarooHeads(DraftHeads):
         state.cache.append(keys, values, counts, max_slots)
         state.rows.max_slots = max_slots
         state.tree.forget_levels()
-        root_ids = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
+        root_ids = last_slot(next_token_ids, counts)
         logits = self._draft(state, root_ids, state.tree.open_level(torch.zeros_like(root_ids)))
         return DraftLogits(logits, self.draft_token_ids)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DraftHeadsConfig
 from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.heads.modules.layers import last_slot
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
@@ -128,8 +129,7 @@ class MedusaHeads(DraftHeads):
         self, state: MedusaState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
         assert features is not None
-        last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
-        hidden_BD = features.gather(1, last)[:, 0].to(self.compute_dtype)
+        hidden_BD = last_slot(features, counts)[:, 0].to(self.compute_dtype)
         state.logits = torch.stack([self.scorer_of(head)(head.blocks(hidden_BD)) for head in self.each_head], dim=1)
         return DraftLogits(state.logits[:, :1], self.draft_token_ids)
 

@@ -46,7 +46,15 @@ from draftsmith.heads.formats.native_mtp import FLOAT32_BUFFERS, find_state_gain
 from draftsmith.heads.formats.published import HUB_KEYS
 from draftsmith.heads.importing import build_heads
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import EXTEND_CHUNK, DecoderLayer, DraftAttention, DraftCache, RMSNorm, Rows
+from draftsmith.heads.modules.layers import (
+    DecoderLayer,
+    DraftAttention,
+    DraftCache,
+    RMSNorm,
+    Rows,
+    cut_slots,
+    last_slot,
+)
 from draftsmith.heads.modules.stock_layer import StockLayer
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
@@ -191,8 +199,7 @@ class MTPState(RowState):
     def copy_rows(self, source: MTPState, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
         super().copy_rows(source, rows, lengths, max_slots)
         if self.trail is not None:
-            last = (self.caches[0].lengths - 1).clamp(min=0)[:, None, None, None]
-            self.states[:, :1, :-1] = self.trail.gather(1, last.expand(-1, 1, *self.trail.shape[2:]))
+            self.states[:, :1, :-1] = last_slot(self.trail, self.caches[0].lengths)
 
 
 class MTPHeads(DraftHeads):
@@ -326,14 +333,12 @@ class MTPHeads(DraftHeads):
         self, state: MTPState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
         assert features is not None
-        last_BnD = state.states[:, 0]
-        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
-            token_ids = next_token_ids[:, start : start + EXTEND_CHUNK]
-            width = token_ids.shape[1]
-            here = (counts - start).clamp(0, width)
-            positions = state.caches[0].lengths[:, None] + torch.arange(width, device=token_ids.device)
-            embedded = self.embed_at(token_ids, positions)
-            previous = self.first_state(features[:, start : start + width])
+        last_B1nD = state.states[:, :1]
+        for part, here in cut_slots(next_token_ids.shape[1], counts):
+            previous = self.first_state(features[:, part])
+            width = previous.shape[1]
+            positions = state.caches[0].lengths[:, None] + torch.arange(width, device=previous.device)
+            embedded = self.embed_at(next_token_ids[:, part], positions)
             outputs = []
             for depth, (block, cache) in enumerate(zip(self.each_block, state.caches, strict=True)):
                 columns, mask = cache.open(width, here, max_slots)
@@ -342,16 +347,15 @@ class MTPHeads(DraftHeads):
                 hidden = block.layer.decode(block.join(previous, embedded), positions, Rows(cache, columns, mask))
                 outputs.append(block.next_state(hidden))
                 # At each token the next depth reads this block's output at the token before.
-                previous = torch.cat([last_BnD[:, None, depth], outputs[-1][:, :-1]], dim=1)
+                previous = torch.cat([last_B1nD[:, :, depth], outputs[-1][:, :-1]], dim=1)
             states = torch.stack(outputs, dim=2)
             if state.trail is not None:
                 every_row = torch.arange(len(columns), device=columns.device)[:, None]
                 state.trail[every_row, columns - state.caches[0].num_scratch] = states[:, :, :-1]
-            last = (here - 1).clamp(min=0)[:, None, None, None].expand(-1, 1, *states.shape[2:])
-            last_BnD = torch.where((here > 0)[:, None, None], states.gather(1, last)[:, 0], last_BnD)
-        state.states.narrow(1, 0, 1).copy_(last_BnD[:, None])
+            last_B1nD = last_slot(states, here, last_B1nD)
+        state.states.narrow(1, 0, 1).copy_(last_B1nD)
         state.tree.forget_levels()
-        return DraftLogits(self.score(self.each_block[0], last_BnD[:, :1]), self.draft_token_ids)
+        return DraftLogits(self.score(self.each_block[0], last_B1nD[:, :, 0]), self.draft_token_ids)
 
     def expand(self, state: MTPState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         level = state.tree.open_level(parents)

@@ -25,6 +25,19 @@ from draftsmith.inference.kernels.attention import attend_masked
 EXTEND_CHUNK = 512  # slots that a drafter's `extend` reads in one pass
 
 
+def cut_slots(num_slots: int, counts: Tensor) -> list[tuple[slice, Tensor]]:
+    """The passes of an `extend`: the slots that each reads, and how many of them [B] are a row's own."""
+    starts = range(0, num_slots, EXTEND_CHUNK)
+    return [(slice(start, start + EXTEND_CHUNK), (counts - start).clamp(0, EXTEND_CHUNK)) for start in starts]
+
+
+def last_slot(values: Tensor, counts: Tensor, before: Tensor | None = None) -> Tensor:
+    """`values` [B, S, ...] at each row's last own slot: [B, 1, ...]. Rows without one get `before` (None: garbage)."""
+    counts = counts.view(-1, *[1] * (values.dim() - 1))
+    found = values.gather(1, (counts - 1).clamp(min=0).expand(-1, 1, *values.shape[2:]))
+    return found if before is None else torch.where(counts > 0, found, before)
+
+
 class RotaryEmbedding:
     """cos and sin tables for the config's `rope_parameters`.
 

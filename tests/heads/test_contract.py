@@ -406,8 +406,7 @@ def test_a_window_keeps_its_slots_in_a_ring(
     head_type: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts much longer than window and chunk, rows of different lengths, and copies of a shorter part of them."""
-    for name in (f"heads.kinds.{head_type}", "heads.autoregression", "heads.modules.layers"):
-        monkeypatch.setattr(f"draftsmith.{name}.EXTEND_CHUNK", 4, raising=False)
+    monkeypatch.setattr("draftsmith.heads.modules.layers.EXTEND_CHUNK", 4)
     heads = tiny_heads(head_type, target_of("llama"), sliding_window=6, **overrides)
     prefix = Prefix(heads, [41, 17, 30])
     with torch.no_grad():
