@@ -54,6 +54,7 @@ class HydraConfig(DecoderConfig):
 
     model_type = "draftsmith_hydra"
     head_type: ClassVar[str] = "hydra"
+    reads_one_layer = True
 
     def __init__(
         self,
@@ -85,8 +86,6 @@ class HydraConfig(DecoderConfig):
         self.use_prefix_norm = use_prefix_norm
         self.dropout = dropout
         super().__init__(**kwargs)
-        if self.target_num_layers and len(self.feature_layers) != 1:
-            raise ValueError(f"feature_layers is {self.feature_layers}; Hydra reads one layer (the last, in the paper)")
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
@@ -96,7 +95,7 @@ class HydraConfig(DecoderConfig):
                 f"{given} given, but only the prefix layer reads them: set use_prefix_attention to true, or leave "
                 "them out"
             )
-        return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
+        return super().from_target(target, **overrides)
 
 
 class PrefixLayer(DecoderLayer):

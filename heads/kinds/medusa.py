@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class MedusaConfig(DraftHeadsConfig):
 
     model_type = "draftsmith_medusa"
     head_type: ClassVar[str] = "medusa"
+    reads_one_layer = True
 
     def __init__(self, *, num_heads: int = 5, num_layers: int = 1, shares_lm_head: bool = False, **kwargs: Any) -> None:
         if num_heads < 1 or num_layers < 0:
@@ -42,14 +43,6 @@ class MedusaConfig(DraftHeadsConfig):
         self.num_layers = num_layers
         self.shares_lm_head = shares_lm_head
         super().__init__(**kwargs)
-        if self.target_num_layers and len(self.feature_layers) != 1:
-            raise ValueError(
-                f"feature_layers is {self.feature_layers}; Medusa reads one layer (the last, in the paper)"
-            )
-
-    @classmethod
-    def from_target(cls, target: Target, **overrides: Any) -> Self:
-        return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
 
 
 class ResidualBlock(nn.Module):

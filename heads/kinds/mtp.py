@@ -34,7 +34,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +81,7 @@ class MTPConfig(WindowedConfig):
 
     model_type = "draftsmith_mtp"
     head_type: ClassVar[str] = "mtp"
+    reads_one_layer = True
 
     def __init__(
         self,
@@ -109,14 +110,6 @@ class MTPConfig(WindowedConfig):
                 f"sliding_window is {self.sliding_window}; a window is for one shared block like Llama's: set "
                 "share_block to true, and leave stock_layer and layer_types out"
             )
-        if self.target_num_layers and len(self.feature_layers) != 1:
-            raise ValueError(
-                f"feature_layers is {self.feature_layers}; MTP reads one state (the target's last, in the paper)"
-            )
-
-    @classmethod
-    def from_target(cls, target: Target, **overrides: Any) -> Self:
-        return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
 
 
 class MTPLayer(DecoderLayer):
