@@ -50,20 +50,19 @@ class RotaryEmbedding:
         self.frequencies: dict[torch.device, tuple[Tensor, float]] = {}
 
     def _frequencies(self, device: torch.device) -> tuple[Tensor, float]:
-        if device not in self.frequencies:
-            rope = self.config.rope_parameters
-            if rope["rope_type"] == "default":
-                exponents = torch.arange(0, self.config.head_dim, 2, device=device).float() / self.config.head_dim
-                frequencies, scale = rope["rope_theta"] ** -exponents, 1.0
-            else:
-                frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, device)
-            self.frequencies[device] = torch.cat([-frequencies, frequencies]), scale
-        return self.frequencies[device]
+        rope = self.config.rope_parameters
+        if rope["rope_type"] == "default":
+            exponents = torch.arange(0, self.config.head_dim, 2, device=device).float() / self.config.head_dim
+            frequencies, scale = rope["rope_theta"] ** -exponents, 1.0
+        else:
+            frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, device)
+        return torch.cat([-frequencies, frequencies]), scale
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [B, Q] int64 -> cos, sin [B, 1, Q, d] float32; the first half of the sines is negative."""
-        found = self.frequencies.get(positions.device)
-        frequencies, scale = self._frequencies(positions.device) if found is None else found
+        if positions.device not in self.frequencies:
+            self.frequencies[positions.device] = self._frequencies(positions.device)
+        frequencies, scale = self.frequencies[positions.device]
         angles = positions[:, None, :, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
