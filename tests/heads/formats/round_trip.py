@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,7 @@ def assert_damage_is_named(known: Format, published: Published, target: Target, 
         for how, instead in [*damages(name, tensor).items()][number % 3 :: 3]:
             if name in may_lack and how == "missing":
                 continue
-            tensors = {other: x for other, x in published.items() if other != name} | instead
-            damaged = Published(published.path, published.config, published.file, tensors)
-            message = refusal_of(known, damaged, target)
+            message = refusal_of(known, change(published, {name: None, **instead}), target)
             assert is_named(name, message) or (name in may_lack and how == "renamed"), f"{name}, {how}: {message}"
             assert how != "renamed" or is_named(f"{name}.old", message), f"{name}, {how}: {message}"
             count += 1
@@ -145,7 +144,10 @@ def refusal_or_none(known: Format, published: Published, target: Target) -> str 
     return None
 
 
-def change(published: Published, *, config: dict[str, Any] | None = None, **tensors: Tensor) -> Published:
-    """With other keys of the config (None: without), and other tensors."""
-    settings = {key: x for key, x in {**published.config, **(config or {})}.items() if x is not None}
-    return Published(published.path, settings, published.file, {**published, **tensors})
+def change(
+    published: Published, tensors: Mapping[str, Tensor | None] | None = None, config: dict[str, Any] | None = None
+) -> Published:
+    """With other tensors, and other keys of the config; None leaves one out."""
+    changed = {name: x for name, x in {**published, **(tensors or {})}.items() if x is not None}
+    keys = {key: x for key, x in {**published.config, **(config or {})}.items() if x is not None}
+    return Published(published.path, keys, published.file, changed)

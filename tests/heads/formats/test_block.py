@@ -52,7 +52,7 @@ def test_a_mask_of_its_own_takes_a_seldom_tokens_place(target: Target, tmp_path:
     for known in (DFlash(), SGLangBlock()):
         with pytest.raises(ValueError, match=r"the mask was trained.*choose vllm or speculators"):
             export_heads(known, heads)
-    message = refusal_of(DFlash(), change(published, **{"embed_tokens.weight": table + 1}), target)
+    message = refusal_of(DFlash(), change(published, {"embed_tokens.weight": table + 1}), target)
     assert "embed_tokens.weight differs from the target's own" in message
 
 
@@ -260,8 +260,8 @@ def test_transformers_drafts_with_them(target: Target, tmp_path: Path) -> None:
 def test_a_reduced_vocabulary_of_speculators(target: Target) -> None:
     published = publish(BlockSpeculators(), tiny_heads("block", target, **FLASH))
     whole = {"d2t": torch.zeros(128, dtype=torch.long), "t2d": torch.ones(128, dtype=torch.bool)}
-    import_heads(BlockSpeculators(), change(published, **whole), target)
-    message = refusal_of(BlockSpeculators(), change(published, **(whole | {"d2t": torch.arange(128)})), target)
+    import_heads(BlockSpeculators(), change(published, whole), target)
+    message = refusal_of(BlockSpeculators(), change(published, whole | {"d2t": torch.arange(128)}), target)
     assert "tensor d2t maps a reduced vocabulary" in message
 
 

@@ -17,8 +17,13 @@ from draftsmith.heads.formats.eagle.eagle4 import DOWN, UP, Eagle4
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.inference import Target, generate
-from tests.heads.formats.eagle.checkpoints import change, read, refusal
-from tests.heads.formats.round_trip import assert_damage_is_named, assert_lost_keys_are_refused, assert_same_heads
+from tests.heads.formats.eagle.checkpoints import read, refusal
+from tests.heads.formats.round_trip import (
+    assert_damage_is_named,
+    assert_lost_keys_are_refused,
+    assert_same_heads,
+    change,
+)
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt
 

@@ -15,7 +15,8 @@ from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target, generate
-from tests.heads.formats.eagle.checkpoints import CHECKPOINTS, change, heads_of, publish, read, refusal
+from tests.heads.formats.eagle.checkpoints import CHECKPOINTS, heads_of, publish, read, refusal
+from tests.heads.formats.round_trip import change
 from tests.heads.test_contract import assert_same_tensors
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt
