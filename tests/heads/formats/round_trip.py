@@ -14,7 +14,8 @@ from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Exported, Format
 from draftsmith.heads.formats.published import OWN_KEY, Published, open_published
 from draftsmith.heads.importing import build_heads
-from draftsmith.inference import Target, generate
+from draftsmith.inference import Target
+from tests.heads.test_contract import assert_same_tensors
 from tests.tiny_targets import random_prompt
 
 
@@ -43,16 +44,11 @@ def publish(known: Format, heads: DraftHeads) -> Published:
 
 def assert_same_heads(found: DraftHeads, heads: DraftHeads) -> None:
     """The same tensors bit for bit, and the same drafts."""
-    expected = heads.state_dict()
-    assert found.state_dict().keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found.state_dict()[name], tensor), name
-    prompt = random_prompt(9)
-    # The tree that is chosen by itself follows measured times.
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "tree": "dynamic"}
-    texts = [generate(heads.target, one, prompt, **options) for one in (heads, found)]
-    assert torch.equal(texts[0].sequences, texts[1].sequences)
-    assert texts[0].stats.accepted_histogram == texts[1].stats.accepted_histogram
+    assert_same_tensors(heads.state_dict(), found.state_dict())
+    assert found.feature_layers == heads.feature_layers
+    input_ids, features = random_prompt(9), torch.randn(1, 9, len(heads.feature_layers) * heads.target.hidden_size)
+    for one, other in zip(found.unroll(features, input_ids), heads.unroll(features, input_ids), strict=True):
+        assert torch.equal(one.score(one.hidden), other.score(other.hidden))
 
 
 def assert_round_trip(known: Format, heads: DraftHeads, folder: Path) -> Published:
