@@ -293,25 +293,21 @@ class BlockHeads(DraftHeads):
     # Training.
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
-        length, most = input_ids.shape[1], self.config.num_anchors
-        everywhere = torch.ones(input_ids.shape, dtype=torch.long)
-        slots = None if length <= most else draw_slots(everywhere, most)
-        return self._unroll_at(features, input_ids, slots)
-
-    def unroll_where(
-        self, features: Tensor, input_ids: Tensor, loss_mask: Tensor, token_seeds: Tensor | None = None
-    ) -> list[DraftStep]:
-        return self._unroll_at(features, input_ids, self.choose_slots(loss_mask, token_seeds)[0])
+        return self.unroll_where(features, input_ids, torch.ones(input_ids.shape, dtype=torch.long))
 
     def choose_slots(self, loss_mask: Tensor, token_seeds: Tensor | None = None) -> list[Tensor | None]:
         slots = draw_slots(loss_mask, self.config.num_anchors, token_seeds)
         return [slots.sort(dim=1).values] * self.max_depth  # in order, attention costs less
 
-    def _unroll_at(self, features: Tensor, input_ids: Tensor, slots: Tensor | None) -> list[DraftStep]:
-        """Blocks after the given slots [B, A] of every sequence, on the host (-1: padding; None: all slots)."""
+    def unroll_where(
+        self, features: Tensor, input_ids: Tensor, loss_mask: Tensor, token_seeds: Tensor | None = None
+    ) -> list[DraftStep]:
+        """Blocks after the drawn slots of every sequence."""
         (batch, length), size = input_ids.shape, self.config.block_size
         positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
-        blocks = torch.arange(length).expand(batch, -1) if slots is None else slots.clamp(min=0)
+        slots = self.choose_slots(loss_mask, token_seeds)[0]
+        assert slots is not None
+        blocks = slots.clamp(min=0)
         real = send(blocks, input_ids.device)
         context = self.fuse(features)
         hidden = self.embed_blocks(_gather_clamped(input_ids, real + 1))

@@ -209,8 +209,10 @@ class DFlash2Heads(BlockHeads):
         ids = token_ids if self.draft_token_ids is None else self.draft_token_ids[token_ids]
         return self.selector.score(state[..., self.config.hidden_size :], ids)
 
-    def _unroll_at(self, features: Tensor, input_ids: Tensor, slots: Tensor | None) -> list[DraftStep]:
-        steps, most = super()._unroll_at(features, input_ids, slots), self.config.selector_top_k
+    def unroll_where(
+        self, features: Tensor, input_ids: Tensor, loss_mask: Tensor, token_seeds: Tensor | None = None
+    ) -> list[DraftStep]:
+        steps, most = super().unroll_where(features, input_ids, loss_mask, token_seeds), self.config.selector_top_k
         return [replace(step, rescore=self.rescore, num_candidates=most) for step in steps]
 
     # Decoding.

@@ -201,7 +201,8 @@ class TestTrainingSlots:
         for step, full in zip(steps, every, strict=True):
             assert step.slots is not None
             assert sorted(step.slots[0].tolist()) == [1, 2, 5]
-            assert full.slots is None
+            assert full.slots is not None
+            assert full.slots[0].tolist() == [*range(7)]
             torch.testing.assert_close(step.hidden, full.hidden[:, step.slots[0]])
 
     def test_without_any_every_parameter_still_has_a_gradient(self, target: Target) -> None:
