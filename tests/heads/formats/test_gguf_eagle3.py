@@ -25,6 +25,7 @@ from tests.heads.formats.round_trip import (
     refusal_of,
     write,
 )
+from tests.heads.kinds.slow_layer import turn
 from tests.heads.tiny_heads import plain_eagle3
 from tests.tiny_targets import tiny_target
 
@@ -64,9 +65,7 @@ def test_quantized_files_are_read_as_float32(target: Target, tmp_path: Path) -> 
 
 def rotate_halves(x: Tensor, position: int) -> Tensor:
     """transformers' RoPE of one head [d]."""
-    angles = position * 10000.0 ** -(torch.arange(0, len(x), 2) / len(x))
-    first, second = x.chunk(2)
-    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()])
+    return turn(x[None], position, 10000.0)[0]
 
 
 def rotate_neighbours(x: Tensor, position: int) -> Tensor:
