@@ -211,7 +211,10 @@ class BlockHeads(DraftHeads):
         size = config.hidden_size
         self.fc = nn.Linear(len(config.feature_layers) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
-        self.mask_embedding = nn.Parameter(torch.zeros(size), requires_grad=config.mask_token_id is None)
+        if config.mask_token_id is None:
+            self.mask_embedding = nn.Parameter(torch.zeros(size))
+        else:
+            self.register_buffer("mask_embedding", torch.zeros(size))
         self.layers = nn.ModuleList(self.layer_class(config, config.window(n)) for n in range(config.num_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.markov = MarkovBias(config.target_vocab_size, config.markov_rank) if config.markov_rank else None
@@ -251,13 +254,6 @@ class BlockHeads(DraftHeads):
         return cast(Tensor, target.embed_tokens(torch.tensor([token], device=target.device))[0])
 
     # Used by training and decoding.
-
-    @classmethod
-    def _load(cls, path: str, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
-        heads, info = super()._load(path, *args, **kwargs)
-        # transformers' loader makes parameters anew.
-        heads.mask_embedding.requires_grad_(heads.config.mask_token_id is None)
-        return heads, info
 
     def fuse(self, features: Tensor) -> Tensor:
         """[B, S, F] -> [B, S, D]."""
