@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import WindowedConfig
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import EXTEND_CHUNK, DecoderLayer, DraftAttention, DraftCache, DraftLayer
+from draftsmith.heads.modules.layers import (
+    DecoderLayer,
+    DraftAttention,
+    DraftCache,
+    DraftLayer,
+    cut_slots,
+    last_slot,
+)
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
@@ -217,21 +224,16 @@ class AutoregressionHeads(DraftHeads):
     ) -> DraftLogits:
         assert features is not None
         caches, last_hidden = state.caches, state.hidden[:, :1]
-        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
-            token_ids = next_token_ids[:, start : start + EXTEND_CHUNK]
-            width = token_ids.shape[1]
-            here = (counts - start).clamp(0, width)
-            fused = self.fuse(features[:, start : start + width])
-            positions = caches[0].lengths[:, None] + torch.arange(width, device=fused.device)
+        for part, here in cut_slots(next_token_ids.shape[1], counts):
+            embedded, fused = self.embed(next_token_ids[:, part]), self.fuse(features[:, part])
+            positions = caches[0].lengths[:, None] + torch.arange(fused.shape[1], device=fused.device)
 
             def attend(
                 number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor, here: Tensor = here
             ) -> Tensor:
                 return attention.attend(q, *caches[number].append(k, v, here, max_slots))
 
-            hidden = self.run_layers(self.embed(token_ids), fused, positions, attend)
-            last = (here - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
-            last_hidden = torch.where((here > 0)[:, None, None], hidden.gather(1, last), last_hidden)
+            last_hidden = last_slot(self.run_layers(embedded, fused, positions, attend), here, last_hidden)
         state.hidden.narrow(1, 0, 1).copy_(last_hidden)
         state.tree.forget_levels()
         return DraftLogits(self.score(last_hidden), state.draft_token_ids)

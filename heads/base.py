@@ -484,7 +484,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         else:
             kind_class = check_kind(read_head_type(path, **hub), path, cls)
             wants_info = kwargs.pop("output_loading_info", False)
-            heads, info = kind_class._load(path, *args, **kwargs)
+            heads, info = load_strictly(kind_class, path, *args, **kwargs)
             if heads.config.target_adapter:
                 heads._adapter[:] = [StoredAdapter(path, heads.config.target_adapter, hub)]
             if target is not None:
@@ -493,7 +493,3 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         if draft_vocab_size is not None:
             heads.limit_vocabulary(draft_vocab_size)
         return (heads, info) if wants_info else heads
-
-    @classmethod
-    def _load(cls, path: str, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
-        return load_strictly(cls, path, *args, **kwargs)

@@ -36,6 +36,7 @@ class DraftHeadsConfig(PreTrainedConfig):
     """
 
     head_type: ClassVar[str] = ""
+    reads_one_layer: ClassVar[bool] = False  # the last one, where `feature_layers` does not say another
     has_no_defaults_at_init = True
 
     def __init__(
@@ -72,6 +73,11 @@ class DraftHeadsConfig(PreTrainedConfig):
             )
         if len(set(self.feature_layers)) < len(self.feature_layers):
             raise ValueError(f"feature_layers {self.feature_layers} repeat a layer; give distinct ones")
+        if target_num_layers and self.reads_one_layer and len(self.feature_layers) != 1:
+            raise ValueError(
+                f"feature_layers is {self.feature_layers}; {self.head_type} heads read one layer (the last one, "
+                f"{target_num_layers}, in the paper)"
+            )
         self._refuse_unknown_keys(kwargs)
         super().__init__(**kwargs)
 
@@ -109,6 +115,7 @@ class DraftHeadsConfig(PreTrainedConfig):
             "target_hidden_size": target.hidden_size,
             "target_vocab_size": target.vocab_size,
             "target_num_layers": target.num_layers,
+            **({"feature_layers": [target.num_layers]} if cls.reads_one_layer else {}),
         }
         return cls(**{**values, **overrides})
 

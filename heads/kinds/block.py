@@ -31,7 +31,7 @@ from draftsmith.heads.modules.block_layer import BlockAttention, BlockLayer, Mar
 from draftsmith.heads.modules.block_view import BlockView
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.host_tensors import send
-from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftCache, RMSNorm
+from draftsmith.heads.modules.layers import DraftCache, RMSNorm, cut_slots, last_slot
 from draftsmith.heads.modules.vocabulary import mean_embedding, principal_embeddings, seldom_token
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
@@ -211,7 +211,10 @@ class BlockHeads(DraftHeads):
         size = config.hidden_size
         self.fc = nn.Linear(len(config.feature_layers) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
-        self.mask_embedding = nn.Parameter(torch.zeros(size), requires_grad=config.mask_token_id is None)
+        if config.mask_token_id is None:
+            self.mask_embedding = nn.Parameter(torch.zeros(size))
+        else:
+            self.register_buffer("mask_embedding", torch.zeros(size))
         self.layers = nn.ModuleList(self.layer_class(config, config.window(n)) for n in range(config.num_layers))
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.markov = MarkovBias(config.target_vocab_size, config.markov_rank) if config.markov_rank else None
@@ -252,13 +255,6 @@ class BlockHeads(DraftHeads):
 
     # Used by training and decoding.
 
-    @classmethod
-    def _load(cls, path: str, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
-        heads, info = super()._load(path, *args, **kwargs)
-        # transformers' loader makes parameters anew.
-        heads.mask_embedding.requires_grad_(heads.config.mask_token_id is None)
-        return heads, info
-
     def fuse(self, features: Tensor) -> Tensor:
         """[B, S, F] -> [B, S, D]."""
         return cast(Tensor, self.hidden_norm(self.fc(features.to(self.compute_dtype))))
@@ -293,25 +289,21 @@ class BlockHeads(DraftHeads):
     # Training.
 
     def unroll(self, features: Tensor, input_ids: Tensor) -> list[DraftStep]:
-        length, most = input_ids.shape[1], self.config.num_anchors
-        everywhere = torch.ones(input_ids.shape, dtype=torch.long)
-        slots = None if length <= most else draw_slots(everywhere, most)
-        return self._unroll_at(features, input_ids, slots)
-
-    def unroll_where(
-        self, features: Tensor, input_ids: Tensor, loss_mask: Tensor, token_seeds: Tensor | None = None
-    ) -> list[DraftStep]:
-        return self._unroll_at(features, input_ids, self.choose_slots(loss_mask, token_seeds)[0])
+        return self.unroll_where(features, input_ids, torch.ones(input_ids.shape, dtype=torch.long))
 
     def choose_slots(self, loss_mask: Tensor, token_seeds: Tensor | None = None) -> list[Tensor | None]:
         slots = draw_slots(loss_mask, self.config.num_anchors, token_seeds)
         return [slots.sort(dim=1).values] * self.max_depth  # in order, attention costs less
 
-    def _unroll_at(self, features: Tensor, input_ids: Tensor, slots: Tensor | None) -> list[DraftStep]:
-        """Blocks after the given slots [B, A] of every sequence, on the host (-1: padding; None: all slots)."""
+    def unroll_where(
+        self, features: Tensor, input_ids: Tensor, loss_mask: Tensor, token_seeds: Tensor | None = None
+    ) -> list[DraftStep]:
+        """Blocks after the drawn slots of every sequence."""
         (batch, length), size = input_ids.shape, self.config.block_size
         positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
-        blocks = torch.arange(length).expand(batch, -1) if slots is None else slots.clamp(min=0)
+        slots = self.choose_slots(loss_mask, token_seeds)[0]
+        assert slots is not None
+        blocks = slots.clamp(min=0)
         real = send(blocks, input_ids.device)
         context = self.fuse(features)
         hidden = self.embed_blocks(_gather_clamped(input_ids, real + 1))
@@ -344,14 +336,13 @@ class BlockHeads(DraftHeads):
         self, state: BlockState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
         assert features is not None
-        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
-            context = self.fuse(features[:, start : start + EXTEND_CHUNK])
-            width = context.shape[1]
-            positions = state.caches[0].lengths[:, None] + torch.arange(width, device=context.device)
+        for part, here in cut_slots(next_token_ids.shape[1], counts):
+            context = self.fuse(features[:, part])
+            positions = state.caches[0].lengths[:, None] + torch.arange(context.shape[1], device=context.device)
             for layer, cache in zip(self.each_layer, state.caches, strict=True):
                 keys_values = layer.self_attn.project_context(context, positions)
-                cache.append(*keys_values, (counts - start).clamp(0, width), max_slots)
-        anchors = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
+                cache.append(*keys_values, here, max_slots)
+        anchors = last_slot(next_token_ids, counts)
         hidden = self.embed_blocks(anchors)
         size = self.config.block_size
         positions = state.caches[0].lengths[:, None] + torch.arange(size, device=hidden.device)

@@ -1,7 +1,8 @@
 """DFlash 2 (Inco AI and z-lab 2026): DFlash's blocks with convolutions in the draft layers, and a selector of
 candidates.
 
-Legend: B batch, W frontier nodes, K depths, D hidden size, R rank, k candidates, C scored tokens, V target vocabulary.
+Legend: B batch, Q rows of a pass (whole blocks of N), N block size, W frontier nodes, K depths, D hidden size, R rank,
+k candidates, C scored tokens, V target vocabulary, J taps, G groups of channels that share a correction.
 
 The k best tokens of a row are its candidates. After a token a, candidate b of row t has the score
 
@@ -13,17 +14,18 @@ own distribution, over k tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.kinds.block import BlockConfig, BlockHeads, BlockState
-from draftsmith.heads.modules.block_convolution import ConvolvedLayer
-from draftsmith.heads.modules.candidate_selector import CandidateSelector
+from draftsmith.heads.modules.block_layer import BlockLayer
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.inference.drafters.base import DraftLogits
 
@@ -73,6 +75,87 @@ class DFlash2Config(BlockConfig):
             raise ValueError(
                 f"conv_group_size is {conv_group_size}, which does not divide the hidden size {self.hidden_size}"
             )
+
+
+class BlockConvolution(nn.Module):
+    """Two depthwise convolutions, of a sublayer's input and of its output:
+
+        y_t = sum over j < J of (base_j + correction_j(x_t)) x_{t-j}, without rows before the block,
+
+    where x is the sublayer's input. Both corrections are linear in it. Starts as the identity.
+    """
+
+    def __init__(self, hidden_size: int, block_size: int, num_taps: int, group_size: int) -> None:
+        super().__init__()
+        self.block_size, self.group_size = block_size, group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, num_taps, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, 2 * num_taps * (hidden_size // group_size), bias=False)
+        with torch.no_grad():
+            self.base_kernel[:, 0] = 1
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """x [B, Q, D] -> the sublayer's output [B, Q, D], between the convolutions."""
+        _, num_taps, _ = self.base_kernel.shape
+        corrections = self.kernel_projection(x).unflatten(-1, (2, num_taps, -1))
+        y = sublayer(self._convolve(x, 0, corrections[..., 0, :, :]))
+        return self._convolve(y, 1, corrections[..., 1, :, :])
+
+    def _convolve(self, x: Tensor, side: int, corrections: Tensor) -> Tensor:
+        """x [B, Q, D]; corrections [B, Q, J, G].
+
+        Worked example: N = 2, base taps 1 and 10, no corrections: rows 1, 2, 3, 4 become 1, 12, 3, 34.
+        """
+        blocks = x.unflatten(1, (-1, self.block_size))
+        total = torch.zeros_like(x)
+        for tap, base in enumerate(self.base_kernel[side].to(x.dtype)):
+            shifted = F.pad(blocks, (0, 0, tap, 0))[:, :, : self.block_size].flatten(1, 2)
+            total = total + (base + corrections[:, :, tap].repeat_interleave(self.group_size, dim=-1)) * shifted
+        return total
+
+
+class ConvolvedLayer(BlockLayer):
+    """A block drafter's layer with convolutions around its attention and its MLP. Keys and values of the fused features
+    are not convolved."""
+
+    def __init__(self, config: DFlash2Config, window: int | None = None) -> None:
+        super().__init__(config, window)
+        shape = config.hidden_size, config.block_size, config.conv_kernel_size, config.conv_group_size
+        self.attention_conv = BlockConvolution(*shape)
+        self.mlp_conv = BlockConvolution(*shape)
+
+    def run(self, hidden: Tensor, positions: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        def attention(x: Tensor) -> Tensor:
+            return attend(*self.self_attn.project(x, positions))
+
+        return self.finish(hidden, self.attention_conv(self.input_layernorm(hidden), attention))
+
+    def _add_mlp(self, hidden: Tensor) -> Tensor:
+        return cast(Tensor, hidden + self.mlp_conv(self.post_attention_layernorm(hidden), self.mlp))
+
+
+class CandidateSelector(nn.Module):
+    """(A[a] * H h) . B[b], which is added to the logit of a candidate b after a token a, at a row with state h.
+
+    B starts at zero. A starts from small random numbers, as in published trainers.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_embedding = nn.Embedding(vocab_size, rank)
+        self.successor_embedding = nn.Embedding(vocab_size, rank)
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+        nn.init.normal_(self.predecessor_embedding.weight, std=0.02)
+        nn.init.zeros_(self.successor_embedding.weight)
+
+    def pair(self, hidden: Tensor, before: Tensor) -> Tensor:
+        """States [..., D] and the tokens before them [...] -> A[a] * H h [..., R]."""
+        paired: Tensor = self.predecessor_embedding(before) * self.hidden_projection(hidden)
+        return paired
+
+    def score(self, paired: Tensor, token_ids: Tensor) -> Tensor:
+        """The result of `pair` [..., R], and candidates [..., k] -> [..., k]."""
+        return torch.einsum("...r,...kr->...k", paired, self.successor_embedding(token_ids))
 
 
 class DFlash2Heads(BlockHeads):
@@ -126,8 +209,10 @@ class DFlash2Heads(BlockHeads):
         ids = token_ids if self.draft_token_ids is None else self.draft_token_ids[token_ids]
         return self.selector.score(state[..., self.config.hidden_size :], ids)
 
-    def _unroll_at(self, features: Tensor, input_ids: Tensor, slots: Tensor | None) -> list[DraftStep]:
-        steps, most = super()._unroll_at(features, input_ids, slots), self.config.selector_top_k
+    def unroll_where(
+        self, features: Tensor, input_ids: Tensor, loss_mask: Tensor, token_seeds: Tensor | None = None
+    ) -> list[DraftStep]:
+        steps, most = super().unroll_where(features, input_ids, loss_mask, token_seeds), self.config.selector_top_k
         return [replace(step, rescore=self.rescore, num_candidates=most) for step in steps]
 
     # Decoding.

@@ -48,6 +48,7 @@ class EagleConfig(AutoregressionConfig):
 
     model_type = "draftsmith_eagle"
     head_type: ClassVar[str] = "eagle"
+    reads_one_layer = True
 
     def __init__(
         self,
@@ -74,8 +75,7 @@ class EagleConfig(AutoregressionConfig):
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
-        usual = {"feature_layers": [target.num_layers], "embedding_scale": None}
-        return super().from_target(target, **{**usual, **overrides})
+        return super().from_target(target, **{"embedding_scale": None, **overrides})
 
 
 class EagleLayer(DraftLayer):

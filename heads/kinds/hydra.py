@@ -27,7 +27,7 @@ from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DecoderConfig, decoder_settings
 from draftsmith.heads.kinds.medusa import ResidualBlock
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import EXTEND_CHUNK, DecoderLayer, DraftCache, RMSNorm
+from draftsmith.heads.modules.layers import DecoderLayer, DraftCache, RMSNorm, cut_slots, last_slot
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
@@ -54,6 +54,7 @@ class HydraConfig(DecoderConfig):
 
     model_type = "draftsmith_hydra"
     head_type: ClassVar[str] = "hydra"
+    reads_one_layer = True
 
     def __init__(
         self,
@@ -85,8 +86,6 @@ class HydraConfig(DecoderConfig):
         self.use_prefix_norm = use_prefix_norm
         self.dropout = dropout
         super().__init__(**kwargs)
-        if self.target_num_layers and len(self.feature_layers) != 1:
-            raise ValueError(f"feature_layers is {self.feature_layers}; Hydra reads one layer (the last, in the paper)")
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
@@ -96,7 +95,7 @@ class HydraConfig(DecoderConfig):
                 f"{given} given, but only the prefix layer reads them: set use_prefix_attention to true, or leave "
                 "them out"
             )
-        return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
+        return super().from_target(target, **overrides)
 
 
 class PrefixLayer(DecoderLayer):
@@ -118,23 +117,15 @@ class PrefixLayer(DecoderLayer):
         q, keys, values = self.project(states, positions)
         return cast(Tensor, self.norm(self.finish(states, self.self_attn.attend_unrolled(q, [keys], [values]))))
 
-    def read_last(self, states: Tensor, last: Tensor, counts: Tensor, cache: DraftCache, max_slots: int) -> Tensor:
-        """Appends the states [B, S, D] of new slots to the cache, and returns the layer's output at one of them.
-
-        Args:
-            last: [B, 1] the slot to compute. Later slots read only the keys and values of the others.
-            counts: [B]; the first counts[b] slots of row b stay in the cache.
-
-        Returns:
-            [B, 1, D].
-        """
+    def read_last(self, states: Tensor, counts: Tensor, cache: DraftCache, max_slots: int) -> Tensor:
+        """Appends counts[b] of the states [B, S, D] of new slots to the cache, and returns the layer's output [B, 1, D]
+        at the last of them. Later slots read only the keys and values of the others."""
         positions = cache.lengths[:, None] + torch.arange(states.shape[1], device=states.device)
         q, keys, values = self.project(states, positions)
         keys, values, mask = cache.append(keys, values, counts, max_slots)
-        place = last[:, None, :, None]
-        q = q.gather(2, place.expand(-1, q.shape[1], -1, q.shape[3]))
-        mask = mask.gather(2, place.expand(-1, -1, -1, mask.shape[3]))
-        return cast(Tensor, self.norm(self.finish(_pick(states, last), self.self_attn.attend(q, keys, values, mask))))
+        q, mask = (last_slot(x.transpose(1, 2), counts).transpose(1, 2) for x in (q, mask))
+        attended = self.self_attn.attend(q, keys, values, mask)
+        return cast(Tensor, self.norm(self.finish(last_slot(states, counts), attended)))
 
 
 class ConcatBlock(nn.Module):
@@ -254,16 +245,14 @@ class HydraHeads(DraftHeads):
     ) -> DraftLogits:
         assert features is not None
         hidden = state.hidden
-        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
-            states = features[:, start : start + EXTEND_CHUNK].to(self.compute_dtype)
-            here = (counts - start).clamp(0, states.shape[1])
-            last = (here - 1).clamp(min=0)[:, None]
+        for part, here in cut_slots(next_token_ids.shape[1], counts):
+            states = features[:, part].to(self.compute_dtype)
             if self.prefix is not None and state.cache is not None:
-                newest = self.prefix.read_last(states, last, here, state.cache, max_slots)
+                newest = self.prefix.read_last(states, here, state.cache, max_slots)
             else:
-                newest = _pick(states, last)
+                newest = last_slot(states, here)
             hidden = torch.where((here > 0)[:, None, None], newest, hidden)
-        root_ids = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
+        root_ids = last_slot(next_token_ids, counts)
         state.hidden.copy_(hidden)
         state.paths.narrow(1, 0, 1).narrow(2, 0, 1).copy_(root_ids[..., None])
         return DraftLogits(self._score(0, hidden, root_ids[..., None]), self.draft_token_ids)
@@ -281,8 +270,3 @@ class HydraHeads(DraftHeads):
         tokens = self.embed_normed(paths).flatten(2)  # [B, W, (index + 1) * D]
         inputs = torch.cat([hidden.expand(-1, tokens.shape[1], -1), tokens], dim=-1)
         return cast(Tensor, self.lm_head_of(index)(self.mlps[index](inputs)))
-
-
-def _pick(states: Tensor, slots: Tensor) -> Tensor:
-    """states [B, S, D] at slots [B, 1] -> [B, 1, D]."""
-    return states.gather(1, slots[..., None].expand(-1, -1, states.shape[-1]))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DecoderConfig
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import DraftAttention, DraftCache, GatedMLP, RMSNorm
+from draftsmith.heads.modules.layers import DecoderLayer, DraftCache, RMSNorm, last_slot
 from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.cache.shared_rows import SharedRows
 from draftsmith.inference.drafters.base import DraftLogits
@@ -101,26 +101,17 @@ class KangarooConfig(DecoderConfig):
         return super().from_target(target, **{"exit_layer": default_exit_layer(target.num_layers), **overrides})
 
 
-class KangarooAdapter(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)) if there is an MLP. `KangarooHeads` has the norm before the LM
-    head."""
+class KangarooAdapter(DecoderLayer):
+    """A decoder layer, without its MLP as in the paper, or with it. `KangarooHeads` has the norm before the LM head."""
 
     def __init__(self, config: KangarooConfig) -> None:
-        super().__init__()
-        size, eps = config.target_hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps)
-        self.self_attn = DraftAttention(config, size, size)
+        super().__init__(config, config.target_hidden_size)
         self.use_mlp: bool = config.use_mlp
-        if self.use_mlp:
-            self.post_attention_layernorm = RMSNorm(size, eps)
-            self.mlp = GatedMLP(config, size)
+        if not self.use_mlp:
+            del self.post_attention_layernorm, self.mlp
 
-    def project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(self.input_layernorm(hidden), positions)
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)) if self.use_mlp else hidden
+    def _add_mlp(self, hidden: Tensor) -> Tensor:
+        return super()._add_mlp(hidden) if self.use_mlp else hidden
 
 
 @dataclass
@@ -210,7 +201,7 @@ class KangarooHeads(DraftHeads):
         state.cache.append(keys, values, counts, max_slots)
         state.rows.max_slots = max_slots
         state.tree.forget_levels()
-        root_ids = next_token_ids.gather(1, (counts - 1).clamp(min=0)[:, None])
+        root_ids = last_slot(next_token_ids, counts)
         logits = self._draft(state, root_ids, state.tree.open_level(torch.zeros_like(root_ids)))
         return DraftLogits(logits, self.draft_token_ids)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DraftHeadsConfig
 from draftsmith.heads.modules.draft_step import DraftStep
+from draftsmith.heads.modules.layers import last_slot
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
@@ -33,6 +34,7 @@ class MedusaConfig(DraftHeadsConfig):
 
     model_type = "draftsmith_medusa"
     head_type: ClassVar[str] = "medusa"
+    reads_one_layer = True
 
     def __init__(self, *, num_heads: int = 5, num_layers: int = 1, shares_lm_head: bool = False, **kwargs: Any) -> None:
         if num_heads < 1 or num_layers < 0:
@@ -41,14 +43,6 @@ class MedusaConfig(DraftHeadsConfig):
         self.num_layers = num_layers
         self.shares_lm_head = shares_lm_head
         super().__init__(**kwargs)
-        if self.target_num_layers and len(self.feature_layers) != 1:
-            raise ValueError(
-                f"feature_layers is {self.feature_layers}; Medusa reads one layer (the last, in the paper)"
-            )
-
-    @classmethod
-    def from_target(cls, target: Target, **overrides: Any) -> Self:
-        return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
 
 
 class ResidualBlock(nn.Module):
@@ -128,8 +122,7 @@ class MedusaHeads(DraftHeads):
         self, state: MedusaState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
         assert features is not None
-        last = (counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, features.shape[-1])
-        hidden_BD = features.gather(1, last)[:, 0].to(self.compute_dtype)
+        hidden_BD = last_slot(features, counts)[:, 0].to(self.compute_dtype)
         state.logits = torch.stack([self.scorer_of(head)(head.blocks(hidden_BD)) for head in self.each_head], dim=1)
         return DraftLogits(state.logits[:, :1], self.draft_token_ids)
 

@@ -6,9 +6,9 @@ at every depth (arXiv 2509.18362, section 3).
 with h^0 the target's post-norm state and k = 1..K (V3, equations 21 to 23). Embedding and LM head are the target's own,
 frozen; each block has a final norm.
 
-Legend: B batch, T sequence length, S slots of one call, W frontier nodes, D hidden size, R scratch rows of the tree,
-n blocks (1, or K when depths have their own), V target vocabulary. The code counts depths from 0, as in the other
-kinds: depth d = k - 1 of slot t reads (h^d_t, x_{t+d+1}), predicts x_{t+d+2} and has RoPE position t + d.
+Legend: B batch, T sequence length, S slots of one call, W frontier nodes, Q rows of a pass, D hidden size, R scratch
+rows of the tree, n blocks (1, or K when depths have their own), V target vocabulary. The code counts depths from 0, as
+in the other kinds: depth d = k - 1 of slot t reads (h^d_t, x_{t+d+1}), predicts x_{t+d+2} and has RoPE position t + d.
 
 One shared block, applied K times. There is one KV cache, and its slot t holds the row (target's state of t, x_{t+1}). A
 drafted token's row, made from the drafter's own state, sees the accepted slots and its ancestors' rows. Training uses
@@ -34,7 +34,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,16 @@ from draftsmith.heads.formats.native_mtp import FLOAT32_BUFFERS, find_state_gain
 from draftsmith.heads.formats.published import HUB_KEYS
 from draftsmith.heads.importing import build_heads
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftCache, Rows
-from draftsmith.heads.modules.mtp_block import MTPBlock
+from draftsmith.heads.modules.layers import (
+    DecoderLayer,
+    DraftAttention,
+    DraftCache,
+    RMSNorm,
+    Rows,
+    cut_slots,
+    last_slot,
+)
+from draftsmith.heads.modules.stock_layer import StockLayer
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
@@ -73,6 +81,7 @@ class MTPConfig(WindowedConfig):
 
     model_type = "draftsmith_mtp"
     head_type: ClassVar[str] = "mtp"
+    reads_one_layer = True
 
     def __init__(
         self,
@@ -101,14 +110,64 @@ class MTPConfig(WindowedConfig):
                 f"sliding_window is {self.sliding_window}; a window is for one shared block like Llama's: set "
                 "share_block to true, and leave stock_layer and layer_types out"
             )
-        if self.target_num_layers and len(self.feature_layers) != 1:
-            raise ValueError(
-                f"feature_layers is {self.feature_layers}; MTP reads one state (the target's last, in the paper)"
-            )
 
-    @classmethod
-    def from_target(cls, target: Target, **overrides: Any) -> Self:
-        return super().from_target(target, **{"feature_layers": [target.num_layers], **overrides})
+
+class MTPLayer(DecoderLayer):
+    """A decoder layer like Llama's."""
+
+    def __init__(self, config: MTPConfig, window: int | None) -> None:
+        size = config.hidden_size
+        super().__init__(config, size, DraftAttention(config, size, size, window=window))
+
+    def new_cache(self, batch_size: int, **sizes: int) -> DraftCache:
+        return self.self_attn.new_cache(batch_size, **sizes)
+
+    def decode(self, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+        """x [B, Q, D] at positions [B, Q] -> [B, Q, D]."""
+        q, keys, values = self.project(x, positions)
+        return self.finish(x, self.self_attn.attend(q, *rows.update(keys, values), rows.mask))
+
+    def unroll(self, x: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Whole sequences x [B, T, D] -> [B, T, D]. A slot sees depth 0 of earlier slots, and all depths of its own.
+
+        Args:
+            past: keys and values of the depths before this one; this depth's are appended.
+        """
+        q, keys, values = self.project(x, positions)
+        past.append((keys, values))
+        return self.finish(x, self.self_attn.attend_unrolled(q, [k for k, _ in past], [v for _, v in past]))
+
+
+class MTPBlock(nn.Module):
+    """An MTP block. Tensor names are those of DeepSeek-V3's checkpoints, with `norm` for `shared_head.norm`."""
+
+    def __init__(self, config: MTPConfig, index: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.enorm = RMSNorm(size, eps)
+        self.hnorm = RMSNorm(size, eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.layer: MTPLayer | StockLayer = (
+            MTPLayer(config, config.window(index))
+            if config.stock_layer is None
+            else StockLayer(config.stock_layer, index)
+        )
+        self.norm = RMSNorm(size, eps)
+        self.is_hidden_first: bool = config.hidden_first
+        self.norms_output: bool = config.norm_output
+
+    def join(self, state: Tensor, embedded: Tensor) -> Tensor:
+        """The decoder layer's input: states and embeddings [B, Q, D] -> [B, Q, D]."""
+        inputs = [self.enorm(embedded), self.hnorm(state)]
+        return cast(Tensor, self.eh_proj(torch.cat(inputs[::-1] if self.is_hidden_first else inputs, dim=-1)))
+
+    def next_state(self, hidden: Tensor) -> Tensor:
+        """The layer's output in the form that the next depth reads."""
+        return cast(Tensor, self.norm(hidden)) if self.norms_output else hidden
+
+    def scored(self, state: Tensor) -> Tensor:
+        """`next_state` in the form that the LM head reads."""
+        return state if self.norms_output else cast(Tensor, self.norm(state))
 
 
 @dataclass
@@ -133,8 +192,7 @@ class MTPState(RowState):
     def copy_rows(self, source: MTPState, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
         super().copy_rows(source, rows, lengths, max_slots)
         if self.trail is not None:
-            last = (self.caches[0].lengths - 1).clamp(min=0)[:, None, None, None]
-            self.states[:, :1, :-1] = self.trail.gather(1, last.expand(-1, 1, *self.trail.shape[2:]))
+            self.states[:, :1, :-1] = last_slot(self.trail, self.caches[0].lengths)
 
 
 class MTPHeads(DraftHeads):
@@ -268,14 +326,12 @@ class MTPHeads(DraftHeads):
         self, state: MTPState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
         assert features is not None
-        last_BnD = state.states[:, 0]
-        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
-            token_ids = next_token_ids[:, start : start + EXTEND_CHUNK]
-            width = token_ids.shape[1]
-            here = (counts - start).clamp(0, width)
-            positions = state.caches[0].lengths[:, None] + torch.arange(width, device=token_ids.device)
-            embedded = self.embed_at(token_ids, positions)
-            previous = self.first_state(features[:, start : start + width])
+        last_B1nD = state.states[:, :1]
+        for part, here in cut_slots(next_token_ids.shape[1], counts):
+            previous = self.first_state(features[:, part])
+            width = previous.shape[1]
+            positions = state.caches[0].lengths[:, None] + torch.arange(width, device=previous.device)
+            embedded = self.embed_at(next_token_ids[:, part], positions)
             outputs = []
             for depth, (block, cache) in enumerate(zip(self.each_block, state.caches, strict=True)):
                 columns, mask = cache.open(width, here, max_slots)
@@ -284,16 +340,15 @@ class MTPHeads(DraftHeads):
                 hidden = block.layer.decode(block.join(previous, embedded), positions, Rows(cache, columns, mask))
                 outputs.append(block.next_state(hidden))
                 # At each token the next depth reads this block's output at the token before.
-                previous = torch.cat([last_BnD[:, None, depth], outputs[-1][:, :-1]], dim=1)
+                previous = torch.cat([last_B1nD[:, :, depth], outputs[-1][:, :-1]], dim=1)
             states = torch.stack(outputs, dim=2)
             if state.trail is not None:
                 every_row = torch.arange(len(columns), device=columns.device)[:, None]
                 state.trail[every_row, columns - state.caches[0].num_scratch] = states[:, :, :-1]
-            last = (here - 1).clamp(min=0)[:, None, None, None].expand(-1, 1, *states.shape[2:])
-            last_BnD = torch.where((here > 0)[:, None, None], states.gather(1, last)[:, 0], last_BnD)
-        state.states.narrow(1, 0, 1).copy_(last_BnD[:, None])
+            last_B1nD = last_slot(states, here, last_B1nD)
+        state.states.narrow(1, 0, 1).copy_(last_B1nD)
         state.tree.forget_levels()
-        return DraftLogits(self.score(self.each_block[0], last_BnD[:, :1]), self.draft_token_ids)
+        return DraftLogits(self.score(self.each_block[0], last_B1nD[:, :, 0]), self.draft_token_ids)
 
     def expand(self, state: MTPState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         level = state.tree.open_level(parents)

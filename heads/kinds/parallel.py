@@ -28,7 +28,7 @@ from draftsmith.heads.modules.anchors import draw_slots
 from draftsmith.heads.modules.block_view import BlockView
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.host_tensors import send
-from draftsmith.heads.modules.layers import EXTEND_CHUNK, DraftAttention, DraftCache
+from draftsmith.heads.modules.layers import DraftAttention, DraftCache, cut_slots, last_slot
 from draftsmith.heads.modules.vocabulary import mean_embedding
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
@@ -269,19 +269,16 @@ class ParallelHeads(Eagle3Heads):
         self, state: ParallelState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
         assert features is not None
-        for start in range(0, next_token_ids.shape[1], EXTEND_CHUNK):
-            part = slice(start, start + EXTEND_CHUNK)
-            token_ids = next_token_ids[:, part]
-            self._extend_chunk(state, features[:, part], token_ids, counts - start, max_slots)
+        for part, here in cut_slots(next_token_ids.shape[1], counts):
+            self._extend_chunk(state, features[:, part], next_token_ids[:, part], here, max_slots)
         state.logits = self.score(state.hidden)
         return self.expand(state, next_token_ids, counts, 0)
 
     def _extend_chunk(
-        self, state: ParallelState, features: Tensor, token_ids: Tensor, counts: Tensor, max_slots: int
+        self, state: ParallelState, features: Tensor, token_ids: Tensor, here: Tensor, max_slots: int
     ) -> None:
         """Reads a chunk of slots and, in the same pass, the mask rows after each row's last slot of the chunk."""
         (batch, width), num_masks = token_ids.shape, self.max_depth - 1
-        here = counts.clamp(0, width)
         steps, lengths = torch.arange(width + num_masks, device=token_ids.device), state.caches[0].lengths[:, None]
         mask_positions = lengths + here[:, None] + steps[:num_masks]
         seen = torch.ones(num_masks, num_masks, dtype=torch.bool, device=token_ids.device).tril()
@@ -297,8 +294,7 @@ class ParallelHeads(Eagle3Heads):
 
         rows = self.with_masks(self.embed(token_ids), self.fuse(features), num_masks)
         hidden = self.run_layers(*rows, torch.cat([lengths + steps[:width], mask_positions], dim=1), attend)
-        last = (here - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[-1])
-        drafted = torch.cat([hidden.gather(1, last), hidden[:, width:]], dim=1)
+        drafted = torch.cat([last_slot(hidden, here), hidden[:, width:]], dim=1)
         state.hidden.copy_(torch.where((here > 0)[:, None, None], drafted, state.hidden))
 
     def expand(  # type: ignore[override]

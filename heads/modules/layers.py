@@ -25,6 +25,19 @@ from draftsmith.inference.kernels.attention import attend_masked
 EXTEND_CHUNK = 512  # slots that a drafter's `extend` reads in one pass
 
 
+def cut_slots(num_slots: int, counts: Tensor) -> list[tuple[slice, Tensor]]:
+    """The passes of an `extend`: the slots that each reads, and how many of them [B] are a row's own."""
+    starts = range(0, num_slots, EXTEND_CHUNK)
+    return [(slice(start, start + EXTEND_CHUNK), (counts - start).clamp(0, EXTEND_CHUNK)) for start in starts]
+
+
+def last_slot(values: Tensor, counts: Tensor, before: Tensor | None = None) -> Tensor:
+    """`values` [B, S, ...] at each row's last own slot: [B, 1, ...]. Rows without one get `before` (None: garbage)."""
+    counts = counts.view(-1, *[1] * (values.dim() - 1))
+    found = values.gather(1, (counts - 1).clamp(min=0).expand(-1, 1, *values.shape[2:]))
+    return found if before is None else torch.where(counts > 0, found, before)
+
+
 class RotaryEmbedding:
     """cos and sin tables for the config's `rope_parameters`.
 
@@ -37,20 +50,19 @@ class RotaryEmbedding:
         self.frequencies: dict[torch.device, tuple[Tensor, float]] = {}
 
     def _frequencies(self, device: torch.device) -> tuple[Tensor, float]:
-        if device not in self.frequencies:
-            rope = self.config.rope_parameters
-            if rope["rope_type"] == "default":
-                exponents = torch.arange(0, self.config.head_dim, 2, device=device).float() / self.config.head_dim
-                frequencies, scale = rope["rope_theta"] ** -exponents, 1.0
-            else:
-                frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, device)
-            self.frequencies[device] = torch.cat([-frequencies, frequencies]), scale
-        return self.frequencies[device]
+        rope = self.config.rope_parameters
+        if rope["rope_type"] == "default":
+            exponents = torch.arange(0, self.config.head_dim, 2, device=device).float() / self.config.head_dim
+            frequencies, scale = rope["rope_theta"] ** -exponents, 1.0
+        else:
+            frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, device)
+        return torch.cat([-frequencies, frequencies]), scale
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions [B, Q] int64 -> cos, sin [B, 1, Q, d] float32; the first half of the sines is negative."""
-        found = self.frequencies.get(positions.device)
-        frequencies, scale = self._frequencies(positions.device) if found is None else found
+        if positions.device not in self.frequencies:
+            self.frequencies[positions.device] = self._frequencies(positions.device)
+        frequencies, scale = self.frequencies[positions.device]
         angles = positions[:, None, :, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)

@@ -57,9 +57,7 @@ class Eagle1(Format):
         return is_one_layer and published.architectures == "LlamaForCausalLM"
 
     def read(self, published: Published, target: Target) -> Imported:
-        reading = Reading(published, target)
-        for name in published:
-            reading.give(name, name)
+        reading = Reading(published, target, dict(published))
         layers = {match[1] for name in published if (match := re.match(r"layers\.(\d+)\.", name))}
         settings = read_decoder(reading, len(layers))
         if len(layers) > 1:
@@ -94,7 +92,7 @@ class Eagle1(Format):
             reading.problems.append('config.json has "bias": false, and tensor fc.bias is not zero')
         if bool(bias.any()):
             return True
-        reading.take("fc.bias")
+        del reading.tensors["fc.bias"]
         return False
 
     def variants(self, settings: dict[str, Any], target: Target) -> dict[str, dict[str, Any]]:

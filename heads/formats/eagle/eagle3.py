@@ -89,7 +89,11 @@ class Eagle3(Format):
                 ours = f"midlayer.{match[2]}" if number == 0 else f"layers.{number - 1}.{match[2]}"
                 if number and f"layers.{number}.input_layernorm.weight" not in published:  # SGLang's name for it
                     ours = ours.replace("hidden_norm", "input_layernorm")
-            reading.give(ours, name)
+            if ours in reading.tensors:
+                reading.problems.append(f"tensors {reading.names.get(ours, ours)} and {name} are the same part")
+            reading.tensors[ours] = published[name]
+            if ours != name:
+                reading.names[ours] = name
         if published.has(r"layers\.0\..*"):  # then what is missing is so named, too
             reading.names = {f"midlayer.{part}": f"layers.0.{part}" for part in PARTS} | reading.names
         settings = read_decoder(reading, len(layers))
@@ -124,7 +128,7 @@ class Eagle3(Format):
             settings.setdefault("num_depths", depths)
         if "mask_hidden" in tensors:
             tensors["mask_hidden"] = tensors["mask_hidden"].flatten()
-        table = reading.take("embed_tokens.weight")
+        table = tensors.pop("embed_tokens.weight", None)
         given = {key: value for key in MASK_KEYS if (value := published.setting(key)) is not None}
         name, token = next(iter(given.items()), ("", None))
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < reading.target.vocab_size:

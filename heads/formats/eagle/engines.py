@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from draftsmith.heads.formats.eagle.eagle3 import FLAGS, IDS, LAYER, Eagle3, authors_layers, own_settings
-from draftsmith.heads.formats.eagle.llama_keys import SILU, name_dtype, refuse_unwritable, write_decoder
+from draftsmith.heads.formats.eagle.eagle3 import FLAGS, IDS, LAYER, Eagle3, authors_layers
+from draftsmith.heads.formats.eagle.llama_keys import SILU, refuse_unwritable
 from draftsmith.heads.formats.format import Exported
 from draftsmith.heads.formats.published import OWN_KEY
 from draftsmith.heads.formats.tensors import target_table
@@ -47,20 +47,18 @@ class VLLMEagle3(Eagle3):
     settings = SILU
     kinds: ClassVar[tuple[str, ...]] = ("eagle3", "parallel")
     file = "model.safetensors"
+    python = ""
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
-        self.refuse(config)
         token, named = write_masks(config, tensors, target)
+        exported = super().write(config, named, target)
         ids = config.feature_layers
         keys = {
+            **exported.config,
             "architectures": ["LlamaForCausalLMEagle3"],
-            **write_decoder(config, config.num_layers),
-            "draft_vocab_size": config.vocab_size,
             "target_hidden_size": config.target_hidden_size,
             "attention_bias": config.qkv_bias,
             **{flag: getattr(config, flag, False) for flag in FLAGS},
-            "torch_dtype": name_dtype(tensors),
-            OWN_KEY: own_settings(config),
         }
         if ids != authors_layers(config.target_num_layers):
             # At both levels: readers look at one or the other.
@@ -70,7 +68,7 @@ class VLLMEagle3(Eagle3):
             keys["pard_token"] = token
             serving |= {"num_speculative_tokens": config.num_depths, "parallel_drafting": True}
         command = f"vllm serve {{target}} --speculative-config '{json.dumps(serving)}'"
-        return Exported(keys, named, self.file, (command,))
+        return replace(exported, config=keys, commands=(command,))
 
     def refuse(self, config: Any) -> None:
         refuse_unwritable(self.title, *engine_limits(config, "vLLM"), *vllm_limits(config))

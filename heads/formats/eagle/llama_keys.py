@@ -59,18 +59,6 @@ class Reading:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def give(self, ours: str, theirs: str) -> None:
-        """Puts a tensor of the checkpoint under our name for it."""
-        if ours in self.tensors:
-            self.problems.append(f"tensors {self.names.get(ours, ours)} and {theirs} are the same part")
-        self.tensors[ours] = self.published[theirs]
-        if ours != theirs:
-            self.names[ours] = theirs
-
-    def take(self, name: str) -> Tensor | None:
-        """A tensor that heads have no place for, to be accounted for in another way."""
-        return self.tensors.pop(name, None)
-
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive whole number of the config; without a default it must be there."""
         value = self.published.setting(name, default)
@@ -267,7 +255,7 @@ def read_biases(reading: Reading, layer: str) -> dict[str, bool]:
 
 def read_embedding(reading: Reading) -> bool:
     """Whether the heads have token embeddings of their own. A copy of the target's is left out."""
-    table = reading.take("embed_tokens.weight")
+    table = reading.tensors.pop("embed_tokens.weight", None)
     if table is None or is_targets_table(table, reading.target):
         return False
     reading.tensors["embed_tokens.weight"] = table
@@ -301,7 +289,7 @@ def read_draft_vocabulary(reading: Reading) -> dict[str, Any]:
         reading.problems.append(f"config.json has no draft_vocab_size, and lm_head.weight has {size} rows of {total}")
     elif stated is not None and stated != size:
         reading.problems.append(f"draft_vocab_size is {stated}, and lm_head.weight has {size} rows")
-    d2t, t2d = reading.take("d2t"), reading.take("t2d")
+    d2t, t2d = (reading.tensors.pop(name, None) for name in ("d2t", "t2d"))
     if size == total and d2t is None and t2d is None:
         return {"draft_vocab_size": None}
     if d2t is None:

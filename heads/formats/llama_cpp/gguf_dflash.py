@@ -5,31 +5,27 @@ The mask's token is one of the tokenizer's keys, so a file needs the target's to
 
 from __future__ import annotations
 
-import shlex
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.heads.config import public_name
 from draftsmith.heads.formats.block_mask import find_token
 from draftsmith.heads.formats.dflash2 import SIZES
 from draftsmith.heads.formats.eagle.llama_keys import Reading, refuse_unwritable, window_limit
-from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.format import Exported, Imported
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import (
-    LAYER_SIZES,
+    Gguf,
     read_layers,
     read_rope,
     read_shape,
-    read_tokenizer,
     refuse_unread,
-    write_rope,
 )
 from draftsmith.heads.formats.published import OWN_KEY, Published
 from draftsmith.heads.formats.tensors import as_wide_as, rename
 from draftsmith.inference.targets.target import Target
 
-_ARCHITECTURE, _MASK = "dflash", "tokenizer.ggml.mask_token_id"
+_MASK = "tokenizer.ggml.mask_token_id"
 _NAMES = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
@@ -54,25 +50,11 @@ _OF_LAYER = {
 _WIDE = ("norm", "base_kernel")
 
 
-class GgufDFlash(Format):
-    """DFlash and DFlash 2 in GGUF.
-
-    Args:
-        target_gguf: the target's file, for its tokenizer.
-    """
-
-    name = "gguf"
+class GgufDFlash(Gguf):
     title = "a DFlash drafter in GGUF"
     kinds = ("block", "dflash2")
-
-    def __init__(self, target_gguf: str | None = None) -> None:
-        self.target_gguf = target_gguf
-
-    def with_target_file(self, path: str) -> GgufDFlash:
-        return GgufDFlash(path)
-
-    def matches(self, published: Published) -> bool:
-        return published.config.get("general.architecture") == _ARCHITECTURE
+    architecture, label = "dflash", "DFlash"
+    lack = "The file has no tokenizer, without which llama.cpp finds no mask; --target_gguf copies the target's."
 
     def read(self, published: Published, target: Target) -> Imported:
         reading = Reading(published, target)
@@ -125,27 +107,11 @@ class GgufDFlash(Format):
                 "smaller selector_top_k, or choose vllm",
             ),
         )
-        rope, factors = write_rope(config)
-        values: dict[str, Any] = {
-            "block_count": config.num_layers,
-            "embedding_length": config.hidden_size,
-            "vocab_size": config.target_vocab_size,
-            **{theirs: getattr(config, ours) for theirs, ours in LAYER_SIZES.items()},
-            "attention.value_length": config.head_dim,
-            "rope.dimension_count": config.head_dim,
-            **rope,
+        values = {
             "attention.causal": config.is_causal,
             "block_size": config.block_size,
             "target_layers": list(config.feature_layers),
             **{name: getattr(config, name) for name in SIZES if most},
-        }
-        metadata = {
-            "general.architecture": _ARCHITECTURE,
-            "general.name": f"DFlash for {public_name(config.target_name_or_path) or config.target_model_type}",
-            **{f"{_ARCHITECTURE}.{key}": value for key, value in values.items()},
-            f"{OWN_KEY}.num_anchors": config.num_anchors,
-            **read_tokenizer(self.target_gguf),
-            _MASK: token,
         }
         names = _names(config.num_layers)
         written = {
@@ -153,14 +119,8 @@ class GgufDFlash(Format):
             for name, x in tensors.items()
             if name != "mask_embedding"
         }
-        if factors is not None:
-            written["rope_freqs.weight"] = factors
-        file, model, most = "dflash.gguf", shlex.quote(self.target_gguf or "TARGET.gguf"), config.num_depths
-        command = f"llama-server -m {model} -md {{heads}}/{file} --spec-type draft-dflash --spec-draft-n-max {most}"
-        lacks = (
-            "The file has no tokenizer, without which llama.cpp finds no mask; --target_gguf copies the target's.",
-        )
-        return Exported(metadata, written, file, (command,), notes=lacks if self.target_gguf is None else ())
+        others = {f"{OWN_KEY}.num_anchors": config.num_anchors, _MASK: token}
+        return self.export(config, values, written, most=config.num_depths, **others)
 
 
 def _names(num_layers: int) -> dict[str, str]:

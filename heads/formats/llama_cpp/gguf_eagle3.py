@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -47,7 +47,6 @@ _NAMES = {
     "embed_tokens.weight": "token_embd.weight",
     "d2t": "d2t",
 }
-_ARCHITECTURE = "eagle3"
 _Q, _K = "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight"
 _ROPE_FACTORS = "rope_freqs.weight"
 # Key -> the config's. Releases differ in the name of the layers, so both are written.
@@ -73,27 +72,75 @@ _FIXED = {
 }
 
 
-class GgufEagle3(Format):
-    """EAGLE-3 in GGUF.
+class Gguf(Format):
+    """What the architectures of draft heads have in common.
 
     Args:
         target_gguf: the target's file, for its tokenizer. Without it the heads' file has none, but the vocabulary's
             size.
+
+    Attributes:
+        architecture: llama.cpp's name of it, which begins its keys.
+        label: of the heads, in the file's own title.
+        lack: what a file without a tokenizer is told about.
     """
 
     name = "gguf"
-    title = "EAGLE-3 heads in GGUF"
-    settings = _FIXED
-    kinds = ("eagle3",)
+    architecture: ClassVar[str]
+    label: ClassVar[str]
+    lack: ClassVar[str]
 
     def __init__(self, target_gguf: str | None = None) -> None:
         self.target_gguf = target_gguf
 
-    def with_target_file(self, path: str) -> GgufEagle3:
-        return GgufEagle3(path)
+    def with_target_file(self, path: str) -> Self:
+        return type(self)(path)
 
     def matches(self, published: Published) -> bool:
-        return published.config.get("general.architecture") == _ARCHITECTURE
+        return published.config.get("general.architecture") == self.architecture
+
+    def export(
+        self, config: Any, values: dict[str, Any], tensors: dict[str, Tensor], most: int, **others: Any
+    ) -> Exported:
+        """A file of these tensors.
+
+        Args:
+            values: keys of the architecture, beside those that all have.
+            most: tokens that llama.cpp drafts in a step.
+            **others: keys of other parts of the metadata.
+        """
+        rope, factors = write_rope(config)
+        own = {
+            "block_count": config.num_layers,
+            "embedding_length": config.hidden_size,
+            "vocab_size": config.target_vocab_size,
+            **{theirs: getattr(config, ours) for theirs, ours in LAYER_SIZES.items()},
+            "attention.value_length": config.head_dim,
+            "rope.dimension_count": config.head_dim,
+            **rope,
+            **values,
+        }
+        metadata = {
+            "general.architecture": self.architecture,
+            "general.name": f"{self.label} for {public_name(config.target_name_or_path) or config.target_model_type}",
+            **{f"{self.architecture}.{key}": value for key, value in own.items()},
+            **read_tokenizer(self.target_gguf),
+            **others,
+        }
+        if factors is not None:
+            tensors[_ROPE_FACTORS] = factors
+        file, model = f"{self.architecture}.gguf", shlex.quote(self.target_gguf or "TARGET.gguf")
+        drafting = f"--spec-type draft-{self.architecture} --spec-draft-n-max {most}"
+        command = f"llama-server -m {model} -md {{heads}}/{file} {drafting}"
+        return Exported(metadata, tensors, file, (command,), notes=() if self.target_gguf else (self.lack,))
+
+
+class GgufEagle3(Gguf):
+    title = "EAGLE-3 heads in GGUF"
+    settings = _FIXED
+    kinds = ("eagle3",)
+    architecture, label = "eagle3", "EAGLE-3"
+    lack = "The file has no tokenizer; --target_gguf copies the target's."
 
     def read(self, published: Published, target: Target) -> Imported:
         reading = Reading(published, target)
@@ -129,36 +176,17 @@ class GgufEagle3(Format):
             (len(layers) != 3, f"llama.cpp taps three layers, these heads {layers}; choose speculators"),
             (total in layers, f"llama.cpp taps inputs of layers, not the last norm's output ({total} of {layers})"),
         )
-        rope, factors = write_rope(config)
-        metadata: dict[str, Any] = {
-            "general.architecture": _ARCHITECTURE,
-            "general.name": f"EAGLE-3 for {public_name(config.target_name_or_path) or config.target_model_type}",
-            "eagle3.block_count": 1,
-            "eagle3.embedding_length": config.hidden_size,
-            "eagle3.target_hidden_size": config.hidden_size,
-            "eagle3.vocab_size": config.target_vocab_size,
-            **{f"eagle3.{theirs}": getattr(config, ours) for theirs, ours in LAYER_SIZES.items()},
-            "eagle3.attention.value_length": config.head_dim,
-            "eagle3.rope.dimension_count": config.head_dim,
-            **{f"eagle3.{key}": value for key, value in rope.items()},
-            **{f"eagle3.{key}": list(config.feature_layers) for key in _LAYERS},
-            **{f"eagle3.{flag}": getattr(config, flag) for flag in _FLAGS},
-            f"{OWN_KEY}.ttt_steps": config.ttt_steps,
-            **read_tokenizer(self.target_gguf),
+        values = {
+            "target_hidden_size": config.hidden_size,
+            **{key: list(config.feature_layers) for key in _LAYERS},
+            **{flag: getattr(config, flag) for flag in _FLAGS},
         }
         written = {_NAMES[name]: x for name, x in tensors.items() if name != "t2d"}
         for name in (_Q, _K):
             written[_NAMES[name]] = to_pairs(tensors[name], config.head_dim)
         if "d2t" in written:
             written["d2t"] = written["d2t"] + torch.arange(len(written["d2t"]), device=written["d2t"].device)
-        if factors is not None:
-            written[_ROPE_FACTORS] = factors
-        file = "eagle3.gguf"
-        model = shlex.quote(self.target_gguf or "TARGET.gguf")
-        command = f"llama-server -m {model} -md {{heads}}/{file} --spec-type draft-eagle3 --spec-draft-n-max 4"
-        lacks_tokenizer = "The file has no tokenizer; --target_gguf copies the target's."
-        notes = (lacks_tokenizer,) if self.target_gguf is None else ()
-        return Exported(metadata, written, file, (command,), notes=notes)
+        return self.export(config, values, written, most=4, **{f"{OWN_KEY}.ttt_steps": config.ttt_steps})
 
 
 def read_shape(reading: Reading, prefix: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Exported, Format
 from draftsmith.heads.formats.published import OWN_KEY, Published, open_published
 from draftsmith.heads.importing import build_heads
-from draftsmith.inference import Target, generate
+from draftsmith.inference import Target
+from tests.heads.test_contract import assert_same_tensors
 from tests.tiny_targets import random_prompt
 
 
@@ -42,16 +44,11 @@ def publish(known: Format, heads: DraftHeads) -> Published:
 
 def assert_same_heads(found: DraftHeads, heads: DraftHeads) -> None:
     """The same tensors bit for bit, and the same drafts."""
-    expected = heads.state_dict()
-    assert found.state_dict().keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found.state_dict()[name], tensor), name
-    prompt = random_prompt(9)
-    # The tree that is chosen by itself follows measured times.
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "tree": "dynamic"}
-    texts = [generate(heads.target, one, prompt, **options) for one in (heads, found)]
-    assert torch.equal(texts[0].sequences, texts[1].sequences)
-    assert texts[0].stats.accepted_histogram == texts[1].stats.accepted_histogram
+    assert_same_tensors(heads.state_dict(), found.state_dict())
+    assert found.feature_layers == heads.feature_layers
+    input_ids, features = random_prompt(9), torch.randn(1, 9, len(heads.feature_layers) * heads.target.hidden_size)
+    for one, other in zip(found.unroll(features, input_ids), heads.unroll(features, input_ids), strict=True):
+        assert torch.equal(one.score(one.hidden), other.score(other.hidden))
 
 
 def assert_round_trip(known: Format, heads: DraftHeads, folder: Path) -> Published:
@@ -101,9 +98,7 @@ def assert_damage_is_named(known: Format, published: Published, target: Target, 
         for how, instead in [*damages(name, tensor).items()][number % 3 :: 3]:
             if name in may_lack and how == "missing":
                 continue
-            tensors = {other: x for other, x in published.items() if other != name} | instead
-            damaged = Published(published.path, published.config, published.file, tensors)
-            message = refusal_of(known, damaged, target)
+            message = refusal_of(known, change(published, {name: None, **instead}), target)
             assert is_named(name, message) or (name in may_lack and how == "renamed"), f"{name}, {how}: {message}"
             assert how != "renamed" or is_named(f"{name}.old", message), f"{name}, {how}: {message}"
             count += 1
@@ -145,7 +140,10 @@ def refusal_or_none(known: Format, published: Published, target: Target) -> str 
     return None
 
 
-def change(published: Published, *, config: dict[str, Any] | None = None, **tensors: Tensor) -> Published:
-    """With other keys of the config (None: without), and other tensors."""
-    settings = {key: x for key, x in {**published.config, **(config or {})}.items() if x is not None}
-    return Published(published.path, settings, published.file, {**published, **tensors})
+def change(
+    published: Published, tensors: Mapping[str, Tensor | None] | None = None, config: dict[str, Any] | None = None
+) -> Published:
+    """With other tensors, and other keys of the config; None leaves one out."""
+    changed = {name: x for name, x in {**published, **(tensors or {})}.items() if x is not None}
+    keys = {key: x for key, x in {**published.config, **(config or {})}.items() if x is not None}
+    return Published(published.path, keys, published.file, changed)

@@ -27,6 +27,7 @@ from tests.heads.formats.round_trip import (
     refusal_of,
     write,
 )
+from tests.heads.kinds.slow_layer import norm, turn
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
@@ -52,7 +53,7 @@ def test_a_mask_of_its_own_takes_a_seldom_tokens_place(target: Target, tmp_path:
     for known in (DFlash(), SGLangBlock()):
         with pytest.raises(ValueError, match=r"the mask was trained.*choose vllm or speculators"):
             export_heads(known, heads)
-    message = refusal_of(DFlash(), change(published, **{"embed_tokens.weight": table + 1}), target)
+    message = refusal_of(DFlash(), change(published, {"embed_tokens.weight": table + 1}), target)
     assert "embed_tokens.weight differs from the target's own" in message
 
 
@@ -72,16 +73,9 @@ def test_vllms_file_of_a_mask(target: Target, tmp_path: Path) -> None:
     assert "mask_embedding.pt is damaged, or holds more than tensors" in refusal_of(DFlash(), published, target)
 
 
-def rotated(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    size = x.shape[-1]
-    angles = positions[:, None] * theta ** -(torch.arange(0, size, 2) / size)
-    cos, sin = (torch.cat([f(angles)] * 2, dim=-1) for f in (torch.cos, torch.sin))
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+def rotated(x: Tensor, begin: int, theta: float) -> Tensor:
+    """RoPE of heads x [H, T, d], the first of them at position `begin`."""
+    return torch.stack([turn(heads, begin + t, theta) for t, heads in enumerate(x.unbind(1))], dim=1)
 
 
 def convolve(at: dict[str, Tensor], name: str, side: int, rows: Tensor, inputs: Tensor) -> Tensor:
@@ -106,7 +100,6 @@ def reference(published: Published, target: Target, states: Tensor, anchor: int)
     token_ids = torch.tensor([anchor] + [published.setting("mask_token_id")] * (config["block_size"] - 1))
     x = w.get("embed_tokens.weight", target.embed_tokens.weight)[token_ids]
     context = norm(states @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
-    positions = torch.arange(len(context) + len(x)).float()
     for i in range(config["num_hidden_layers"]):
         at = {name.removeprefix(f"layers.{i}.").removesuffix(".weight"): y for name, y in w.items()}
         entered = norm(x, at["input_layernorm"], eps)
@@ -116,8 +109,8 @@ def reference(published: Published, target: Target, states: Tensor, anchor: int)
             (y @ at[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, size)).transpose(0, 1)
             for name, y in (("q", normed), ("k", both), ("v", both))
         )
-        q = rotated(norm(q, at["self_attn.q_norm"], eps), positions[len(context) :], theta)
-        k = rotated(norm(k, at["self_attn.k_norm"], eps), positions, theta)
+        q = rotated(norm(q, at["self_attn.q_norm"], eps), len(context), theta)
+        k = rotated(norm(k, at["self_attn.k_norm"], eps), 0, theta)
         k, v = (y.repeat_interleave(len(q) // len(y), dim=0) for y in (k, v))
         attended = (q @ k.transpose(1, 2) / size**0.5).softmax(-1) @ v
         attended = attended.transpose(0, 1).flatten(1) @ at["self_attn.o_proj"].T
@@ -260,8 +253,8 @@ def test_transformers_drafts_with_them(target: Target, tmp_path: Path) -> None:
 def test_a_reduced_vocabulary_of_speculators(target: Target) -> None:
     published = publish(BlockSpeculators(), tiny_heads("block", target, **FLASH))
     whole = {"d2t": torch.zeros(128, dtype=torch.long), "t2d": torch.ones(128, dtype=torch.bool)}
-    import_heads(BlockSpeculators(), change(published, **whole), target)
-    message = refusal_of(BlockSpeculators(), change(published, **(whole | {"d2t": torch.arange(128)})), target)
+    import_heads(BlockSpeculators(), change(published, whole), target)
+    message = refusal_of(BlockSpeculators(), change(published, whole | {"d2t": torch.arange(128)}), target)
     assert "tensor d2t maps a reduced vocabulary" in message
 
 

@@ -89,7 +89,7 @@ def test_heads_score_as_the_authors_do(has_prefix: bool, target: Target) -> None
 def test_blocks_that_share_no_weights(target: Target) -> None:
     reference = Reference(target, num_heads=2, num_layers=3, has_prefix=False)
     published = Published("x", reference.config, "hydra_lm_head.pt", reference.tensors)
-    other = change(published, **{"hydra_mlp.1.2.linear.weight": torch.randn(32, 32)})
+    other = change(published, {"hydra_mlp.1.2.linear.weight": torch.randn(32, 32)})
     assert "hydra_mlp.1.2.linear.weight differs from hydra_mlp.1.1.linear.weight" in refusal_of(Hydra(), other, target)
     with pytest.raises(ValueError, match=r"share their weights.*hydra_mlp\.0\.2\.linear\.weight.*num_layers 1 or 2"):
         export_heads(Hydra(), tiny_heads("hydra", target, **PLAIN, num_layers=3))

@@ -57,12 +57,12 @@ def test_the_checkpoint_of_a_whole_model(target: Target) -> None:
     assert_same_heads(import_heads(Medusa(), published, target), heads)
     name = "model.layers.0.mlp.up_proj.weight"
     assert f"{name} differs from the target's own" in refusal_of(
-        Medusa(), change(published, **{name: own[name] + 1}), target
+        Medusa(), change(published, {name: own[name] + 1}), target
     )
     other = {name: x + 1 for name, x in own.items()}
-    assert "more tensors of the whole model" in refusal_of(Medusa(), change(published, **other), target)
+    assert "more tensors of the whole model" in refusal_of(Medusa(), change(published, other), target)
     assert "model.extra has no place" in refusal_of(
-        Medusa(), change(published, **{"model.extra": torch.zeros(1)}), target
+        Medusa(), change(published, {"model.extra": torch.zeros(1)}), target
     )
 
 
@@ -77,9 +77,7 @@ def test_the_version_is_seen_from_the_tensors(version: Any, target: Target) -> N
     own = tiny_heads("medusa", target, num_heads=2)
     published = change(publish(Medusa(), own), config={"version": version})
     assert_same_heads(import_heads(Medusa(), published, target), own)
-    cut = {name: x for name, x in published.items() if name != "0.1.weight"}
-    message = refusal_of(Medusa(), Published("x", published.config, published.file, cut), target)
-    assert "tensor 0.1.weight is missing" in message
+    assert "tensor 0.1.weight is missing" in refusal_of(Medusa(), change(published, {"0.1.weight": None}), target)
 
 
 class TestVllm:
@@ -94,11 +92,11 @@ class TestVllm:
         published = assert_round_trip(VLLMMedusa(), heads, tmp_path)
         dropped = change(published, config={"medusa_fc_bias": None})
         assert "no medusa_fc_bias, but there are biases" in refusal_of(VLLMMedusa(), dropped, target)
-        tensors = {name: x for name, x in published.items() if not name.endswith("bias")}
-        assert_same_heads(import_heads(VLLMMedusa(), Published("x", dropped.config, "", tensors), target), heads)
+        without = change(dropped, dict.fromkeys(name for name in published if name.endswith("bias")))
+        assert_same_heads(import_heads(VLLMMedusa(), without, target), heads)
 
     def test_a_shared_lm_head_is_the_targets(self, target: Target) -> None:
         heads = tiny_heads("medusa", target, num_heads=2, shares_lm_head=True)
         published = publish(VLLMMedusa(), heads)
-        other = change(published, **{"lm_head.weight": torch.randn(128, 32)})
+        other = change(published, {"lm_head.weight": torch.randn(128, 32)})
         assert "lm_head.weight differs from the target's own" in refusal_of(VLLMMedusa(), other, target)

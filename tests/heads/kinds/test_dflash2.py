@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads import create_heads
-from draftsmith.heads.kinds.dflash2 import DFlash2Heads
-from draftsmith.heads.modules.block_convolution import BlockConvolution
+from draftsmith.heads.kinds.dflash2 import BlockConvolution, DFlash2Heads
 from draftsmith.inference import Target, generate
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.trees.dynamic import DynamicTree
@@ -52,12 +51,6 @@ class TestGrowing:
                 block.unroll(features, prompt[:, :11]), grown.unroll(features, prompt[:, :11]), strict=True
             ):
                 assert torch.equal(one.head(one.hidden), other.head(other.hidden))
-        texts = [
-            generate(target, heads, prompt, max_new_tokens=16, do_sample=False, tree="chain")
-            for heads in (block, grown)
-        ]
-        assert torch.equal(texts[0].sequences, texts[1].sequences)
-        assert texts[0].stats.accepted_histogram == texts[1].stats.accepted_histogram
 
     def test_what_it_cannot_start_from(self, target: Target) -> None:
         for heads, message in (

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Imported
@@ -14,6 +12,7 @@ from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.registry import find_format, recognize
 from draftsmith.heads.importing import build_heads
 from draftsmith.inference import Target
+from tests.heads.formats.round_trip import publish as publish_heads
 from tests.heads.tiny_heads import AS_PUBLISHED, tiny_heads
 
 NUM_LAYERS = 8
@@ -38,24 +37,7 @@ def heads_of(name: str, target: Target) -> DraftHeads:
 
 def publish(name: str, target: Target) -> Published:
     """A checkpoint as it would be opened, without files."""
-    heads = heads_of(name, target)
-    exported = find_format(*CHECKPOINTS[name][:2]).write(heads.config, heads.state_dict(), target)
-    config = json.loads(json.dumps(exported.config))
-    return Published("somewhere", config, exported.file, dict(exported.tensors))
-
-
-def change(
-    published: Published, tensors: dict[str, Tensor | None] | None = None, config: dict[str, Any] | None = None
-) -> Published:
-    """With other tensors and keys; None leaves one out."""
-    changed: dict[str, Any] = {**published.tensors, **(tensors or {})}
-    keys = {**published.config, **(config or {})}
-    return Published(
-        published.path,
-        {key: value for key, value in keys.items() if value is not None},
-        published.file,
-        {key: value for key, value in changed.items() if value is not None},
-    )
+    return publish_heads(find_format(*CHECKPOINTS[name][:2]), heads_of(name, target))
 
 
 def read(published: Published, target: Target) -> tuple[Imported, DraftHeads]:

@@ -16,11 +16,15 @@ from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.eagle.eagle4 import DOWN, UP, Eagle4
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.registry import recognize
-from draftsmith.inference import Target, generate
-from tests.heads.formats.eagle.checkpoints import change, read, refusal
-from tests.heads.formats.round_trip import assert_damage_is_named, assert_lost_keys_are_refused, assert_same_heads
+from draftsmith.inference import Target
+from tests.heads.formats.eagle.checkpoints import read, refusal
+from tests.heads.formats.round_trip import (
+    assert_damage_is_named,
+    assert_lost_keys_are_refused,
+    assert_same_heads,
+    change,
+)
 from tests.heads.tiny_heads import tiny_heads
-from tests.tiny_targets import random_prompt
 
 WINDOW, RANK = 6, 4
 SETTINGS: dict[str, Any] = {"sliding_window": WINDOW, "feature_layers": [1, 3, 6]}
@@ -60,7 +64,7 @@ def publish(target: Target) -> Published:
 
 
 def test_it_drafts_as_the_whole_head_does(target: Target, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Read from files: the same heads bit for bit, plain decoding's text, and one message about the candidate head."""
+    """Read from files: the same heads bit for bit, and one message about the candidate head."""
     config, tensors = drafter(target)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -73,9 +77,6 @@ def test_it_drafts_as_the_whole_head_does(target: Target, tmp_path: Path, caplog
     assert len(told) == 2, "all keys are read"
     assert (heads.config.sliding_window, heads.feature_layers) == (WINDOW, (1, 3, 6))
     assert_same_heads(heads, tiny_heads("eagle3", target, **SETTINGS))
-    prompt = random_prompt(9)
-    texts = [generate(target, one, prompt, max_new_tokens=24, do_sample=False).sequences for one in (heads, None)]
-    assert torch.equal(*texts)
 
 
 def test_damage_and_lost_keys_are_named(target: Target) -> None:

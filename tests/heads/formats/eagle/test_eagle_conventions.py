@@ -10,7 +10,8 @@ import torch
 from draftsmith.heads.formats.published import OWN_KEY, Published
 from draftsmith.heads.formats.registry import find_format, recognize
 from draftsmith.inference import Target
-from tests.heads.formats.eagle.checkpoints import NUM_LAYERS, change, publish, read, refusal
+from tests.heads.formats.eagle.checkpoints import NUM_LAYERS, publish, read, refusal
+from tests.heads.formats.round_trip import change
 from tests.heads.tiny_heads import plain_eagle3, tiny_heads
 from tests.tiny_targets import tiny_target
 

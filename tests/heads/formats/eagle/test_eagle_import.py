@@ -14,8 +14,9 @@ from torch import Tensor
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.registry import find_format
-from draftsmith.inference import Target, generate
-from tests.heads.formats.eagle.checkpoints import CHECKPOINTS, change, heads_of, publish, read, refusal
+from draftsmith.inference import Target
+from tests.heads.formats.eagle.checkpoints import CHECKPOINTS, heads_of, publish, read, refusal
+from tests.heads.formats.round_trip import change
 from tests.heads.test_contract import assert_same_tensors
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt
@@ -206,5 +207,3 @@ def test_a_copy_of_the_targets_embedding_is_left_out_and_another_is_kept(name: s
     _, other = read(change(published, {"embed_tokens.weight": table.flip(0)}), target)
     assert other.config.own_embedding
     assert torch.equal(other.embed(prompt), table.flip(0)[prompt])
-    decoded = [generate(target, one, prompt, max_new_tokens=12, do_sample=False) for one in (expected, other)]
-    assert torch.equal(decoded[0].sequences, decoded[1].sequences)
