@@ -25,7 +25,6 @@ from draftsmith.heads.modules.layers import (
     DraftAttention,
     DraftCache,
     DraftLayer,
-    cut_slots,
     last_slot,
 )
 from draftsmith.inference.drafters.base import DraftLogits
@@ -223,17 +222,14 @@ class AutoregressionHeads(DraftHeads):
         max_slots: int,
     ) -> DraftLogits:
         assert features is not None
-        caches, last_hidden = state.caches, state.hidden[:, :1]
-        for part, here in cut_slots(next_token_ids.shape[1], counts):
-            embedded, fused = self.embed(next_token_ids[:, part]), self.fuse(features[:, part])
-            positions = caches[0].lengths[:, None] + torch.arange(fused.shape[1], device=fused.device)
+        fused, caches = self.fuse(features), state.caches
+        positions = caches[0].lengths[:, None] + torch.arange(fused.shape[1], device=fused.device)
 
-            def attend(
-                number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor, here: Tensor = here
-            ) -> Tensor:
-                return attention.attend(q, *caches[number].append(k, v, here, max_slots))
+        def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention.attend(q, *caches[number].append(k, v, counts, max_slots))
 
-            last_hidden = last_slot(self.run_layers(embedded, fused, positions, attend), here, last_hidden)
+        hidden = self.run_layers(self.embed(next_token_ids), fused, positions, attend)
+        last_hidden = last_slot(hidden, counts, state.hidden[:, :1])
         state.hidden.narrow(1, 0, 1).copy_(last_hidden)
         state.tree.forget_levels()
         return DraftLogits(self.score(last_hidden), state.draft_token_ids)

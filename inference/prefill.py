@@ -16,7 +16,8 @@ from torch import Tensor
 
 from draftsmith.inference.cache.kv_cache import KVCache, Span
 from draftsmith.inference.cache.source import Source
-from draftsmith.inference.prefix_cache import PREFILL_CHUNK, PrefixHit, count_shared
+from draftsmith.inference.drafters.base import PREFILL_CHUNK
+from draftsmith.inference.prefix_cache import PrefixHit, count_shared
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats

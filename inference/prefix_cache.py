@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.inference.cache.kv_cache import KVCache
+from draftsmith.inference.drafters.base import PREFILL_CHUNK
 from draftsmith.inference.state import DecodeState
-
-PREFILL_CHUNK = 512  # tokens of a row per eager forward pass over prompts
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class CustomGenerateFolder(Format):
 
     name = "custom_generate"
     title = "heads with a custom_generate folder"
-    kinds = ("block", "eagle", "eagle3", "hydra", "kangaroo", "medusa", "mtp", "parallel")
+    kinds = ("block", "dflash2", "eagle", "eagle3", "hydra", "kangaroo", "medusa", "mtp", "parallel")
     needs_this_library = True
 
     def matches(self, published: Published) -> bool:

@@ -31,7 +31,7 @@ from draftsmith.heads.modules.block_layer import BlockAttention, BlockLayer, Mar
 from draftsmith.heads.modules.block_view import BlockView
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.host_tensors import send
-from draftsmith.heads.modules.layers import DraftCache, RMSNorm, cut_slots, last_slot
+from draftsmith.heads.modules.layers import DraftCache, RMSNorm, last_slot
 from draftsmith.heads.modules.vocabulary import mean_embedding, principal_embeddings, seldom_token
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
@@ -336,12 +336,10 @@ class BlockHeads(DraftHeads):
         self, state: BlockState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
         assert features is not None
-        for part, here in cut_slots(next_token_ids.shape[1], counts):
-            context = self.fuse(features[:, part])
-            positions = state.caches[0].lengths[:, None] + torch.arange(context.shape[1], device=context.device)
-            for layer, cache in zip(self.each_layer, state.caches, strict=True):
-                keys_values = layer.self_attn.project_context(context, positions)
-                cache.append(*keys_values, here, max_slots)
+        context = self.fuse(features)
+        positions = state.caches[0].lengths[:, None] + torch.arange(context.shape[1], device=context.device)
+        for layer, cache in zip(self.each_layer, state.caches, strict=True):
+            cache.append(*layer.self_attn.project_context(context, positions), counts, max_slots)
         anchors = last_slot(next_token_ids, counts)
         hidden = self.embed_blocks(anchors)
         size = self.config.block_size

@@ -27,7 +27,7 @@ from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DecoderConfig, decoder_settings
 from draftsmith.heads.kinds.medusa import ResidualBlock
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import DecoderLayer, DraftCache, RMSNorm, cut_slots, last_slot
+from draftsmith.heads.modules.layers import DecoderLayer, DraftCache, RMSNorm, last_slot
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
@@ -244,14 +244,12 @@ class HydraHeads(DraftHeads):
         self, state: HydraState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
         assert features is not None
-        hidden = state.hidden
-        for part, here in cut_slots(next_token_ids.shape[1], counts):
-            states = features[:, part].to(self.compute_dtype)
-            if self.prefix is not None and state.cache is not None:
-                newest = self.prefix.read_last(states, here, state.cache, max_slots)
-            else:
-                newest = last_slot(states, here)
-            hidden = torch.where((here > 0)[:, None, None], newest, hidden)
+        states = features.to(self.compute_dtype)
+        if self.prefix is not None and state.cache is not None:
+            newest = self.prefix.read_last(states, counts, state.cache, max_slots)
+        else:
+            newest = last_slot(states, counts)
+        hidden = torch.where((counts > 0)[:, None, None], newest, state.hidden)
         root_ids = last_slot(next_token_ids, counts)
         state.hidden.copy_(hidden)
         state.paths.narrow(1, 0, 1).narrow(2, 0, 1).copy_(root_ids[..., None])

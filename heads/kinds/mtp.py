@@ -52,7 +52,6 @@ from draftsmith.heads.modules.layers import (
     DraftCache,
     RMSNorm,
     Rows,
-    cut_slots,
     last_slot,
 )
 from draftsmith.heads.modules.stock_layer import StockLayer
@@ -327,25 +326,24 @@ class MTPHeads(DraftHeads):
     ) -> DraftLogits:
         assert features is not None
         last_B1nD = state.states[:, :1]
-        for part, here in cut_slots(next_token_ids.shape[1], counts):
-            previous = self.first_state(features[:, part])
-            width = previous.shape[1]
-            positions = state.caches[0].lengths[:, None] + torch.arange(width, device=previous.device)
-            embedded = self.embed_at(next_token_ids[:, part], positions)
-            outputs = []
-            for depth, (block, cache) in enumerate(zip(self.each_block, state.caches, strict=True)):
-                columns, mask = cache.open(width, here, max_slots)
-                if depth:
-                    mask = _without_first(mask, columns, cache.num_scratch, depth)
-                hidden = block.layer.decode(block.join(previous, embedded), positions, Rows(cache, columns, mask))
-                outputs.append(block.next_state(hidden))
-                # At each token the next depth reads this block's output at the token before.
-                previous = torch.cat([last_B1nD[:, :, depth], outputs[-1][:, :-1]], dim=1)
-            states = torch.stack(outputs, dim=2)
-            if state.trail is not None:
-                every_row = torch.arange(len(columns), device=columns.device)[:, None]
-                state.trail[every_row, columns - state.caches[0].num_scratch] = states[:, :, :-1]
-            last_B1nD = last_slot(states, here, last_B1nD)
+        previous = self.first_state(features)
+        width = previous.shape[1]
+        positions = state.caches[0].lengths[:, None] + torch.arange(width, device=previous.device)
+        embedded = self.embed_at(next_token_ids, positions)
+        outputs = []
+        for depth, (block, cache) in enumerate(zip(self.each_block, state.caches, strict=True)):
+            columns, mask = cache.open(width, counts, max_slots)
+            if depth:
+                mask = _without_first(mask, columns, cache.num_scratch, depth)
+            hidden = block.layer.decode(block.join(previous, embedded), positions, Rows(cache, columns, mask))
+            outputs.append(block.next_state(hidden))
+            # At each token the next depth reads this block's output at the token before.
+            previous = torch.cat([last_B1nD[:, :, depth], outputs[-1][:, :-1]], dim=1)
+        states = torch.stack(outputs, dim=2)
+        if state.trail is not None:
+            every_row = torch.arange(len(columns), device=columns.device)[:, None]
+            state.trail[every_row, columns - state.caches[0].num_scratch] = states[:, :, :-1]
+        last_B1nD = last_slot(states, counts, last_B1nD)
         state.states.narrow(1, 0, 1).copy_(last_B1nD)
         state.tree.forget_levels()
         return DraftLogits(self.score(self.each_block[0], last_B1nD[:, :, 0]), self.draft_token_ids)

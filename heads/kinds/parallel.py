@@ -28,7 +28,7 @@ from draftsmith.heads.modules.anchors import draw_slots
 from draftsmith.heads.modules.block_view import BlockView
 from draftsmith.heads.modules.draft_step import DraftStep
 from draftsmith.heads.modules.host_tensors import send
-from draftsmith.heads.modules.layers import DraftAttention, DraftCache, cut_slots, last_slot
+from draftsmith.heads.modules.layers import DraftAttention, DraftCache, last_slot
 from draftsmith.heads.modules.vocabulary import mean_embedding
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
@@ -269,33 +269,27 @@ class ParallelHeads(Eagle3Heads):
         self, state: ParallelState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
         assert features is not None
-        for part, here in cut_slots(next_token_ids.shape[1], counts):
-            self._extend_chunk(state, features[:, part], next_token_ids[:, part], here, max_slots)
-        state.logits = self.score(state.hidden)
-        return self.expand(state, next_token_ids, counts, 0)
-
-    def _extend_chunk(
-        self, state: ParallelState, features: Tensor, token_ids: Tensor, here: Tensor, max_slots: int
-    ) -> None:
-        """Reads a chunk of slots and, in the same pass, the mask rows after each row's last slot of the chunk."""
-        (batch, width), num_masks = token_ids.shape, self.max_depth - 1
-        steps, lengths = torch.arange(width + num_masks, device=token_ids.device), state.caches[0].lengths[:, None]
-        mask_positions = lengths + here[:, None] + steps[:num_masks]
-        seen = torch.ones(num_masks, num_masks, dtype=torch.bool, device=token_ids.device).tril()
+        # In the same pass: the mask rows after each row's last slot.
+        (batch, width), num_masks = next_token_ids.shape, self.max_depth - 1
+        steps, lengths = torch.arange(width + num_masks, device=counts.device), state.caches[0].lengths[:, None]
+        mask_positions = lengths + counts[:, None] + steps[:num_masks]
+        seen = torch.ones(num_masks, num_masks, dtype=torch.bool, device=counts.device).tril()
 
         def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             cache = state.caches[number]
-            _, _, mask = cache.append(k[:, :, :width], v[:, :, :width], here, max_slots)
+            _, _, mask = cache.append(k[:, :, :width], v[:, :, :width], counts, max_slots)
             keys, values, mask_of_masks = cache.append_scratch(
                 *(k[:, :, width:], v[:, :, width:], steps[:num_masks], seen.expand(batch, -1, -1)),
                 ahead=1 + steps[:num_masks],
             )
             return attention.attend(q, keys, values, torch.cat([mask, mask_of_masks], dim=2))
 
-        rows = self.with_masks(self.embed(token_ids), self.fuse(features), num_masks)
+        rows = self.with_masks(self.embed(next_token_ids), self.fuse(features), num_masks)
         hidden = self.run_layers(*rows, torch.cat([lengths + steps[:width], mask_positions], dim=1), attend)
-        drafted = torch.cat([last_slot(hidden, here), hidden[:, width:]], dim=1)
-        state.hidden.copy_(torch.where((here > 0)[:, None, None], drafted, state.hidden))
+        drafted = torch.cat([last_slot(hidden, counts), hidden[:, width:]], dim=1)
+        state.hidden.copy_(torch.where((counts > 0)[:, None, None], drafted, state.hidden))
+        state.logits = self.score(state.hidden)
+        return self.expand(state, next_token_ids, counts, 0)
 
     def expand(  # type: ignore[override]
         self, state: ParallelState, token_ids: Tensor, parents: Tensor, depth: int

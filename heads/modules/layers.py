@@ -19,16 +19,9 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.heads.modules.unrolled_attention import attend_unrolled
+from draftsmith.inference.drafters.base import PREFILL_CHUNK
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.kernels.attention import attend_masked
-
-EXTEND_CHUNK = 512  # slots that a drafter's `extend` reads in one pass
-
-
-def cut_slots(num_slots: int, counts: Tensor) -> list[tuple[slice, Tensor]]:
-    """The passes of an `extend`: the slots that each reads, and how many of them [B] are a row's own."""
-    starts = range(0, num_slots, EXTEND_CHUNK)
-    return [(slice(start, start + EXTEND_CHUNK), (counts - start).clamp(0, EXTEND_CHUNK)) for start in starts]
 
 
 def last_slot(values: Tensor, counts: Tensor, before: Tensor | None = None) -> Tensor:
@@ -151,7 +144,7 @@ class DraftCache(RowState):
         batch, groups, size = shape
         self.num_scratch = num_scratch
         self.window = window
-        self.num_held = num_slots if window is None else min(num_slots, window) + EXTEND_CHUNK
+        self.num_held = num_slots if window is None else min(num_slots, window) + PREFILL_CHUNK
         # One more column than is ever seen: padding of full rows is written there.
         columns = num_scratch + self.num_held + 1
         self.keys = torch.zeros(batch, groups, columns, size, device=device, dtype=dtype)
@@ -228,7 +221,7 @@ class DraftCache(RowState):
                 )
             return
         # A pass may have overwritten what a longer row held before its window.
-        lost = torch.maximum(source.begins, source.lengths + EXTEND_CHUNK - source.num_held)
+        lost = torch.maximum(source.begins, source.lengths + PREFILL_CHUNK - source.num_held)
         self.begins.copy_(torch.minimum(lost.index_select(0, here), self.lengths))
         slots = (self.lengths[:, None] - width + torch.arange(width, device=here.device)).clamp(min=0)
         for plane, other in ((self.keys, source.keys), (self.values, source.values)):

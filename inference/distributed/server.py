@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from draftsmith.inference.acceptance.sampler import Sampler, pick_token
 from draftsmith.inference.cache.kv_cache import KVCache, Span
 from draftsmith.inference.distributed.messages import Answer, Prompt, Task
-from draftsmith.inference.prefix_cache import PREFILL_CHUNK
+from draftsmith.inference.drafters.base import PREFILL_CHUNK
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.token_tree import TokenTree
 

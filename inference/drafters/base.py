@@ -22,6 +22,8 @@ from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
+PREFILL_CHUNK = 512  # tokens of a row per eager forward pass over prompts, and slots of a row per call of `extend`
+
 
 @dataclass(frozen=True)
 class DraftLogits:

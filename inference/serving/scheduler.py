@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from draftsmith.inference.decoder import Decoder
-from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference.drafters.base import PREFILL_CHUNK, Drafter
 from draftsmith.inference.learning import Learner
-from draftsmith.inference.prefix_cache import PREFILL_CHUNK
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.metrics import Metrics
 from draftsmith.inference.serving.reply import Reply

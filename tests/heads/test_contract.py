@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from draftsmith.heads import HEAD_TYPES, DraftHeads, DraftStep, create_heads
+from draftsmith.heads.modules import layers
 from draftsmith.heads.modules.draft_step import count_predicted
 from draftsmith.inference import Target, generate
 from draftsmith.inference.drafters.base import DraftLogits
@@ -304,22 +305,29 @@ class Prefix:
         return steps[last].score(state)
 
     def extend(self, state: Any, starts: list[int], ends: list[int]) -> Tensor:
-        """Hands over slots starts[b] to ends[b] of every row; scores [B, C] of the root's children."""
-        rows = range(len(starts))
-        width = max(max(end - start for start, end in zip(starts, ends, strict=True)), 1)
-        features = torch.full((len(starts), width, self.features.shape[-1]), 70.0)
-        token_ids = torch.ones(len(starts), width, dtype=torch.long)
-        for row in rows:
-            count = ends[row] - starts[row]
-            features[row, :count] = self.features[row, starts[row] : ends[row]]
-            token_ids[row, :count] = self.token_ids[row, starts[row] + 1 : ends[row] + 1]
-        counts = torch.tensor(ends) - torch.tensor(starts)
+        """Hands over slots starts[b] to ends[b] of every row, in parts, as decoding does: all rows end in the last
+        part. Returns scores [B, C] of the root's children."""
         if self.heads.runs_target_layers:  # the target has written the accepted tokens over the draft
             self.cache.reset()
             self.heads.target.prefill(self.cache, self.token_ids[:, : max(ends)], torch.tensor(ends))
-        draft = self.heads.extend(state, features, token_ids, counts, max_slots=max(ends))
+        longest = max(max(end - start for start, end in zip(starts, ends, strict=True)), 1)
+        for left in reversed(range(0, longest, layers.PREFILL_CHUNK)):
+            stops = [max(start, end - left) for start, end in zip(starts, ends, strict=True)]
+            draft = self._extend(state, starts, stops, max(ends))
+            starts = stops
         assert draft.logits.shape[:2] == (len(starts), 1)
         return self.scores_of(draft)[:, 0]
+
+    def _extend(self, state: Any, starts: list[int], ends: list[int], max_slots: int) -> DraftLogits:
+        width = max(max(end - start for start, end in zip(starts, ends, strict=True)), 1)
+        features = torch.full((len(starts), width, self.features.shape[-1]), 70.0)
+        token_ids = torch.ones(len(starts), width, dtype=torch.long)
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            features[row, : end - start] = self.features[row, start:end]
+            token_ids[row, : end - start] = self.token_ids[row, start + 1 : end + 1]
+        return self.heads.extend(
+            state, features, token_ids, torch.tensor(ends) - torch.tensor(starts), max_slots=max_slots
+        )
 
     def scores_of(self, draft: DraftLogits) -> Tensor:
         """[B, W, C] of all tokens that the heads score, also where they draft a few of them."""
@@ -403,7 +411,7 @@ def test_a_window_keeps_its_slots_in_a_ring(
     head_type: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts much longer than window and chunk, rows of different lengths, and copies of a shorter part of them."""
-    monkeypatch.setattr("draftsmith.heads.modules.layers.EXTEND_CHUNK", 4)
+    monkeypatch.setattr("draftsmith.heads.modules.layers.PREFILL_CHUNK", 4)
     heads = tiny_heads(head_type, target_of("llama"), sliding_window=6, **overrides)
     prefix = Prefix(heads, [41, 17, 30])
     with torch.no_grad():

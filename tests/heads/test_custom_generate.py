@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, dynamic_module_utils
 
-from draftsmith.heads import DraftHeads
+from draftsmith.heads import HEAD_TYPES, DraftHeads
+from draftsmith.heads.formats.custom_generate import CustomGenerateFolder
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import NgramDrafter, Target, generate
 from tests.heads.tiny_heads import tiny_heads
@@ -18,6 +19,7 @@ from tests.inference.test_generation import Recorder
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
+KINDS = set(HEAD_TYPES)
 STOP = ["3"]  # chat-13m's token 21, which the model writes after some others
 
 
@@ -58,6 +60,10 @@ def test_text_of_the_model_by_the_heads_in_the_folder(model: Any, heads: DraftHe
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert torch.equal(run(model, folder, {"inputs": prompt}, **GREEDY), found.sequences)
     assert len(model._draftsmith_heads) == 1
+
+
+def test_heads_of_every_kind_can_be_written() -> None:
+    assert set(CustomGenerateFolder.kinds) == KINDS
 
 
 def test_batches_streamers_processors_seeds_and_trees(model: Any, folder: str) -> None:

@@ -14,12 +14,12 @@ import torch
 
 from draftsmith.inference import Drafter, Target
 from draftsmith.inference import prefill as prompt_reading
+from draftsmith.inference.drafters.base import PREFILL_CHUNK
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.planning.costs import StepCosts
 from draftsmith.inference.planning.planner import Planner
-from draftsmith.inference.prefix_cache import PREFILL_CHUNK
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
 from draftsmith.inference.state import CATCH_UP, DecodeState
