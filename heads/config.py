@@ -76,7 +76,7 @@ class DraftHeadsConfig(PreTrainedConfig):
         if target_num_layers and self.reads_one_layer and len(self.feature_layers) != 1:
             raise ValueError(
                 f"feature_layers is {self.feature_layers}; {self.head_type} heads read one layer (the last one, "
-                f"{target_num_layers}, in the paper)"
+                f"{target_num_layers}, in the paper): give that one, or leave it out"
             )
         self._refuse_unknown_keys(kwargs)
         super().__init__(**kwargs)

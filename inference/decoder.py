@@ -151,6 +151,7 @@ class Decoder:
     def _new_planner(self) -> Planner | None:
         if not isinstance(self.policy, CandidateTrees):
             return None
+        self.policy.make_table(self.target.device)
         if _is_split(self.target):
             raise ValueError(
                 "tree='auto' and 'gamma' choose by each process's own clock, and processes that split a target by "

@@ -150,12 +150,12 @@ def commit(
     *,
     is_chain: bool,
     records_probabilities: bool,
-    counting: TreePolicy | None,
+    counting: CandidateTrees | None,
 ) -> Tensor:
     """Keeps the accepted nodes in the cache, and adds their tokens to the texts and to what the drafter is to read.
 
     Args:
-        counting: a policy to choose from, which tells what its candidates would have accepted.
+        counting: tells what its candidates would have accepted.
 
     Returns:
         [B, ...] int64, as in `StepOutput.emitted`.
@@ -168,7 +168,7 @@ def commit(
     columns = [tokens, counts[:, None]]
     if records_probabilities:
         columns.append(tree.log_probs.gather(1, path).view(torch.int32))
-    if isinstance(counting, CandidateTrees):
+    if counting is not None:
         columns.append(counting.count_accepted(tree, path, counts))
     return torch.cat(columns, dim=1)
 
@@ -273,7 +273,7 @@ class Step:
             output.features,
             is_chain=policy is None or policy.is_chain,
             records_probabilities=records_probabilities,
-            counting=self.policy if is_counting else None,
+            counting=self.policy if is_counting and isinstance(self.policy, CandidateTrees) else None,
         )
         state.pending_bound += accepted.path.shape[1]
         clock.stop("commit")

@@ -102,7 +102,7 @@ class KangarooConfig(DecoderConfig):
 
 
 class KangarooAdapter(DecoderLayer):
-    """A decoder layer, without its MLP as in the paper, or with it. `KangarooHeads` has the norm before the LM head."""
+    """A decoder layer; without an MLP by default, as in the paper. `KangarooHeads` has the norm before the LM head."""
 
     def __init__(self, config: KangarooConfig) -> None:
         super().__init__(config, config.target_hidden_size)

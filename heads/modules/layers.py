@@ -25,7 +25,7 @@ from draftsmith.inference.kernels.attention import attend_masked
 
 
 def last_slot(values: Tensor, counts: Tensor, before: Tensor | None = None) -> Tensor:
-    """`values` [B, S, ...] at each row's last own slot: [B, 1, ...]. Rows without one get `before` (None: garbage)."""
+    """`values` [B, S, ...] at each row's last own slot: [B, 1, ...]; rows without one get `before` (None: any)."""
     counts = counts.view(-1, *[1] * (values.dim() - 1))
     found = values.gather(1, (counts - 1).clamp(min=0).expand(-1, 1, *values.shape[2:]))
     return found if before is None else torch.where(counts > 0, found, before)
@@ -166,6 +166,7 @@ class DraftCache(RowState):
 
     def open(self, width: int, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor]:
         """The first half of `append`: returns the columns [B, W] to write, and the mask."""
+        assert self.window is None or width <= PREFILL_CHUNK, "more slots than a ring has room for beside its window"
         slots_BW = self.lengths[:, None] + torch.arange(width, device=self.keys.device)
         self.max_slots = min(max_slots, self.num_held)
         # A row's padding goes to slots that the next call overwrites.

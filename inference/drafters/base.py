@@ -93,8 +93,8 @@ class Drafter(metaclass=ABCMeta):
         after `keep_rows`.
 
         Whenever `extend` or `expand` is called, `cache` holds the accepted tokens without the root, and every row has
-        `num_scratch` + 1 free slots after them for the draft. When prompts are read in chunks, a row that ends within a
-        chunk may hold its root already; the scores that `extend` returns for it are then ignored.
+        `num_scratch` + 1 free slots after them for the draft. While prompts are read, it may hold more: the root of a
+        row that ends within a chunk, or the whole prompt. The scores that `extend` then returns are ignored.
         """
 
     def read_source(self, state: Any, token_ids: Tensor, mask: Tensor) -> None:

@@ -59,7 +59,7 @@ class CandidateTrees(TreePolicy):
         Args:
             path: [B, P] accepted node indices, root first; counts: [B] how many of them are real (0: a finished row).
         """
-        depth, num_nodes = self._sizes_on(path.device)[..., None]  # each [candidates, 1]
+        depth, num_nodes = self.make_table(path.device)[..., None]  # each [candidates, 1]
         scores, steps = tree.log_probs[:, None], torch.arange(path.shape[1] - 1, device=path.device)
         nodes = torch.arange(tree.num_nodes, device=path.device)
         own, own_node = scores[:, 0].gather(1, path[:, 1:])[..., None], path[:, 1:, None]  # [B, P - 1, 1]
@@ -71,8 +71,9 @@ class CandidateTrees(TreePolicy):
         counted: Tensor = is_kept.sum(-1)
         return counted
 
-    def _sizes_on(self, device: torch.device) -> Tensor:
-        """The depths and numbers of nodes of the candidates [2, candidates]."""
+    def make_table(self, device: torch.device) -> Tensor:
+        """Depths and numbers of nodes of the candidates [2, candidates], kept. A compiled function finds them there:
+        call it before."""
         if device not in self._tables:
             sizes = [(tree.max_depth, tree.num_nodes) for tree in self.candidates]
             self._tables[device] = torch.tensor(sizes, device=device).T.contiguous()

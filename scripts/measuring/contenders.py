@@ -172,8 +172,8 @@ def make_contenders(
     If a tree is too deep for a drafter, or a rule refuses the tree, the contender gets a `problem`; there is no error.
 
     Args:
-        modes: how heads run: False = eager, True = compiled. Plain decoding and transformers' `generate` always run
-            eagerly, and also compiled if heads do.
+        modes: how heads run: False = eager, True = compiled, if there is time. Plain decoding and transformers'
+            `generate` always run eagerly, and also compiled if heads do.
         acceptance: names of rules. They make no difference in greedy decoding.
         assistant: a small causal LM or a DFlash assistant; adds transformers' assisted generation as a baseline.
 

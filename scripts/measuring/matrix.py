@@ -44,7 +44,7 @@ from draftsmith.scripts.shared.model_loading import load_assistant, load_drafter
 
 SMALL_MODEL = "small model"
 WARM_UP_SHARE = 2 / 3  # of --minutes: compiling ends there
-TOO_LONG = "compiling does not fit into --minutes"
+TOO_LONG = "compiling does not fit into --minutes (0 = no limit; --compile false compiles nothing)"
 SMALL_BYTES = 10**9  # a pass over more weights than this takes a CPU far longer than its dispatch
 
 
@@ -304,21 +304,21 @@ def warm_up_all(
     for number, contender in enumerate(order_warm_ups(contenders), 1):
         place = f"{number}/{len(contenders)} {contender.label}"
         left = limit - (time.perf_counter() - start)
-        # Plain decoding is compiled if heads are: compiled heads beside eager decoding would mislead.
-        is_optional = limit > 0 and contender.is_compiled and not (longest and contender.name.startswith(PLAIN))
+        is_limited = limit > 0 and contender.is_compiled
         try:
-            if is_optional and left < longest:
+            if is_limited and left < longest:
                 raise TimeIsUp
-            with cut_off_after(left) if is_optional else nullcontext():
+            with cut_off_after(left) if is_limited else nullcontext():
                 speed = warm_up(contender, batches, settings)
         except TimeIsUp:
             if contender.make_eager is None:
-                contender.problem = f"{TOO_LONG}; --compile false needs none"
-                note(f"{place}: left out, {contender.problem}")
+                contender.problem = TOO_LONG
+                note(f"{place}: left out, {TOO_LONG}")
                 continue
             note(f"{place}: runs eagerly, {TOO_LONG}")
-            contender.decode = contender.make_eager()
-            contender.name, contender.is_compiled = contender.name.removesuffix(COMPILED), False
+            contender.decode, contender.is_compiled = contender.make_eager(), False
+            contender.name = contender.name.removesuffix(COMPILED)
+            contender.remark = f"ran eagerly: {TOO_LONG}"
             speed = warm_up(contender, batches, settings)
         seconds += settings.batch_size * settings.max_new_tokens / speed
         if contender.is_compiled:
@@ -331,15 +331,16 @@ def warm_up_all(
 
 
 def order_warm_ups(contenders: Sequence[Contender]) -> list[Contender]:
-    """What is not compiled first. Then, as time may run out: drafters, plain decoding, transformers.
+    """What is not compiled first. Then, as time may run out: plain decoding, drafters, transformers.
 
-    >>> compiled = [Contender(name, is_compiled=True) for name in (TRANSFORMERS, PLAIN, "heads")]
+    >>> compiled = [Contender(name, is_compiled=True) for name in (TRANSFORMERS, "heads", PLAIN)]
     >>> [contender.name for contender in order_warm_ups([*compiled, Contender("n-grams")])]
-    ['n-grams', 'heads', 'plain decoding', 'transformers generate']
+    ['n-grams', 'plain decoding', 'heads', 'transformers generate']
     """
 
     def place(contender: Contender) -> int:
-        baselines = [contender.name.startswith(name) for name in (PLAIN, TRANSFORMERS)]
-        return contender.is_compiled and 1 + (baselines.index(True) + 1 if any(baselines) else 0)
+        if not contender.is_compiled:
+            return 0
+        return 1 if contender.name.startswith(PLAIN) else 3 if contender.name.startswith(TRANSFORMERS) else 2
 
     return sorted(contenders, key=place)

@@ -134,6 +134,7 @@ class Contender:
 
     Attributes:
         problem: why it does not run; "" if it runs.
+        remark: how it runs, where that is not how it was to run.
         is_exact: its text equals plain decoding's text with the same seed.
         is_compiled: it warms up on the shortest and the longest batch before it is measured.
         make_eager: makes what decodes eagerly, of a drafter that is compiled.
@@ -144,6 +145,7 @@ class Contender:
     tree: str = ""
     decode: Callable[..., Run] | None = None
     problem: str = ""
+    remark: str = ""
     is_compiled: bool = False
     is_exact: bool = True
     make_eager: Callable[[], Callable[..., Run]] | None = None

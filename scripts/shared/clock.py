@@ -40,12 +40,13 @@ class TimeLimit:
 
 
 class TimeIsUp(BaseException):
-    """Work was cut off. No error, so that nothing on the way takes it for one."""
+    """Work was cut off. A BaseException, so that no `except Exception` catches it."""
 
 
 @contextmanager
 def cut_off_after(seconds: float) -> Iterator[None]:
-    """Raises `TimeIsUp` in the block when it has run so long: in a process's main thread, where there are alarms."""
+    """Raises `TimeIsUp` in the block after so many seconds. Only in the main thread of a system with alarms; elsewhere
+    it does nothing."""
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -53,10 +54,13 @@ def cut_off_after(seconds: float) -> Iterator[None]:
     def ring(*_: object) -> NoReturn:
         raise TimeIsUp
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    start, handler = time.monotonic(), signal.signal(signal.SIGALRM, ring)
+    # Again after a second, if the exception was raised where Python drops exceptions.
+    timer, interval = signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3), 1.0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
+        if timer:  # somebody else's
+            signal.setitimer(signal.ITIMER_REAL, max(timer - (time.monotonic() - start), 1e-3), interval)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, Target
+from draftsmith.inference.drafters.base import PREFILL_CHUNK
 from draftsmith.inference.stats import GenerationStats
 from draftsmith.inference.trees.dynamic import DynamicTree
 from draftsmith.inference.trees.token_tree import TokenTree
@@ -134,7 +135,11 @@ def score_after(heads: DraftHeads, certain: list[int], drafted: list[int]) -> Te
     counts = torch.tensor([len(certain) - 1])
     output = target.prefill(cache, ids[:, :-1], counts, feature_layers=view.feature_layers)
     state = view.start(1, len(certain) + 8, len(drafted) + 1)
-    draft = view.extend(state, output.features, ids[:, 1:], counts, max_slots=len(certain) - 1)
+    for start in range(0, len(certain) - 1, PREFILL_CHUNK):
+        part = slice(start, start + PREFILL_CHUNK)
+        features = None if output.features is None else output.features[:, part]
+        here = (counts - start).clamp(max=PREFILL_CHUNK)
+        draft = view.extend(state, features, ids[:, 1:][:, part], here, max_slots=len(certain) - 1)
     for depth, token in enumerate(drafted, start=1):
         draft = view.expand(state, torch.tensor([[token]]), torch.zeros(1, 1, dtype=torch.long), depth)
     scores = draft.logits[0, 0].float()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from draftsmith.training.data.layouts import RecordFormat
+
+if TYPE_CHECKING:  # it needs accelerate, which serving and decoding do without
+    from transformers import TrainingArguments
 
 # transformers' field for an option and its help text; mypy knows only `dataclasses.field`.
 option: Any = HfArg

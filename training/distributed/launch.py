@@ -156,8 +156,3 @@ def autocast_in_deepspeed(accelerator: Accelerator) -> None:
 def autocast(accelerator: Accelerator, args: TrainingArguments) -> AbstractContextManager[Any]:
     """The options' autocast; accelerate has none under DeepSpeed."""
     return torch.autocast(args.device.type, torch.bfloat16) if args.bf16 else accelerator.autocast()
-
-
-def has_fast_bfloat16() -> bool:
-    """Whether this CPU has instructions for products in bfloat16."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -66,7 +66,7 @@ class TextBuffer:
 
     Attributes:
         num_texts, num_tokens: taken so far, replies' tokens only.
-        num_read: tokens taken so far, prompts included.
+        num_read: tokens taken so far, the ends of prompts included.
     """
 
     def __init__(self, num_bytes: int, seed: int = 0) -> None:

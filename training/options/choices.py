@@ -31,7 +31,8 @@ from draftsmith.inference.targets.files import read_config
 from draftsmith.inference.targets.model_config import find_auto_class, find_length_limit
 from draftsmith.training.data.conversations import Place
 from draftsmith.training.data.set_statistics import describe_size
-from draftsmith.training.distributed.launch import count_launched, has_fast_bfloat16, is_requested
+from draftsmith.training.distributed.launch import count_launched, is_requested
+from draftsmith.training.run.optimizer import has_fast_bfloat16
 
 logger = logging.getLogger(__name__)
 

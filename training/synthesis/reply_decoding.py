@@ -1,4 +1,4 @@
-"""Lets the target write turns with any heads and tree, and finds what is wrong with them.
+"""Lets the target write turns with any heads and tree, and finds what is wrong with turns.
 
 A turn depends only on the target, its prompt and its seed, not on heads, tree or batch (`draftsmith.inference.noise`
 keys the sampling by row seed and position). `turn_seed` seeds a turn by its place in the data, so the data do not

@@ -82,7 +82,7 @@ class Gguf(Format):
     Attributes:
         architecture: llama.cpp's name of it, which begins its keys.
         label: of the heads, in the file's own title.
-        lack: what a file without a tokenizer is told about.
+        lack: the note for a file without a tokenizer.
     """
 
     name = "gguf"
@@ -105,7 +105,7 @@ class Gguf(Format):
         """A file of these tensors.
 
         Args:
-            values: keys of the architecture, beside those that all have.
+            values: further keys of this architecture.
             most: tokens that llama.cpp drafts in a step.
             **others: keys of other parts of the metadata.
         """

@@ -101,7 +101,7 @@ def split_over_devices(
 
 
 def decode_tree(target: Target, cache: KVCache, **features: Any) -> list[Tensor]:
-    """A prompt in chunks, a tree, a commit, and a batch from which a row leaves; returns what comes out."""
+    """A prompt, a tree, a commit, and a batch from which a row leaves; returns what comes out."""
     batch_size = cache.batch_size
     token_ids = torch.zeros(3, 9, dtype=torch.long)
     read = target.prefill(cache, token_ids, torch.full((batch_size,), 7), **features)
