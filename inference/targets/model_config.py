@@ -249,3 +249,8 @@ def find_auto_class(config: Any) -> Any:
         if auto is not None and type(config) in auto._model_mapping:
             return auto
     return AutoModelForCausalLM
+
+
+def has_fast_bfloat16() -> bool:
+    """Whether this CPU has instructions for products in bfloat16."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.modules.host_tensors import OnHost
 from draftsmith.inference.learning import Learner, LearningProgress, SeenText, Trial
+from draftsmith.inference.targets.model_config import has_fast_bfloat16
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.learning.buffer import TextBatch, TextBuffer, join_texts
 from draftsmith.training.learning.state import LearnerState, fingerprint, read_state, write_state
 from draftsmith.training.learning.trial import measure_acceptance
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
-from draftsmith.training.run.optimizer import MuonWithAdamW, has_fast_bfloat16
+from draftsmith.training.run.optimizer import MuonWithAdamW
 
 logger = logging.getLogger(__name__)
 

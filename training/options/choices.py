@@ -28,11 +28,10 @@ from draftsmith.heads.formats.native_mtp import find_modules
 from draftsmith.heads.formats.registry import PLACES, serves, settings_for
 from draftsmith.heads.registration import find_kind
 from draftsmith.inference.targets.files import read_config
-from draftsmith.inference.targets.model_config import find_auto_class, find_length_limit
+from draftsmith.inference.targets.model_config import find_auto_class, find_length_limit, has_fast_bfloat16
 from draftsmith.training.data.conversations import Place
 from draftsmith.training.data.set_statistics import describe_size
 from draftsmith.training.distributed.launch import count_launched, is_requested
-from draftsmith.training.run.optimizer import has_fast_bfloat16
 
 logger = logging.getLogger(__name__)
 

@@ -120,8 +120,3 @@ def orthogonalize(matrix: Tensor, coefficients: tuple[float, float, float], step
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if matrix.shape[0] > matrix.shape[1] else x
-
-
-def has_fast_bfloat16() -> bool:
-    """Whether this CPU has instructions for products in bfloat16."""
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
