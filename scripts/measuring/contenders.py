@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Con
 from draftsmith.scripts.shared.clock import read_clock
 
 NGRAMS = "n-gram drafter"
-COMPILED = ", compiled"  # ends a contender's name
 PROMPT_LOOKUP_TOKENS = 10  # as in transformers' documentation
 
 
@@ -172,8 +170,8 @@ def make_contenders(
     If a tree is too deep for a drafter, or a rule refuses the tree, the contender gets a `problem`; there is no error.
 
     Args:
-        modes: how heads run: False = eager, True = compiled, if there is time. Plain decoding and transformers'
-            `generate` always run eagerly, and also compiled if heads do.
+        modes: how heads run: False = eager, True = compiled. Plain decoding and transformers' `generate` always run
+            eagerly, and also compiled if heads do.
         acceptance: names of rules. They make no difference in greedy decoding.
         assistant: a small causal LM or a DFlash assistant; adds transformers' assisted generation as a baseline.
 
@@ -190,10 +188,10 @@ def make_contenders(
         for tree, rule, mode in itertools.product(own_trees, rules, own_modes):
             ending = "" if rule == "exact" else f", {rule}"
             contender = Contender(_mark(name + ending, mode), names[tree], is_compiled=mode, is_exact=rule == "exact")
-            make = partial(OurDecoding, target, drafter, tree=tree, acceptance=rule, is_coupled=rule == "exact")
             try:
-                contender.decode = make(is_compiled=mode)
-                contender.make_eager = make if mode else None
+                contender.decode = OurDecoding(
+                    target, drafter, tree=tree, acceptance=rule, is_coupled=rule == "exact", is_compiled=mode
+                )
             except ValueError as error:
                 contender.problem = str(error)
             contenders.append(contender)
@@ -243,4 +241,4 @@ def _make_baselines(
 
 
 def _mark(name: str, is_compiled: bool) -> str:
-    return name + COMPILED if is_compiled else name
+    return f"{name}, compiled" if is_compiled else name

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.inference import Drafter, Target
 from draftsmith.scripts.measuring.contenders import (
-    COMPILED,
     OurDecoding,
     TransformersDecoding,
     make_contenders,
@@ -43,7 +42,7 @@ from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import load_assistant, load_drafter_model, load_heads, load_target
 
 SMALL_MODEL = "small model"
-WARM_UP_SHARE = 2 / 3  # of --minutes: compiling ends there
+WARM_UP_SHARE = 2 / 3  # of --minutes: what can wait is not compiled after it
 TOO_LONG = "compiling does not fit into --minutes (0 = no limit; --compile false compiles nothing)"
 SMALL_BYTES = 10**9  # a pass over more weights than this takes a CPU far longer than its dispatch
 
@@ -236,8 +235,8 @@ def measure_with_progress(
     will take, and a line for each repeat; a terminal also a bar.
 
     Args:
-        minutes: all together. What takes longer to compile runs eagerly or is left out (it gets a `problem`), then
-            prompts are left out, then repeats. 0 = no limit.
+        minutes: all together. Heads after the first ones that take longer to compile are left out (they get a
+            `problem`), then prompts, then repeats. 0 = no limit.
 
     Returns:
         The prompts that were decoded, and the settings with the repeats that were made.
@@ -289,9 +288,7 @@ def warm_up_all(
     *,
     limit: float,
 ) -> float:
-    """Decodes once with each.
-
-    Drafters whose graphs are not made within the limit run eagerly. Baselines, which run eagerly too, get a `problem`.
+    """Decodes once with each. Those whose graphs are not made within the limit get a `problem`.
 
     Args:
         note: gets a line for each.
@@ -304,43 +301,34 @@ def warm_up_all(
     for number, contender in enumerate(order_warm_ups(contenders), 1):
         place = f"{number}/{len(contenders)} {contender.label}"
         left = limit - (time.perf_counter() - start)
-        is_limited = limit > 0 and contender.is_compiled
+        # The first heads are compiled in any case, and plain decoding with them: one without the other would mislead.
+        is_limited = limit > 0 and contender.is_compiled and longest > 0 and not contender.name.startswith(PLAIN)
         try:
             if is_limited and left < longest:
                 raise TimeIsUp
             with cut_off_after(left) if is_limited else nullcontext():
                 speed = warm_up(contender, batches, settings)
         except TimeIsUp:
-            if contender.make_eager is None:
-                contender.problem = TOO_LONG
-                note(f"{place}: left out, {TOO_LONG}")
-                continue
-            note(f"{place}: runs eagerly, {TOO_LONG}")
-            contender.decode, contender.is_compiled = contender.make_eager(), False
-            contender.name = contender.name.removesuffix(COMPILED)
-            contender.remark = f"ran eagerly: {TOO_LONG}"
-            speed = warm_up(contender, batches, settings)
+            contender.problem = TOO_LONG
+            note(f"{place}: left out, {TOO_LONG}")
+            continue
         seconds += settings.batch_size * settings.max_new_tokens / speed
         if contender.is_compiled:
             longest = max(longest, contender.warm_up_seconds)
-        note(
-            f"{number}/{len(contenders)} {contender.label}: about {speed:.1f} tokens/s, ready after "
-            f"{contender.warm_up_seconds:.0f} s"
-        )
+        note(f"{place}: about {speed:.1f} tokens/s, ready after {contender.warm_up_seconds:.0f} s")
     return seconds
 
 
 def order_warm_ups(contenders: Sequence[Contender]) -> list[Contender]:
-    """What is not compiled first. Then, as time may run out: plain decoding, drafters, transformers.
+    """What is not compiled first. Then, as time may run out: drafters, plain decoding, transformers.
 
-    >>> compiled = [Contender(name, is_compiled=True) for name in (TRANSFORMERS, "heads", PLAIN)]
+    >>> compiled = [Contender(name, is_compiled=True) for name in (TRANSFORMERS, PLAIN, "heads")]
     >>> [contender.name for contender in order_warm_ups([*compiled, Contender("n-grams")])]
-    ['n-grams', 'plain decoding', 'heads', 'transformers generate']
+    ['n-grams', 'heads', 'plain decoding', 'transformers generate']
     """
 
     def place(contender: Contender) -> int:
-        if not contender.is_compiled:
-            return 0
-        return 1 if contender.name.startswith(PLAIN) else 3 if contender.name.startswith(TRANSFORMERS) else 2
+        baselines = [contender.name.startswith(name) for name in (PLAIN, TRANSFORMERS)]
+        return contender.is_compiled and 1 + (baselines.index(True) + 1 if any(baselines) else 0)
 
     return sorted(contenders, key=place)

@@ -134,10 +134,8 @@ class Contender:
 
     Attributes:
         problem: why it does not run; "" if it runs.
-        remark: how it runs, where that is not how it was to run.
         is_exact: its text equals plain decoding's text with the same seed.
         is_compiled: it warms up on the shortest and the longest batch before it is measured.
-        make_eager: makes what decodes eagerly, of a drafter that is compiled.
         warm_up_seconds: duration of the warm-up, compiling included.
     """
 
@@ -145,10 +143,8 @@ class Contender:
     tree: str = ""
     decode: Callable[..., Run] | None = None
     problem: str = ""
-    remark: str = ""
     is_compiled: bool = False
     is_exact: bool = True
-    make_eager: Callable[[], Callable[..., Run]] | None = None
     warm_up_seconds: float = 0.0
     runs: list[list[Run]] = field(default_factory=list)  # [repeat][batch]
     profiled: list[Run] = field(default_factory=list)  # the runs that give the times of the phases

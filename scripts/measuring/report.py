@@ -94,7 +94,7 @@ def _make_row(
     target: Target,
     single_texts: Sequence[list[int]] | None,
 ) -> Row:
-    row = Row(contender.name, contender.tree, contender.problem, contender.remark, contender.warm_up_seconds)
+    row = Row(contender.name, contender.tree, contender.problem, contender.warm_up_seconds)
     if contender.problem:
         return row
     speeds = [_speed(runs) for runs in contender.runs]

@@ -49,7 +49,6 @@ class Row:
     name: str
     tree: str = ""
     problem: str = ""
-    remark: str = ""
     warm_up_seconds: float = 0.0
     num_new_tokens: int = 0
     tokens_per_second: float = 0.0
@@ -154,7 +153,6 @@ def _speed_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
         "repeated 4-grams": lambda row: f"{row.repeated_4grams:.0%}",
     }
     notes = [f"{row.label} did not run: {row.problem}" for row in rows if row.problem]
-    notes += [f"{row.label} {row.remark}" for row in rows if row.remark]
     if again := environment.get("num_prompts_again"):
         notes.append(f"the last batch was filled up with {again} of the first prompts; they count like all others")
     source = f" of {Path(environment['prompts']).name}" if environment.get("prompts") else ""
