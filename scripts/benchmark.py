@@ -71,8 +71,8 @@ class BenchmarkArguments:
     )
     minutes: float = option(
         default=3.0,
-        help="Minutes for each report, compiling included, of as many prompts as fit; 0 = all. --num_prompts sets "
-        "their number instead.",
+        help="Minutes for each report, of as many prompts as fit, one at least; compiling the first heads can take "
+        "longer. 0 = all prompts. --num_prompts sets their number instead.",
     )
     max_new_tokens: int = option(default=128, help="Tokens decoded for each prompt (fewer after an EOS).")
     temperature: list[float] = option(default_factory=lambda: [0.0], help="Sampling temperatures; 0 = greedy.")
