@@ -18,9 +18,10 @@ from draftsmith.inference.request.chat_template import render_probe
 from draftsmith.scripts import diagnose as program
 from draftsmith.scripts.diagnosis import evidence as gathering
 from draftsmith.scripts.diagnosis.checks import check_depths
+from draftsmith.scripts.diagnosis.conventions import find_better
 from draftsmith.scripts.diagnosis.evidence import Evidence, Text
 from draftsmith.scripts.diagnosis.speed import Speed
-from draftsmith.scripts.shared.model_loading import encode_messages
+from draftsmith.scripts.shared.model_loading import encode_messages, load_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.params import slow_but
 
@@ -30,8 +31,6 @@ QUESTIONS = (
     "Write a story about a dog.",
     "How does a rainbow form?",
     "Tell me about the sea.",
-    "Give me ideas for dinner.",
-    "Why do birds sing?",
 )
 TOKENS = 3_023_804
 
@@ -80,7 +79,7 @@ def plant(tmp_path: Path, chat_tokenizer: Any) -> Callable[..., Path]:
 
 def diagnose(heads: Path, dataset: Path, **options: Any) -> list[str]:
     """The faults that are found."""
-    settings = {"dtype": "float32", "speed": False, "max_new_tokens": 32, **options}
+    settings = {"dtype": "float32", "speed": False, "max_new_tokens": 32, "num_prompts": 2, **options}
     args = program.DiagnoseArguments(target=str(CHAT_TARGET), heads=str(heads), dataset=[str(dataset)], **settings)
     return [finding.fault for finding in program.diagnose(args)["findings"]]
 
@@ -98,20 +97,36 @@ def test_nothing_is_reported_of_heads_without_a_fault(kind: str, plant: Callable
 def test_shifted_feature_layers(plant: Callable[..., Path], replies: Path) -> None:
     layers = json.loads((HEADS / "eagle3" / "config.json").read_text())["feature_layers"]
     shifted = [layer + 1 for layer in layers]
-    first = diagnose(plant("eagle3", feature_layers=shifted), replies)[0]
+    first = diagnose(plant("eagle3", feature_layers=shifted), replies, num_prompts=4)[0]
     assert first == f"A setting is wrong: the heads fit better where feature layers are {layers}"
 
 
-def test_a_norm_too_many(plant: Callable[..., Path], replies: Path) -> None:
-    first = diagnose(plant("eagle3", norm_output=True), replies)[0]
-    assert first == "A setting is wrong: the heads fit better where norm_output is false"
-
-
-@pytest.mark.slow  # as feature layers
-def test_rotary_positions_of_another_model(plant: Callable[..., Path], replies: Path) -> None:
-    other = {"rope_type": "default", "rope_theta": 20.0}
-    first = diagnose(plant("eagle3", rope_parameters=other), replies)[0]
-    assert first == "A setting is wrong: the heads fit better where positions rotate as in the target"
+@pytest.mark.parametrize(
+    ("config", "better"),
+    [
+        ({"norm_output": True}, "norm_output is false"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 20.0}}, "positions rotate as in the target"),
+    ],
+    ids=["a norm too many", "positions of another model"],
+)
+def test_other_wrong_settings(
+    config: dict[str, Any],
+    better: str,
+    plant: Callable[..., Path],
+    replies: Path,
+    chat_target: Any,
+    chat_tokenizer: Any,
+) -> None:
+    target = Target.of(chat_target)
+    texts = [
+        chat_tokenizer.apply_chat_template(json.loads(line)["messages"], return_tensors="pt", return_dict=True)[
+            "input_ids"
+        ]
+        for line in replies.read_text(encoding="utf-8").splitlines()
+    ]
+    heads = load_heads(str(plant("eagle3", **config)), target)
+    _, found = find_better(heads, target, texts, [text.shape[1] - 30 for text in texts])
+    assert found.name == better
 
 
 def test_heads_of_a_sister_model(plant: Callable[..., Path], replies: Path) -> None:
@@ -140,28 +155,20 @@ def test_a_vocabulary_of_other_data(plant: Callable[..., Path], replies: Path) -
     assert found[0] == "The draft vocabulary lacks tokens that the target writes"
 
 
-def test_another_template(plant: Callable[..., Path], replies: Path) -> None:
-    record = {"chat_format": "<|user|>A<|assistant|>B<|user|>C<|assistant|>"}
-    assert diagnose(plant("mtp", record), replies) == ["Prompts are written in another chat format than in training"]
+def test_faults_that_change_no_draft(plant: Callable[..., Path], replies: Path) -> None:
+    """Each by itself would be found alone: all checks run, and without a fault none says anything."""
 
+    def edit(messages: list[dict[str, Any]]) -> None:
+        messages[1].update(content=" ".join(messages[1]["content"].split()[::-1]))
+        messages.insert(0, {"role": "system", "content": "You are a pirate."})
 
-def test_another_system_prompt(plant: Callable[..., Path], replies: Path) -> None:
-    pirate = {"role": "system", "content": "You are a pirate."}
-    trained = change(replies, lambda messages: messages.insert(0, pirate))
-    found = diagnose(plant("mtp"), trained, prompts=str(replies))
-    assert found[0] == "The training conversations have another system prompt"
-
-
-def test_replies_of_another_author(plant: Callable[..., Path], replies: Path) -> None:
-    backwards = change(
-        replies, lambda messages: messages[1].update(content=" ".join(messages[1]["content"].split()[::-1]))
-    )
-    assert diagnose(plant("mtp"), backwards) == ["Someone else wrote the training replies"]
-
-
-def test_half_the_tokens(plant: Callable[..., Path], replies: Path) -> None:
-    record = {"training": {"tokens": TOKENS // 2}}
-    assert diagnose(plant("mtp", record), replies) == ["The heads have seen few tokens"]
+    other = {"chat_format": "<|user|>A<|assistant|>B<|user|>C<|assistant|>", "training": {"tokens": TOKENS // 2}}
+    assert diagnose(plant("mtp", other), change(replies, edit), prompts=str(replies)) == [
+        "Prompts are written in another chat format than in training",
+        "The training conversations have another system prompt",
+        "Someone else wrote the training replies",
+        "The heads have seen few tokens",
+    ]
 
 
 def test_a_decoder_that_drafts_otherwise(
@@ -176,7 +183,7 @@ def test_a_decoder_that_drafts_otherwise(
         return text
 
     monkeypatch.setattr(gathering, "read_text", shift)
-    assert diagnose(plant("mtp"), replies, num_prompts=6)[0] == "Training and decoding draft different tokens"
+    assert diagnose(plant("mtp"), replies)[0] == "Training and decoding draft different tokens"
 
 
 def test_a_slow_machine_and_the_page(
