@@ -1,7 +1,7 @@
 """Acceptance rules against the target's exact distribution.
 
 The target and the drafter are Markov chains over a few tokens, so that the chance of every continuation is known. Each
-test of a distribution draws 200,000 continuations of two tokens, step after step as the decode loop would, and fails a
+test of a distribution draws 50,000 continuations of two tokens, step after step as the decode loop would, and fails a
 correct rule with a chance of 1e-6 (cells of fewer than 5 expected draws are pooled). `test_sampled_texts.py` draws
 whole texts.
 """
@@ -37,7 +37,7 @@ from draftsmith.inference.trees.static import StaticTree, chain
 from tests.inference.ragged_texts import texts_of
 from tests.tiny_targets import tiny_target
 
-NUM_DRAWS, VOCAB, FALSE_ALARM = 200_000, 6, 1e-6
+NUM_DRAWS, VOCAB, FALSE_ALARM = 50_000, 6, 1e-6
 TEXT = torch.tensor([2, 3, 0])
 WIDE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 LOSSLESS = {"exact": accept_exact, "rejection": accept_by_rejection}

@@ -62,7 +62,7 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
 def test_drafts_are_those_of_a_fresh_drafter(name: str) -> None:
     """With agreement beyond the drafter's reach, disagreement anywhere, tokens that nobody drafted, and waiting drafts
     that are expanded again."""
-    target, generator = target_of("llama"), random.Random(1)
+    target, generator = target_of("llama", num_hidden_layers=2), random.Random(1)
     drafter = DRAFTERS[name](target).for_target(target)
     depth = min(DEPTH, drafter.max_depth or DEPTH)
     step = Step(target, drafter, chain(depth))
