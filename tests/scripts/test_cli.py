@@ -77,15 +77,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_serving_and_learning_need_no_packages_of_training() -> None:
-    code = (
-        "import sys; sys.modules |= dict.fromkeys(('accelerate', 'datasets'))\n"
-        "import draftsmith.scripts.serve, draftsmith.scripts.generate; from draftsmith import OnlineLearner"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 TARGET = ["--target", str(CHAT_TARGET)]
 
 

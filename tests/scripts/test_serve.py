@@ -21,20 +21,21 @@ from tests.inference.serving.test_replies import texts_alone
 
 HEADS = str(REPOSITORY / "examples" / "heads" / "eagle3")
 SECONDS = 120
+WITHOUT_TRAINING = """
+import sys
+sys.modules |= dict.fromkeys(("accelerate", "datasets"))
+import draftsmith.scripts.generate
+from draftsmith import OnlineLearner
+from draftsmith.scripts import serve
+sys.exit(serve.main())
+"""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM")
 def test_texts_under_load_and_the_end_by_a_signal(chat_target: Any, chat_tokenizer: Any) -> None:
-    """Six clients at once get the texts that the target gives alone; then a stream is cut off by SIGTERM."""
-    words = [
-        str(REPOSITORY / "scripts" / "serve.py"),
-        "--target",
-        str(CHAT_TARGET),
-        "--dtype",
-        "float32",
-        "--port",
-        "0",
-    ]
+    """Six clients at once get the texts that the target gives alone; then a stream is cut off by SIGTERM. Serving,
+    chatting and learning need no packages of training."""
+    words = ["-c", WITHOUT_TRAINING, "--target", str(CHAT_TARGET), "--dtype", "float32", "--port", "0"]
     words += ["--max_batch_size", "4", "--max_length", "1024", "--heads", HEADS, "--tree", "dynamic:3,2,6"]
     words += ["--drain_seconds", "0", "--threads", "1"]
     prompts = [[5 + number, 9, 11] for number in range(6)]
