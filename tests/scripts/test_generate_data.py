@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import Decoder, Target
-from draftsmith.scripts import generate_data
+from draftsmith.scripts import cli, generate_data
 from draftsmith.training.data.conversations import load_conversations
 from draftsmith.training.synthesis.arguments import SynthesisArguments
 from draftsmith.training.synthesis.synthesizer import synthesize
-from tests.interrupting import interrupt
 from tests.processes import limited_file_size
 from tests.tiny_tokenizers import read_whole_words
 from tests.training.openai_server import serving
@@ -244,11 +245,23 @@ def test_an_endpoint_writes_the_same(
     assert "tokens a second" in told
 
 
-def test_ctrl_c_keeps_what_is_finished(target: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out.jsonl"
-    options = ("--mode", "self", "--num_conversations", "2000", "--output", str(output))
+def test_ctrl_c_keeps_what_is_finished(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: Any, **options: Any) -> Iterator[Any]:
+        yield next(iter(synthesize(*args, **options)))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(generate_data, "synthesize", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    options = ("--mode", "self", "--num_conversations", "2000", "--output", str(tmp_path / "out.jsonl"))
     words = ["data", "--target", str(target), *SETTINGS, *options]
-    line = interrupt(words, when=r"[1-9]\d*/2000 ")
+    monkeypatch.setattr(sys, "argv", [])
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    signal.signal(signal.SIGINT, handler)
+    assert ended.value.code == 130
+    line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("draftsmith data: interrupted; ")
     assert shlex.split(line.partition("Continue: ")[2]) == ["draftsmith", *words]
     (journal,) = tmp_path.glob("out.jsonl.shard-*")

@@ -7,8 +7,9 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from draftsmith.training import train_heads
 from draftsmith.training.run import progress
 from draftsmith.training.run.outcome import describe_interrupted
 from draftsmith.training.run.trainer import HeadsTrainer
-from tests.interrupting import interrupt
+from tests.conftest import REPOSITORY
 from tests.training.runner import Runner, assert_same
 
 
@@ -95,6 +96,32 @@ def test_a_second_ctrl_c_ends_at_once(
     assert ended.value.code == 130
     assert not [*Path(train.output_dir).glob("checkpoint-*")]
     assert shlex.split(capsys.readouterr().err.partition("Again: ")[2])[:2] == ["draftsmith", "train"]
+
+
+def interrupt(words: Sequence[str], *, when: str) -> str:
+    """Runs `draftsmith WORDS`, interrupts it when its error output has `when` (a regular expression), and returns the
+    last line. There is no traceback, and the status is that of Ctrl-C."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "draftsmith", *words],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
+    ) as process:
+        assert process.stderr is not None
+        told = ""
+        while not re.search(when, told):
+            piece = process.stderr.read(1)
+            assert piece, told
+            told += piece
+        os.killpg(process.pid, signal.SIGINT)
+        told += process.stderr.read()
+    assert process.returncode == 130, told
+    assert "Traceback" not in told
+    return told.splitlines()[-1]
 
 
 @pytest.mark.ci
