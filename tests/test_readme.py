@@ -156,10 +156,6 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
             pytest.fail(f"{document} has a command that no test knows: {shlex.join(words)}")
 
 
-def run_python(path: Path, code: str, namespace: dict[str, object]) -> None:
-    exec(compile(with_models_at_hand(code), str(path), "exec"), namespace)
-
-
 def with_models_at_hand(code: str) -> str:
     """Code whose SmolLM2, where it is absent, is the embedded target."""
     if (REPOSITORY / SMOLLM2).is_dir():
@@ -168,11 +164,16 @@ def with_models_at_hand(code: str) -> str:
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if blocks(path, "python")], ids=name)
-def test_python_runs_from_top_to_bottom(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs_from_top_to_bottom(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the README shows of its output is printed where SmolLM2 is."""
     monkeypatch.chdir(REPOSITORY)
     namespace: dict[str, object] = {}
     for code in blocks(path, "python"):
-        run_python(path, code, namespace)
+        exec(compile(with_models_at_hand(code), str(path), "exec"), namespace)
+    if path == README and (REPOSITORY / SMOLLM2).is_dir():
+        assert capsys.readouterr().out.split() == blocks(README, "text")[0].split()  # its lines are wrapped
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
@@ -184,13 +185,6 @@ def test_links_lead_somewhere(path: Path) -> None:
             titles = re.findall(r"^#+ (.+)$", linked.read_text(encoding="utf-8"), re.M)
             slugs = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
             assert anchor in slugs, f"{file} has no section #{anchor}"
-
-
-@pytest.mark.skipif(not (REPOSITORY / SMOLLM2).is_dir(), reason=f"{SMOLLM2} is absent: `make smollm2` makes it")
-def test_the_readme_prints_what_it_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(REPOSITORY)
-    run_python(README, blocks(README, "python")[0], {})
-    assert capsys.readouterr().out.split() == blocks(README, "text")[0].split()  # its lines are wrapped
 
 
 def test_the_readme_is_short() -> None:
