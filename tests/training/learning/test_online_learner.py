@@ -27,7 +27,7 @@ KINDS = sorted(HEAD_TYPES)
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target.of(tiny_target("llama"))
+    return Target.of(tiny_target("llama", num_hidden_layers=2))
 
 
 def make(kind: str, target: Target) -> DraftHeads:
@@ -229,7 +229,7 @@ def test_folders_of_others_are_refused(target: Target, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_of_a_bfloat16_target_learn(kind: str) -> None:
-    target = Target.of(tiny_target("llama").to(torch.bfloat16))
+    target = Target.of(tiny_target("llama", num_hidden_layers=2).to(torch.bfloat16))
     heads = make(kind, target).to(torch.bfloat16)
     learner = OnlineLearner(target, heads)
     decoder = Decoder(target, heads, learner=learner, tree="chain:2")
