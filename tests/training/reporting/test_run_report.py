@@ -39,7 +39,7 @@ class TestReport:
         runner = Runner(target, conversations, folder / "heads")
         with pytest.MonkeyPatch.context() as monkeypatch:
             read_whole_words(monkeypatch)
-            runner(report=True, eval_strategy="steps", eval_steps=4, max_steps=8)
+            runner(report=True, eval_strategy="steps", eval_steps=4, max_steps=8, num_eval_prompts=2)
             yield runner
 
     def test_a_run_leaves_a_page_of_its_own(self, finished: Runner) -> None:
