@@ -25,6 +25,7 @@ from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.cache_folder import keep_compiled_kernels
 from draftsmith.inference.kernels.attention import grouped_attention
+from draftsmith.inference.runners.few_rows import add_rows
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.step import (
     VERIFIED_CHUNK,
@@ -85,7 +86,9 @@ class Compiler:
         if self.is_freezing:
             self.options |= FROZEN_OPTIONS
             self.reads_prompts = _prefers_onednn(weight.dtype for weight in weights)
-            if not self.reads_prompts:  # inductor's own kernels are made for one number of rows
+            if self.reads_prompts:
+                self.options["joint_custom_post_pass"] = add_rows
+            else:  # inductor's own kernels are made for one number of rows
                 self.options |= OWN_KERNELS
 
     @contextmanager

@@ -1,0 +1,35 @@
+"""Products of few rows in a graph: they get more, and give the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from draftsmith.inference.kernels.packed_weights import LEAST_ROWS
+from draftsmith.inference.runners.few_rows import add_rows
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, LEAST_ROWS, 6])
+def test_products_have_enough_rows(num_rows: int) -> None:
+    torch.manual_seed(0)
+    rows, weight, bias, row_biases = (torch.randn(*size) for size in ((num_rows, 8), (8, 5), (5,), (num_rows, 5)))
+
+    def products(rows: torch.Tensor, row_biases: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(bias, rows, weight) + torch.addmm(row_biases, rows, weight) * (rows @ weight)
+
+    traced = make_fx(products, tracing_mode="fake", _allow_non_fake_inputs=True)(rows, row_biases)
+    wanted = traced(rows, row_biases)
+    add_rows(traced.graph)
+    traced.graph.lint()
+    traced.recompile()
+    torch.testing.assert_close(traced(rows, row_biases), wanted)
+    sizes = {}
+    for node in traced.graph.nodes:
+        if node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            sizes.setdefault(node.target, []).append(node.args[-2].meta["val"].shape[0])
+    enough = max(num_rows, LEAST_ROWS)
+    assert sizes[torch.ops.aten.mm.default] == [enough]
+    assert sorted(sizes[torch.ops.aten.addmm.default]) == sorted(
+        [enough, num_rows]
+    )  # with a bias for each row: as it was
