@@ -79,13 +79,11 @@ class AutoregressionState(RowState):
         hidden: [B, 1 + R, D] outputs of the last accepted slot (row 0) and of each scratch row; the states of their
             children.
         tree: who sees whom among the scratch rows.
-        draft_token_ids: as the heads', made once.
     """
 
     caches: list[DraftCache]
     hidden: Tensor
     tree: TreeRows
-    draft_token_ids: Tensor | None
     row_fields = ("caches", "hidden", "tree")
 
 
@@ -210,7 +208,7 @@ class AutoregressionHeads(DraftHeads):
         ]
         hidden = torch.zeros(batch_size, 1 + num_scratch, self.config.hidden_size, device=self.device, dtype=self.dtype)
         tree = TreeRows(batch_size, num_scratch, self.device)
-        return AutoregressionState(caches, hidden, tree, self.draft_token_ids)
+        return AutoregressionState(caches, hidden, tree)
 
     def extend(
         self,
@@ -232,7 +230,7 @@ class AutoregressionHeads(DraftHeads):
         last_hidden = last_slot(hidden, counts, state.hidden[:, :1])
         state.hidden.narrow(1, 0, 1).copy_(last_hidden)
         state.tree.forget_levels()
-        return DraftLogits(self.score(last_hidden), state.draft_token_ids)
+        return DraftLogits(self.score(last_hidden), self.draft_token_ids)
 
     def expand(self, state: AutoregressionState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
         level = state.tree.open_level(parents)
@@ -244,4 +242,4 @@ class AutoregressionHeads(DraftHeads):
 
         hidden = self.run_layers(self.embed(token_ids), level.parents_of(state.hidden), positions, attend)
         state.hidden.index_copy_(1, level.places, hidden)
-        return DraftLogits(self.score(hidden), state.draft_token_ids)
+        return DraftLogits(self.score(hidden), self.draft_token_ids)

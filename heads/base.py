@@ -26,8 +26,8 @@ from draftsmith.heads.binding import WeightCopies, WeightCopy, check_fit
 from draftsmith.heads.checkpoint import check_place, is_published, load_strictly, read_head_type, replace_checkpoint
 from draftsmith.heads.config import DraftHeadsConfig
 from draftsmith.heads.draft_vocabulary import (
-    choose_columns,
-    default_draft_vocabulary,
+    COUNTS,
+    DraftVocabulary,
     read_counts,
     take_lm_head_rows,
     write_counts,
@@ -43,7 +43,7 @@ from draftsmith.inference.targets.target import Target
 logger = logging.getLogger(__name__)
 
 
-class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
+class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     """A small trained module that drafts for a frozen target; the base class of every kind.
 
     `DraftHeads.from_pretrained(path_or_hub_id)` returns the right kind.
@@ -89,14 +89,7 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         self._checked: weakref.WeakSet[Target] = weakref.WeakSet()
         self._copies = WeightCopies()
         self._copy: WeightCopy | None = None  # a view's
-        self.token_counts: Tensor | None = None
-        # None = `default_draft_vocabulary`. Heads have the columns that their views keep (None = all), and views their
-        # token ids and the rows of the target's LM head.
-        self.draft_vocab_size: int | None = None
-        self._columns: Tensor | None = None
-        self._column_ids: Tensor | None = None
-        self.register_module("borrowed_rows", None)
-        self._learned: list[tuple[Tensor, nn.Linear]] = []  # the same of `learn_draft_vocabulary`
+        self._init_vocabulary()
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles are unbound."""
@@ -112,11 +105,6 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
     @property
     def feature_layers(self) -> tuple[int, ...]:  # type: ignore[override]
         return tuple(self.config.feature_layers)
-
-    @property
-    def draft_token_ids(self) -> Tensor | None:
-        """[C] int64, the target's id of each draft vocabulary entry; None = the target's own vocabulary."""
-        return self._learned[0][0] if self._learned else self._column_ids
 
     @abstractmethod
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> Any: ...
@@ -256,70 +244,46 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
             view._copy = self._copies.make(self, target.dtype, target.device, columns)
             vars(view).update(view._copy.parts)
         if columns is not None:
-            ids, columns = view.draft_token_ids, columns.to(target.device)
-            view._columns, view._column_ids = None, columns if ids is None else ids.to(target.device)[columns]
+            view._columns, view._column_ids = None, self._ids_of(columns).to(target.device, copy=True)
         if self.borrows_lm_head and (columns is not None or self.borrowed_rows is not None):
             rows = take_lm_head_rows(target, cast(Tensor, view._column_ids).to(target.device))
             view._modules = {**view._modules, "borrowed_rows": rows}
-        return self._copies.pack(view) if target.is_packed else view
+        view = self._copies.pack(view) if target.is_packed else view
+        if view._column_ids is not None:
+            self._copies.views.add(view)
+        return view
 
     def write_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replaces all weights in place, also in the views that decoders have made. Call it between two steps.
 
         Args:
-            weights: by name, those of heads with the same config.
+            weights: by name, those of heads with the same config. With `token_counts` (`copy_weights`), the tokens to
+                draft are chosen again; their number stays.
 
         Raises:
             ValueError: names or shapes differ from the heads' own.
         """
-        self._copies.write(self, weights)
+        counts, old = weights.get(COUNTS), self.token_counts
+        if counts is not None and old is not None and torch.equal(counts, old):
+            counts = None
+        self._copies.write(self, {name: tensor for name, tensor in weights.items() if name != COUNTS})
+        if counts is not None:
+            self._count_again(counts)
+        self._copies.update(None if counts is None else self._choose)
+        if counts is not None:
+            for view in self._copies.views:
+                cast(DraftHeads, view)._take_columns(self)
+        self._copies.repack()
 
-    def limit_vocabulary(self, size: int, token_counts: Tensor | None = None) -> Self:
-        """Lets decoders score only the `size` most frequent tokens of those that these heads score. Without it they
-        score all, or `default_draft_vocabulary` if the heads have counts and no vocabulary of their own.
-
-        Drafts take less time, seldom tokens are not drafted, and the text stays the same. Nothing else changes:
-        training and saved heads are whole. For a decoder that draws from q, q has these tokens only.
-
-        Args:
-            size: the number of all scored tokens = no limit.
-            token_counts: [V], as in `fit_vocabulary`; None = those of the training data.
-
-        Raises:
-            ValueError: a size that is not possible, no counts, or a kind from outside that cannot do it.
-        """
-        if self.borrows_lm_head is None:
-            name = self.config.head_type
-            raise ValueError(f"draft_vocab_size is {size}, but the kind {name} does not set borrows_lm_head")
-        self._learned.clear()
-        counts = self.token_counts if token_counts is None else token_counts
-        self._columns = choose_columns(size, counts, self.config.target_vocab_size, self.draft_token_ids)
-        self.draft_vocab_size = size
-        return self
-
-    def learn_draft_vocabulary(self) -> int | None:
-        """Lets a loss, too, compare only the tokens that decoders draft (`limit_vocabulary`), in less time; saved heads
-        are whole. Call it on bound heads that have counts; binding again ends it.
-
-        Returns:
-            the number of these tokens; None = all, since decoders draft all, or the heads have LM heads of their own.
-        """
-        self._learned.clear()
-        has_own = any(name.rpartition(".")[2] == "lm_head" for name, _ in self.named_modules())
-        columns = None if has_own else self._find_columns(self.target)
-        if columns is None:
-            return None
-        ids = columns.to(self.target.device)
-        self._learned.append((ids, take_lm_head_rows(self.target, ids)))
-        return ids.numel()
-
-    def _find_columns(self, target: Target) -> Tensor | None:
-        """The columns of scores that drafts for a target keep; None = all."""
-        is_open = self.draft_vocab_size is None and self.draft_token_ids is None and self.borrows_lm_head is not None
-        if not is_open or self.token_counts is None:
-            return self._columns
-        size = default_draft_vocabulary(target.vocab_size, target.hidden_size, target.layers_size)
-        return None if size is None else choose_columns(size, self.token_counts, self.config.target_vocab_size, None)
+    def copy_weights(self) -> dict[str, Tensor]:
+        """All that learning may change, for `write_weights`: the weights, which tokens an own LM head scores, and the
+        counts that choose the tokens of a draft vocabulary."""
+        found: dict[str, Tensor] = dict(self.named_parameters())
+        if self.own_token_ids is not None:
+            found |= {name: getattr(self, name) for name in self.vocabulary_buffers}
+        if self.token_counts is not None:
+            found[COUNTS] = self.token_counts
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
 
     def _check(self, target: Target) -> None:
         """Refuses a target that the heads do not fit, once for each."""
@@ -356,12 +320,6 @@ class DraftHeads(Drafter, PreTrainedModel):  # type: ignore[misc, unused-ignore]
         """The target's (frozen) input embeddings of `token_ids` [...], in `compute_dtype`: [..., D]."""
         with torch.no_grad():
             return cast(Tensor, self.target.embed_tokens(token_ids)).to(self.compute_dtype)
-
-    def score_as_target(self, hidden: Tensor) -> Tensor:
-        """The target's own (frozen) LM head: states [..., D] of its final norm's scale -> logits [..., C] over
-        `draft_token_ids` in its dtype."""
-        target, rows = self.target, cast(nn.Module | None, self.borrowed_rows)
-        return target.compute_logits(hidden.to(target.dtype), self._learned[0][1] if self._learned else rows)
 
     def get_input_embeddings(self) -> Any:
         """None, which FSDP reads: the embeddings are the target's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -88,6 +88,7 @@ class WeightCopies:
         self._kept: dict[tuple[torch.dtype, torch.device], WeightCopy] = {}
         self._all: list[weakref.ref[WeightCopy]] = []  # in their order: copies of copies come later
         self._packed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.views: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that keep some columns
 
     def forget(self) -> None:
         self._kept.clear()
@@ -100,8 +101,9 @@ class WeightCopies:
 
     @torch.no_grad()
     def write(self, module: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-        """Replaces the weights of `module`, in place, and in all copies that somebody holds."""
-        own = dict(module.named_parameters())
+        """Replaces the weights of `module` in place, and buffers if some are given. Its copies follow with `update`."""
+        own: dict[str, Tensor] = dict(module.named_parameters())
+        own |= {name: buffer for name, buffer in module.named_buffers() if name in weights}
         if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in own.items()}:
             raise ValueError(
                 f"got weights of other {module.config.head_type} heads, with other names or shapes: give those of "
@@ -109,10 +111,23 @@ class WeightCopies:
             )
         for name, tensor in own.items():
             tensor.copy_(weights[name])
+
+    @torch.no_grad()
+    def update(self, choose: Callable[[int], Tensor] | None) -> None:
+        """Takes over the weights in all copies that somebody holds.
+
+        Args:
+            choose: gives the columns that are kept, from their number; None = those of before.
+        """
         self._all = [known for known in self._all if known() is not None]
         for known in self._all:
             if (each := known()) is not None:
+                if choose is not None and each.columns is not None:
+                    each.columns = choose(len(each.columns))
                 each.update()
+
+    def repack(self) -> None:
+        """Packs the weights of packed views again."""
         for view in self._packed:
             repack(view)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,7 +24,7 @@ from draftsmith.heads.modules.vocabulary import most_frequent_tokens
 from draftsmith.inference.targets.target import Target
 
 COUNTS_FILE = "token_counts.safetensors"
-_KEY = "token_counts"
+COUNTS = "token_counts"
 # 32,000 as in EAGLE-3's heads for Llama 3; for small targets less.
 DRAFT_VOCABULARIES = (32_000, 8_192)
 # Above, training spends most of its memory on scores.
@@ -53,7 +53,7 @@ def default_draft_vocabulary(vocab_size: int, hidden_size: int, layers_size: int
 
 
 def write_counts(folder: Path, token_counts: Tensor) -> None:
-    save_file({_KEY: token_counts.cpu().contiguous()}, folder / COUNTS_FILE)
+    save_file({COUNTS: token_counts.cpu().contiguous()}, folder / COUNTS_FILE)
 
 
 def read_counts(path: str, **hub: Any) -> Tensor | None:
@@ -62,7 +62,7 @@ def read_counts(path: str, **hub: Any) -> Tensor | None:
         return None
     optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     file = cached_file(path, COUNTS_FILE, **hub, **optional)
-    return None if file is None else load_file(file)[_KEY]
+    return None if file is None else load_file(file)[COUNTS]
 
 
 def choose_columns(size: int, token_counts: Tensor | None, vocab_size: int, own_ids: Tensor | None) -> Tensor | None:
@@ -104,3 +104,126 @@ def take_lm_head_rows(target: Target, token_ids: Tensor) -> nn.Linear:
     if linear.bias is not None:
         linear.bias = nn.Parameter(bias, requires_grad=False)
     return linear
+
+
+class DraftVocabulary:
+    """Which tokens heads of any kind score: all, those that their own LM head was trained for, or fewer of these.
+
+    Attributes:
+        borrows_lm_head: as in `DraftHeads`.
+        own_token_ids: [C] int64, the target's id of each token that the heads' own LM head was trained for; None = all.
+        vocabulary_buffers: names of the buffers that say which tokens an own LM head was trained for.
+        token_counts: [V], how often the training data have each token; None = not known.
+    """
+
+    vocabulary_buffers: ClassVar[tuple[str, ...]] = ()
+    own_token_ids: Tensor | None = None
+    borrows_lm_head: bool | None
+    borrowed_rows: nn.Module | None
+    config: Any
+    target: Any
+
+    def _init_vocabulary(self) -> None:
+        self.token_counts: Tensor | None = None
+        # None = `default_draft_vocabulary`. Heads have the columns that their views keep (None = all), and views their
+        # token ids and the rows of the target's LM head.
+        self.draft_vocab_size: int | None = None
+        self._columns: Tensor | None = None
+        self._column_ids: Tensor | None = None
+        cast(nn.Module, self).register_module("borrowed_rows", None)
+        self._learned: list[tuple[Tensor, nn.Linear]] = []  # the same of `learn_draft_vocabulary`
+
+    @property
+    def draft_token_ids(self) -> Tensor | None:
+        """[C] int64, the target's id of each draft vocabulary entry; None = the target's own vocabulary."""
+        if self._learned:
+            return self._learned[0][0]
+        return self.own_token_ids if self._column_ids is None else self._column_ids
+
+    def score_as_target(self, hidden: Tensor) -> Tensor:
+        """The target's own (frozen) LM head: states [..., D] of its final norm's scale -> logits [..., C] over
+        `draft_token_ids` in its dtype."""
+        rows = self._learned[0][1] if self._learned else self.borrowed_rows
+        logits: Tensor = self.target.compute_logits(hidden.to(self.target.dtype), rows)
+        return logits
+
+    def choose_vocabulary(self, token_counts: Tensor) -> None:
+        """Chooses the tokens to draft again, by other counts [V]: the most frequent ones, as many as before. For heads
+        that learn: decoders get them with the weights (`DraftHeads.write_weights`)."""
+        self._count_again(token_counts)
+
+    def find_drafted(self, target: Target) -> Tensor | None:
+        """[C] int64, the tokens that decoders of a target draft; None = all."""
+        columns = self._find_columns(target)
+        return self.own_token_ids if columns is None else self._ids_of(columns)
+
+    def _count_again(self, token_counts: Tensor) -> None:
+        self.token_counts = token_counts
+        if self.draft_vocab_size is not None and self._columns is not None:
+            self._columns = self._choose(len(self._columns))
+        if self._learned:
+            self.learn_draft_vocabulary()
+
+    def _choose(self, size: int) -> Tensor:
+        columns = choose_columns(size, self.token_counts, self.config.target_vocab_size, self.own_token_ids)
+        return cast(Tensor, columns)
+
+    @torch.no_grad()
+    def _take_columns(self, heads: DraftVocabulary) -> None:
+        """Lets this view keep the columns that its heads have chosen again."""
+        ids = cast(Tensor, self._column_ids)
+        ids.copy_(heads._ids_of(heads._choose(len(ids))))
+        if self.borrowed_rows is not None:
+            rows = take_lm_head_rows(self.target, ids)
+            self.borrowed_rows.load_state_dict(rows.state_dict())
+
+    def limit_vocabulary(self, size: int, token_counts: Tensor | None = None) -> Self:
+        """Lets decoders score only the `size` most frequent tokens of those that these heads score. Without it they
+        score all, or `default_draft_vocabulary` if the heads have counts and no vocabulary of their own.
+
+        Drafts take less time, seldom tokens are not drafted, and the text stays the same. Nothing else changes:
+        training and saved heads are whole. For a decoder that draws from q, q has these tokens only.
+
+        Args:
+            size: the number of all scored tokens = no limit.
+            token_counts: [V], as in `fit_vocabulary`, in the place of those of the training data; None = these.
+
+        Raises:
+            ValueError: a size that is not possible, no counts, or a kind from outside that cannot do it.
+        """
+        if self.borrows_lm_head is None:
+            name = self.config.head_type
+            raise ValueError(f"draft_vocab_size is {size}, but the kind {name} does not set borrows_lm_head")
+        self._learned.clear()
+        counts = self.token_counts if token_counts is None else token_counts
+        self._columns = choose_columns(size, counts, self.config.target_vocab_size, self.own_token_ids)
+        self.draft_vocab_size, self.token_counts = size, counts
+        return self
+
+    def learn_draft_vocabulary(self) -> int | None:
+        """Lets a loss, too, compare only the tokens that decoders draft (`limit_vocabulary`), in less time; saved heads
+        are whole. Call it on bound heads that have counts; binding again ends it.
+
+        Returns:
+            the number of these tokens; None = all, since decoders draft all, or the heads have LM heads of their own.
+        """
+        self._learned.clear()
+        has_own = any(name.rpartition(".")[2] == "lm_head" for name, _ in cast(nn.Module, self).named_modules())
+        columns = None if has_own else self._find_columns(self.target)
+        if columns is None:
+            return None
+        ids = columns.to(self.target.device)
+        self._learned.append((ids, take_lm_head_rows(self.target, ids)))
+        return ids.numel()
+
+    def _find_columns(self, target: Target) -> Tensor | None:
+        """The columns of scores that drafts for a target keep; None = all."""
+        is_open = self.draft_vocab_size is None and self._column_ids is None and self.own_token_ids is None
+        if not is_open or self.borrows_lm_head is None or self.token_counts is None:
+            return self._columns
+        size = default_draft_vocabulary(target.vocab_size, target.hidden_size, target.layers_size)
+        return None if size is None else choose_columns(size, self.token_counts, self.config.target_vocab_size, None)
+
+    def _ids_of(self, columns: Tensor) -> Tensor:
+        own = self.own_token_ids
+        return columns if own is None else own[columns.to(own.device)]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from draftsmith.heads.autoregression import AutoregressionConfig, AutoregressionHeads
 from draftsmith.heads.draft_vocabulary import default_draft_vocabulary
 from draftsmith.heads.modules.layers import DecoderLayer, DraftAttention, DraftLayer, RMSNorm
-from draftsmith.heads.modules.vocabulary import map_tensors, most_frequent_tokens
+from draftsmith.heads.modules.vocabulary import map_tensors, most_frequent_tokens, move_rows
 from draftsmith.inference.targets.target import Target
 
 
@@ -124,6 +124,7 @@ class Eagle3Heads(AutoregressionHeads):
     config_class = Eagle3Config
     has_static_state = True
     borrows_lm_head = False
+    vocabulary_buffers = ("d2t", "t2d")
     default_loss = "distillation"
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -155,9 +156,9 @@ class Eagle3Heads(AutoregressionHeads):
     # The draft vocabulary.
 
     @property
-    def draft_token_ids(self) -> Tensor | None:
-        if not self.has_draft_vocab or self._column_ids is not None:
-            return self._column_ids
+    def own_token_ids(self) -> Tensor | None:  # type: ignore[override]
+        if not self.has_draft_vocab:
+            return None
         return self.d2t + torch.arange(self.d2t.numel(), device=self.d2t.device)
 
     @property
@@ -174,6 +175,16 @@ class Eagle3Heads(AutoregressionHeads):
         self.d2t, self.t2d = map_tensors(token_ids, self.config.target_vocab_size)
         with torch.no_grad():
             self.lm_head.weight.copy_(self.target.lm_head_weight()[token_ids])
+
+    @torch.no_grad()
+    def choose_vocabulary(self, token_counts: Tensor) -> None:
+        if (before := self.own_token_ids) is not None:
+            token_ids = most_frequent_tokens(token_counts, len(before)).to(self.device)
+            weight = self.lm_head.weight
+            weight.copy_(move_rows(weight, before, token_ids, self.target.lm_head_weight()))
+            for buffer, tensor in zip((self.d2t, self.t2d), map_tensors(token_ids, len(self.t2d)), strict=True):
+                buffer.copy_(tensor)
+        super().choose_vocabulary(token_counts)
 
     def init_from_target(self, target: Target) -> None:
         """The LM head expects states of the final norm's scale, so both start from the target's. `fit_vocabulary`

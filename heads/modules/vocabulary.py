@@ -35,6 +35,31 @@ def map_tensors(token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     return d2t, t2d
 
 
+@torch.no_grad()
+def move_rows(rows: Tensor, before: Tensor, after: Tensor, table: Tensor) -> Tensor:
+    """The rows [Vd, D] of an LM head for other tokens. Those of tokens that stay are kept; the others are the target's,
+    mapped as those of the tokens before are mapped to `rows`, by least squares.
+
+    Args:
+        rows: [Vd, D] of the tokens `before` [Vd]; `after` [Vd] are the other tokens.
+        table: [V, D'], the rows of the target's LM head.
+    """
+    known, table = table[before].float(), table.to(rows.device)
+    products = known.T @ known
+    products.diagonal().add_(1e-3 * products.diagonal().mean())
+    moved = (table[after].float() @ torch.linalg.solve(products, known.T @ rows.float())).to(rows.dtype)
+    return keep_rows(rows, before, after, moved)
+
+
+def keep_rows(rows: Tensor, before: Tensor, after: Tensor, others: Tensor) -> Tensor:
+    """Rows [Vd, D] for the tokens `after`: those of `rows`, which belong to `before`, where a token is in both, and of
+    `others` elsewhere."""
+    place = before.new_full((int(max(before.max(), after.max())) + 1,), -1)
+    place[before] = torch.arange(len(before), device=before.device)
+    found = place[after]
+    return torch.where(found[:, None] >= 0, rows[found], others)
+
+
 def seldom_token(target: Target) -> int:
     """A token that texts have seldom: the padding token, or the last one where that has another use."""
     config = target.text_config

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.modules.host_tensors import OnHost
+from draftsmith.heads.modules.vocabulary import keep_rows
 from draftsmith.inference.learning import Learner, LearningProgress, SeenText, Trial
 from draftsmith.inference.targets.model_config import has_fast_bfloat16
 from draftsmith.inference.targets.target import Target
@@ -43,6 +44,11 @@ TRIAL_RATIO = 3  # tokens that are learned between two trials, for each token of
 PATIENCE = 3  # trials in a row without a gain, after which what was learned is dropped
 MAX_PASSES = 4  # over what was read; then learning waits for new texts
 MAX_TRIALS = 1000  # that are remembered
+VOCABULARY_TOKENS, MOST_TOKENS = (
+    4096,
+    65_536,
+)  # of replies, until the draft vocabulary is looked at again: at first, later
+MOST_MISSED = 0.01  # of the replies' tokens, that a draft vocabulary may lack
 WAIT_SECONDS = 0.05
 
 
@@ -65,7 +71,7 @@ class OnlineLearner(Learner):
             four times over what was read.
         num_bytes: of states of decoded texts, in memory only.
         folder: where the weights in use, the optimizer and counters are kept, and taken from at the start; None =
-            nowhere. No text is ever written.
+            nowhere. No text is ever written, only how often the texts have each token.
         trial_seconds: between two comparisons.
         tokens_per_step: tokens of a step of learning.
         held_back_tokens: tokens of a comparison, at most.
@@ -132,19 +138,22 @@ class OnlineLearner(Learner):
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._num_failed = 0
+        self._seen = torch.zeros(self.target.vocab_size, dtype=torch.double)  # how often replies had each token
+        self._next_look = VOCABULARY_TOKENS
         self._last_trial = time.perf_counter(), 0  # when, and after how many learned tokens
         self._before = 0, 0, 0  # texts, tokens and learned tokens of earlier runs
         self._begin()
 
     def _begin(self) -> None:
         """Goes on where an earlier run has ended, if the folder has one."""
-        self._first = _copy_weights(self._student)
+        self._first = self._student.copy_weights()
         state = None if self.folder is None else read_state(self.folder, self.heads)
         self._origin = fingerprint(self.heads) if state is None else state.origin
         if state is not None:
             self.heads.write_weights(state.in_use)
-            self._write_student(state.in_use)
-        self._in_use = _copy_weights(self._student)
+            self._student.write_weights(state.in_use)
+        self._in_use = self._student.copy_weights()
+        self._counts = self._student.token_counts
         self._restart_optimizer()
         if state is None:
             return
@@ -169,8 +178,10 @@ class OnlineLearner(Learner):
         features = text.features[cut:].to("cpu", copy=cut > 0)  # a view would keep the whole prompt
         last = features if same else text.last_hidden[cut:].to("cpu", copy=cut > 0)
         ids, num_prompt = text.token_ids[cut:], text.num_prompt - cut
+        replied = torch.tensor(ids[num_prompt:], dtype=torch.long)
         with self._lock:
             self.buffer.add(SeenText(ids, num_prompt, features, last))
+            self._seen += torch.bincount(replied, minlength=len(self._seen))
 
     def swap(self) -> None:
         """Puts better weights into the heads, if there are."""
@@ -230,7 +241,9 @@ class OnlineLearner(Learner):
         if not texts:
             return None
         batch = join_texts(texts, self.target.device)
-        before, after, first = (self._measure(batch, weights) for weights in (self._in_use, None, self._first))
+        learned = self._student.copy_weights()
+        before, after, first = (self._measure(batch, weights) for weights in (self._in_use, learned, self._first))
+        self._student.write_weights(learned)
         so_far = self.progress
         counts = so_far.num_texts, so_far.num_tokens, so_far.num_learned
         is_swapped, is_undone = after > before and after >= first, first > max(before, after)
@@ -240,13 +253,13 @@ class OnlineLearner(Learner):
         self._num_trials, self._num_swaps = self._num_trials + 1, self._num_swaps + (is_swapped or is_undone)
         self._num_failed = 0 if is_swapped or is_undone else self._num_failed + 1
         if is_swapped or is_undone:
-            self._in_use = self._first if is_undone else _copy_weights(self._student)
+            self._in_use = self._first if is_undone else learned
             if self.target.device.type == "cuda":
                 torch.cuda.current_stream(self.target.device).synchronize()  # decoding reads them on its own stream
             self._better.append(self._in_use)
         if is_undone or self._num_failed == PATIENCE:
-            self._num_failed = 0
-            self._write_student(self._in_use)
+            self._num_failed = self._next_look = 0
+            self._student.write_weights(self._in_use)
             self._restart_optimizer()
         return trial
 
@@ -263,9 +276,12 @@ class OnlineLearner(Learner):
         all."""
         if self.folder is None:
             return
+        own = self._student.copy_weights()
+        is_same = all(torch.equal(own[n], self._in_use[n]) for n in self._student.vocabulary_buffers if n in own)
         moments = {
             f"{name}/{kind}": value
             for name, parameter in self._student.named_parameters()
+            if is_same or "lm_head" not in name.split(".")
             for kind, value in self._optimizer.state.get(parameter, {}).items()
         }
         write_state(self.folder, self.heads, LearnerState(self._in_use, moments, asdict(self.progress), self._origin))
@@ -304,14 +320,49 @@ class OnlineLearner(Learner):
             if self._stopping.wait(min(left, WAIT_SECONDS)):
                 return
 
+    def _follow_texts(self) -> None:
+        """Lets the student draft other tokens if the texts have many that it does not draft."""
+        with self._lock:
+            total = int(self._seen.sum())
+            if total < self._next_look:
+                return
+            seen = self._seen.clone()
+            self._seen /= 2  # older texts count less
+        self._next_look = total // 2 + max(VOCABULARY_TOKENS, min(total, MOST_TOKENS))
+        if (drafted := self._student.find_drafted(self.target)) is None:
+            return
+        missed = 1 - float(seen[drafted.cpu()].sum() / seen.sum().clamp(min=1))
+        if missed <= MOST_MISSED:
+            return
+        if self._counts is None:  # not known: every seen token before those of the first vocabulary
+            counts = (2 * seen).ceil().long()
+            counts[drafted.cpu()] += 1
+        else:
+            old = self._counts.cpu()
+            counts = old + (seen * max(1.0, int(old.sum()) / total)).round().long()
+        before = self._student.own_token_ids
+        self._student.choose_vocabulary(counts)
+        if before is not None:
+            self._keep_moments(before, self._student.own_token_ids)
+        logger.info(
+            "%.0f%% of the texts' tokens were not in the draft vocabulary, which follows them now", 100 * missed
+        )
+
+    def _keep_moments(self, before: Tensor, after: Tensor) -> None:
+        """Of the LM head's rows, which belong to other tokens now."""
+        for name, weight in self._student.named_parameters():
+            if "lm_head" in name.split("."):
+                moments = self._optimizer.state.get(weight, {})
+                for kind, values in moments.items():
+                    if values.ndim:  # not the number of steps
+                        moments[kind] = keep_rows(values, before, after, torch.zeros_like(values))
+
     def _held_back(self) -> list[SeenText]:
         with self._lock:
             return self.buffer.held_back(self.held_back_tokens)
 
-    def _forward(
-        self, batch: TextBatch, weights: Mapping[str, Tensor] | None, loss_fn: Callable[..., Any] | None
-    ) -> Any:
-        """The heads' pass over a batch, with these weights or the student's own."""
+    def _forward(self, batch: TextBatch, loss_fn: Callable[..., Any] | None) -> Any:
+        """The student's pass over a batch."""
         seeds = torch.randint(-(2**63), 2**63 - 1, batch.loss_mask.shape, generator=self._generator)
         arguments = {
             "loss_fn": loss_fn,
@@ -319,12 +370,10 @@ class OnlineLearner(Learner):
             "document_ids": OnHost(batch.document_ids),
             "token_seeds": OnHost(seeds),
         }
-        given = batch.features, batch.input_ids
-        if weights is None:
-            return self._student(*given, **arguments)
-        return torch.func.functional_call(self._student, dict(weights), given, arguments)
+        return self._student(batch.features, batch.input_ids, **arguments)
 
     def _take_step(self) -> float:
+        self._follow_texts()
         with self._lock:
             texts = self.buffer.sample(self.tokens_per_step)
         batch = join_texts(texts, self.target.device)
@@ -343,7 +392,7 @@ class OnlineLearner(Learner):
         )
         with torch.enable_grad():
             with self._autocast():
-                loss = self._forward(batch, None, loss_fn).loss
+                loss = self._forward(batch, loss_fn).loss
             loss.backward()
         norm = nn.utils.clip_grad_norm_(self._student.parameters(), 1.0)
         if torch.isfinite(norm):  # a target may give states that are not
@@ -354,9 +403,11 @@ class OnlineLearner(Learner):
         self.num_learned += batch.input_ids.numel()
         return float(loss.detach())
 
-    def _measure(self, batch: TextBatch, weights: Mapping[str, Tensor] | None) -> float:
+    def _measure(self, batch: TextBatch, weights: Mapping[str, Tensor]) -> float:
+        """The student's acceptance length with these weights, which it keeps."""
+        self._student.write_weights(weights)
         with torch.no_grad(), self._autocast():
-            steps = self._forward(batch, weights, None)
+            steps = self._forward(batch, None)
             serves_all = self._student.runs_target_layers
             return measure_acceptance(steps, batch, self._student.draft_token_ids, serves_all_depths=serves_all)
 
@@ -376,12 +427,3 @@ class OnlineLearner(Learner):
         scale = min(1.0, self._num_steps / WARMUP_STEPS)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = scale * peak
-
-    def _write_student(self, weights: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self._student.named_parameters():
-                parameter.copy_(weights[name])
-
-
-def _copy_weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.heads import DraftHeads
+from draftsmith.heads.draft_vocabulary import COUNTS
 
 FILE = "learner.safetensors"
 HEADS = "heads"
@@ -53,6 +54,7 @@ def fingerprint(heads: DraftHeads, weights: Mapping[str, Tensor] | None = None) 
     config = {name: value for name, value in heads.config.to_dict().items() if name not in UNIMPORTANT}
     found = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     tensors = {**dict(heads.named_buffers()), **(weights or dict(heads.named_parameters()))}
+    tensors.pop(COUNTS, None)
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         narrow = tensor.to(torch.bfloat16).view(torch.int16) if tensor.is_floating_point() else tensor

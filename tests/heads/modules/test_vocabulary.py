@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from draftsmith.heads.modules.vocabulary import map_tensors, most_frequent_tokens, principal_embeddings
+from draftsmith.heads.modules.vocabulary import map_tensors, most_frequent_tokens, move_rows, principal_embeddings
 
 
 def test_the_worked_example() -> None:
@@ -44,3 +44,15 @@ def test_principal_embeddings_keep_what_tells_tokens_apart(rank: int) -> None:
     torch.testing.assert_close(
         nn.functional.cosine_similarity(found[:, None], found[None], dim=-1), angles, atol=1e-3, rtol=1e-3
     )
+
+
+def test_rows_of_other_tokens_continue_the_map_of_the_old_ones() -> None:
+    torch.manual_seed(0)
+    table, fit = torch.randn(60, 8), torch.randn(8, 6)
+    rows = table[:40] @ fit
+    before, after = torch.arange(0, 40), torch.tensor([50, 3, 59, 58, *range(4, 40)])
+    rows[3] += 1.0  # as learned, not as mapped
+    moved = move_rows(rows, before, after, table)
+    stays = after < 40
+    assert torch.equal(moved[stays], rows[after[stays]])
+    torch.testing.assert_close(moved[~stays], table[after[~stays]] @ fit, rtol=0.2, atol=0.3)

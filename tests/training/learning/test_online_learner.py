@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
 from draftsmith.inference import Decoder, Target
@@ -89,6 +90,66 @@ def test_learning_improves_the_heads_and_never_changes_the_text(kind: str, targe
     assert all(trial.after > trial.before for trial in learner.progress.trials if trial.is_swapped)
 
 
+@pytest.mark.parametrize("kind", ["mtp", "medusa", "eagle3", "eagle3-limited"])
+def test_the_draft_vocabulary_follows_the_texts(kind: str, tmp_path: Path) -> None:
+    """To tokens that the texts have and the training data had not, in the middle of a stream; heads from the folder
+    draft them, too."""
+    target = Target.of(tiny_target("llama"))
+    everything, size = torch.arange(target.vocab_size, 0, -1), 24
+    torch.manual_seed(0)
+    if kind == "eagle3":
+        heads = create_heads("eagle3", target, draft_vocab_size=size)
+        heads.fit_vocabulary(everything)
+        heads.token_counts = None  # not known of imported heads
+    elif kind == "eagle3-limited":
+        heads = create_heads("eagle3", target, draft_vocab_size=40)
+        heads.fit_vocabulary(everything)
+        heads.limit_vocabulary(size)
+    else:
+        heads = create_heads(kind, target)
+        heads.limit_vocabulary(size, everything)
+    folder = tmp_path / "learned"
+    learner = OnlineLearner(target, heads, folder=folder, muon_learning_rate=0.05, learning_rate=3e-3)
+    decoder = Decoder(target, heads, learner=learner, tree="chain:2")
+    high = torch.zeros(target.vocab_size).index_fill(0, torch.arange(target.vocab_size - 12, target.vocab_size), 20.0)
+
+    class Biased(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            return scores + high
+
+    def texts_of(of: Decoder) -> list[list[int]]:
+        processors = LogitsProcessorList([Biased()])
+        options = {"max_new_tokens": 24, "logits_processor": processors, "do_sample": True}
+        return [of.generate(torch.tensor([p]), seed=p[0], **options).sequences[0].tolist() for p in PROMPTS]
+
+    wanted = texts_of(Decoder(target))
+    assert texts_of(decoder) == wanted
+    used = {token for text, prompt in zip(wanted, PROMPTS, strict=True) for token in text[len(prompt) :]}
+    assert not used & {*heads.find_drafted(target).tolist()}
+    learner._next_look = 0
+    learner.work()
+    learner.learn(10)
+    stream = decoder.stream(torch.tensor([PROMPTS[0]]), max_new_tokens=24, do_sample=False)
+    text = next(stream)
+    learner._in_use = learner._student.copy_weights()
+    learner._better.append(learner._in_use)
+    learner.swap()
+    text += [token for tokens in stream for token in tokens]
+    plain = Decoder(target).generate(torch.tensor([PROMPTS[0]]), max_new_tokens=24, do_sample=False)
+    assert text == plain.sequences[0, len(PROMPTS[0]) :].tolist()
+    assert used <= {*decoder.drafter.draft_token_ids.tolist()}
+    assert decoder.drafter.draft_token_ids.numel() == size
+    assert texts_of(decoder) == wanted
+    learner.save()
+    loaded = DraftHeads.from_pretrained(folder / "heads")
+    if "limited" in kind or not kind.startswith("eagle3"):
+        loaded.limit_vocabulary(size)
+    fresh = Decoder(target, loaded, tree="chain:2")
+    assert torch.equal(fresh.drafter.draft_token_ids, decoder.drafter.draft_token_ids)
+    for name, tensor in fresh.drafter.state_dict().items():
+        assert torch.equal(tensor, decoder.drafter.state_dict()[name]), name
+
+
 def test_of_a_prompt_the_end_is_kept(target: Target) -> None:
     """Its states, too, without the memory of those that are left out."""
     learner = OnlineLearner(target, make("eagle3", target))
@@ -125,7 +186,7 @@ def test_decoders_draft_with_the_new_weights(dtype: torch.dtype, is_packed: bool
         except ValueError:
             pytest.skip("this CPU packs no weights of this dtype")
     heads = make("mtp", target)
-    heads.limit_vocabulary(32, torch.arange(target.vocab_size))
+    heads.limit_vocabulary(32, torch.arange(target.vocab_size, 0, -1))
     decoder = Decoder(decoding, heads, tree="chain:2")
     torch.manual_seed(1)
     others = create_heads("mtp", target)
@@ -134,7 +195,7 @@ def test_decoders_draft_with_the_new_weights(dtype: torch.dtype, is_packed: bool
             parameter.add_(torch.randn_like(parameter) * 0.1)
     others.limit_vocabulary(32, torch.arange(target.vocab_size))
     again = Decoder(decoding, decoder.drafter, tree="chain:2")  # a view of a view
-    heads.write_weights(dict(others.named_parameters()))
+    heads.write_weights(others.copy_weights())  # and other tokens to draft
     ids = torch.tensor([PROMPTS[0]])
     assert again.drafter is not None
     assert again.generate(ids, max_new_tokens=16, seed=0).stats.accepted_histogram
@@ -354,7 +415,7 @@ def test_acceptance_is_that_of_greedy_chains(kind: str, target: Target) -> None:
     # A decoder's first token is the target's own: chains begin behind it.
     texts = [dataclasses.replace(text, num_prompt=text.num_prompt + 1) for text in seen]
     batch = join_texts(texts, target.device)
-    steps = learner._forward(batch, None, None)[:2]
+    steps = learner._forward(batch, None)[:2]
     measured = measure_acceptance(steps, batch, heads.draft_token_ids, serves_all_depths=False)
     lengths = []
     for text in seen:

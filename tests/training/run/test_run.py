@@ -117,7 +117,7 @@ class TestARun:
     def test_a_loss_of_the_tokens_that_decoders_draft(
         self, train: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("draftsmith.heads.base.default_draft_vocabulary", lambda *_: 50)
+        monkeypatch.setattr("draftsmith.heads.draft_vocabulary.default_draft_vocabulary", lambda *_: 50)
         with caplog.at_level(logging.INFO):
             train(head_type="mtp", head_overrides=None, loss_vocabulary="draft", max_steps=2)
         assert "the loss compares the 50 tokens that decoders draft" in caplog.text
