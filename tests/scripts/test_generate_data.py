@@ -253,7 +253,7 @@ def test_ctrl_c_keeps_what_is_finished(
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(generate_data, "synthesize", interrupted)
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
     options = ("--mode", "self", "--num_conversations", "2000", "--output", str(tmp_path / "out.jsonl"))
     words = ["data", "--target", str(target), *SETTINGS, *options]
     monkeypatch.setattr(sys, "argv", [])
