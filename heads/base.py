@@ -263,17 +263,14 @@ class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[mis
         Raises:
             ValueError: names or shapes differ from the heads' own.
         """
-        counts, old = weights.get(COUNTS), self.token_counts
-        if counts is not None and old is not None and torch.equal(counts, old):
-            counts = None
         self._copies.write(self, {name: tensor for name, tensor in weights.items() if name != COUNTS})
-        if counts is not None:
-            self._count_again(counts)
-        self._copies.update(None if counts is None else self._choose)
-        if counts is not None:
+        counts, old, choose = weights.get(COUNTS), self.token_counts, None
+        if counts is not None and (old is None or not torch.equal(counts, old)):
+            DraftVocabulary.choose_vocabulary(self, counts)  # the rows of an own LM head are among the weights
+            choose = self._choose
             for view in self._copies.views:
                 cast(DraftHeads, view)._take_columns(self)
-        self._copies.repack()
+        self._copies.update(choose)
 
     def copy_weights(self) -> dict[str, Tensor]:
         """All that learning may change, for `write_weights`: the weights, which tokens an own LM head scores, and the

@@ -114,10 +114,10 @@ class WeightCopies:
 
     @torch.no_grad()
     def update(self, choose: Callable[[int], Tensor] | None) -> None:
-        """Takes over the weights in all copies that somebody holds.
+        """Takes over the weights in all copies that somebody holds, also packed ones.
 
         Args:
-            choose: gives the columns that are kept, from their number; None = those of before.
+            choose: gives the columns that copies keep, from their number; None = those of before.
         """
         self._all = [known for known in self._all if known() is not None]
         for known in self._all:
@@ -125,9 +125,6 @@ class WeightCopies:
                 if choose is not None and each.columns is not None:
                     each.columns = choose(len(each.columns))
                 each.update()
-
-    def repack(self) -> None:
-        """Packs the weights of packed views again."""
         for view in self._packed:
             repack(view)
 

@@ -150,19 +150,16 @@ class DraftVocabulary:
     def choose_vocabulary(self, token_counts: Tensor) -> None:
         """Chooses the tokens to draft again, by other counts [V]: the most frequent ones, as many as before. For heads
         that learn: decoders get them with the weights (`DraftHeads.write_weights`)."""
-        self._count_again(token_counts)
-
-    def find_drafted(self, target: Target) -> Tensor | None:
-        """[C] int64, the tokens that decoders of a target draft; None = all."""
-        columns = self._find_columns(target)
-        return self.own_token_ids if columns is None else self._ids_of(columns)
-
-    def _count_again(self, token_counts: Tensor) -> None:
         self.token_counts = token_counts
         if self.draft_vocab_size is not None and self._columns is not None:
             self._columns = self._choose(len(self._columns))
         if self._learned:
             self.learn_draft_vocabulary()
+
+    def find_drafted(self, target: Target) -> Tensor | None:
+        """[C] int64, the tokens that decoders of a target draft; None = all."""
+        columns = self._find_columns(target)
+        return self.own_token_ids if columns is None else self._ids_of(columns)
 
     def _choose(self, size: int) -> Tensor:
         columns = choose_columns(size, self.token_counts, self.config.target_vocab_size, self.own_token_ids)

@@ -44,10 +44,8 @@ TRIAL_RATIO = 3  # tokens that are learned between two trials, for each token of
 PATIENCE = 3  # trials in a row without a gain, after which what was learned is dropped
 MAX_PASSES = 4  # over what was read; then learning waits for new texts
 MAX_TRIALS = 1000  # that are remembered
-VOCABULARY_TOKENS, MOST_TOKENS = (
-    4096,
-    65_536,
-)  # of replies, until the draft vocabulary is looked at again: at first, later
+VOCABULARY_TOKENS = 4096  # of replies, between two looks at the draft vocabulary: at first,
+MOST_TOKENS = 65_536  # and at most
 MOST_MISSED = 0.01  # of the replies' tokens, that a draft vocabulary may lack
 WAIT_SECONDS = 0.05
 
