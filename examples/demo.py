@@ -133,7 +133,8 @@ def show_reply(
     has_brackets = not console.is_terminal or console.no_color
     input_ids = encode_messages(tokenizer, [{"role": "user", "content": question}]).to(target.device)
     name, drafts = drafter
-    decoders = (Decoder(target, compile=args.compile), Decoder(target, drafts, tree=args.tree, compile=args.compile))
+    drafted = Decoder(target, drafts, tree=args.tree, compile=args.compile)
+    decoders = (Decoder(target, compile=drafted if args.compile else False), drafted)
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": False, **options}
     recordings = record_side_by_side(*decoders, input_ids, repeats=args.repeats, **options)
     titles = ("plain decoding", f"{name}, {recordings[1].acceptance_length:.2f} tokens per pass")

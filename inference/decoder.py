@@ -80,7 +80,8 @@ class Decoder:
         compile: compile drafting, verification, acceptance and commits with torch.compile. The first steps of a process
             then take a minute or more (`stats.seconds["compile"]`). Compiled numbers are rounded differently from the
             eager model's, so a near-tie may fall the other way. Weights and active adapters are read when a graph is
-            made: make a new decoder after a change.
+            made: make a new decoder after a change. A compiled decoder of the same target instead of True: its graphs
+            of the target, which take longest to make, serve this one, too.
         pack_weights: keep a second copy of linear layers' weights, in the order in which oneDNN's kernels read them
             (float32 and bfloat16 on a CPU). It takes their memory once more. Targets beyond the processor's caches
             gain most (docs/decoding.md). Weights are read when the decoder is made.
@@ -110,7 +111,7 @@ class Decoder:
         is_coupled: bool = True,
         batch_invariant: bool = False,
         is_synchronised: bool = False,
-        compile: bool = False,  # noqa: A002
+        compile: bool | Decoder = False,  # noqa: A002
         pack_weights: bool = False,
         graphs: bool = False,
         learner: Learner | None = None,
@@ -161,7 +162,13 @@ class Decoder:
         file = memory_file(self.target, self.drafter, candidates, step.runner.name, is_coupled=step.is_coupled)
         return Planner(candidates, file, node_cost=NODE_COSTS.get(self.target.device.type, NODE_COSTS["cuda"]))
 
-    def _choose_runner(self, *, compile: bool, graphs: bool) -> Runner:  # noqa: A002
+    def _choose_runner(self, *, compile: bool | Decoder, graphs: bool) -> Runner:  # noqa: A002
+        beside = compile.step if isinstance(compile, Decoder) else None
+        if beside is not None and (beside.target is not self.target or beside.runner.name != "compiled"):
+            raise ValueError(
+                "compile is a decoder that has no graphs of this target: give a compiled decoder, and its `target` as "
+                "the target"
+            )
         if graphs and compile:
             raise ValueError(
                 "compile and graphs are both true: compiled functions cannot be captured here; choose one of them"
@@ -177,7 +184,7 @@ class Decoder:
             return graph_runner(self.target.device)
         if compile:
             modules = [m for m in (self.target.model, self.drafter) if isinstance(m, nn.Module)]
-            return compiled_runner(modules, drafter_changes=self.learner is not None)
+            return compiled_runner(modules, drafter_changes=self.learner is not None, beside=beside)
         return Runner()
 
     def generate(

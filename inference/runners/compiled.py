@@ -7,6 +7,7 @@ kernels or oneDNN's, which for passes of a few tokens are several times faster t
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import itertools
 import logging
@@ -122,25 +123,29 @@ class Compiler:
         return self._functions[key]
 
 
-def compiled_runner(modules: Sequence[nn.Module], *, drafter_changes: bool = False) -> Runner:
+def compiled_runner(
+    modules: Sequence[nn.Module], *, drafter_changes: bool = False, beside: Step | None = None
+) -> Runner:
     """Runs compiled functions. Pending tokens after plain steps, lazy processors, and most prompts run eagerly.
 
     Args:
         modules: the step reads their weights.
         drafter_changes: the drafter's weights may change in place.
+        beside: a compiled step of the same target, whose `verify` serves this one, too.
     """
     compiler = Compiler(modules, drafter_changes=drafter_changes)
+    verify = _verifying(compiler)
     return Runner(
         "compiled",
         _drafting(compiler),
         compiler.compile(plant_root),
-        _verifying(compiler),
+        verify if beside is None else _verifying_as(beside, verify),
         _accepting(compiler.compile(accept)),
         compiler.compile(commit),
         has_fixed_rows=True,
         reads_prompts=compiler.reads_prompts,
         active=lambda _: compiler.active(),
-        seconds=lambda: compiler.seconds,
+        seconds=lambda: compiler.seconds + (beside.runner.seconds() if beside is not None else 0.0),
     )
 
 
@@ -193,6 +198,19 @@ def _verifying(compiler: Compiler) -> Callable[[Step, KVCache, TokenTree], Targe
     return verify_compiled
 
 
+def _verifying_as(other: Step, own: Callable[..., TargetOutput]) -> Callable[[Step, KVCache, TokenTree], TargetOutput]:
+    """Another step's graphs, if they hand out the states that are wanted."""
+
+    def verify_as_other(step: Step, cache: KVCache, tree: TokenTree) -> TargetOutput:
+        wanted, found = tuple(step.feature_layers), tuple(other.feature_layers)
+        if wanted not in ((), (step.target.num_layers,), found):
+            return own(step, cache, tree)
+        output = other.runner.verify(other, cache, tree)
+        return output if wanted == found else replace(output, features=output.last if wanted else None)
+
+    return verify_as_other
+
+
 class _CompiledPolicies:
     """Copies of tree policies whose functions are compiled. All policies share their graphs."""
 
@@ -227,16 +245,17 @@ class _CompiledFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphs, start, first = count_graphs(), time.perf_counter(), self.compiled
-        while True:
-            compiled = self.compiled
-            try:
-                result = compiled(*args, **kwargs)
-                break
-            except (*_LIMIT_ERRORS, *_COMPILER_ERRORS) as error:  # nothing of the step has run
-                if compiled is self.function:
-                    raise
-                if compiled is self.compiled:
-                    self._compile_otherwise(error)
+        with _without_collection():
+            while True:
+                compiled = self.compiled
+                try:
+                    result = compiled(*args, **kwargs)
+                    break
+                except (*_LIMIT_ERRORS, *_COMPILER_ERRORS) as error:  # nothing of the step has run
+                    if compiled is self.function:
+                        raise
+                    if compiled is self.compiled:
+                        self._compile_otherwise(error)
         if count_graphs() > graphs or compiled is not first:
             self.compiler.seconds += time.perf_counter() - start
         return result
@@ -320,6 +339,18 @@ def _copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
     copied.__kwdefaults__ = plain.__kwdefaults__
     owner = getattr(function, "__self__", None)
     return copied if owner is None else types.MethodType(copied, owner)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Python's search for cycles takes an eighth of the time in which a graph is made."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 def count_graphs() -> int:

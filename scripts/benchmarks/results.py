@@ -31,7 +31,7 @@ import torch
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.gguf_file import read_metadata
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
-from draftsmith.inference import Drafter, Target
+from draftsmith.inference import Decoder, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.scripts.benchmarks.llama_cpp import LlamaCppDecoding, write_heads, write_llama
 from draftsmith.scripts.benchmarks.results_chart import draw
@@ -168,18 +168,23 @@ def make_contenders(subject: Subject, args: ResultsArguments, folder: Path) -> I
     yield Contender(PLAIN, decode=OurDecoding(target, None))
     packed = target.with_packed_weights()
     yield Contender(f"{PLAIN}, packed", decode=OurDecoding(packed, None))
-    if is_compiled:
-        yield Contender(f"{PLAIN}, compiled", decode=OurDecoding(target, None, is_compiled=True))
-    drafters: dict[str, Drafter] = {NGRAMS: NgramDrafter(), **subject.drafters}
+    drafters = {**subject.drafters, NGRAMS: NgramDrafter()}
+    ours: list[Contender] = []
+    graphs: bool | Decoder = is_compiled  # of the target: the first heads' decoder makes them for all
     for (name, drafter), tree in product(drafters.items(), args.tree):
         contender = Contender(name, tree)
         try:
             own = target if is_compiled else packed  # as the fastest plain decoding
             policy = None if tree == DEFAULT else tree
-            contender.decode = OurDecoding(own, drafter, tree=policy, is_compiled=is_compiled)
+            contender.decode = OurDecoding(own, drafter, tree=policy, is_compiled=graphs)
         except ValueError as error:
             contender.problem = str(error)
-        yield contender
+        else:
+            graphs = contender.decode.decoder if graphs is True else graphs
+        ours.append(contender)
+    if is_compiled:
+        yield Contender(f"{PLAIN}, compiled", decode=OurDecoding(target, None, is_compiled=graphs))
+    yield from ours
     if (quantised := find_gguf(args, target)) is not None:
         yield from make_rivals(subject, quantised, folder)
 

@@ -99,7 +99,7 @@ class OurDecoding:
         drafter: Drafter | None,
         *,
         tree: TreeOption | None = None,
-        is_compiled: bool = False,
+        is_compiled: bool | Decoder = False,
         **options: Any,
     ) -> None:
         self.decoder = Decoder(target, drafter, tree=tree, compile=is_compiled, **options)
@@ -180,22 +180,26 @@ def make_contenders(
     """
     names = _name_trees(trees)
     plain_modes = (False, True) if True in modes else (False,)
-    contenders = _make_baselines(target, plain_modes, assistant, settings.batch_size)
     rules = acceptance if settings.is_sampled else ("exact",)
     drafters = [(NGRAMS, NgramDrafter(), trees[:1]), *((name, drafter, trees) for name, drafter in heads.items())]
-    for name, drafter, own_trees in drafters:
+    graphs: bool | Decoder = True  # of the target: one compiled decoder makes them for all
+    contenders: dict[str, list[Contender]] = {name: [] for name, _, _ in drafters}
+    for name, drafter, own_trees in sorted(drafters, key=lambda one: -len(one[1].feature_layers)):
         own_modes = modes if name in heads else (False,)  # compiling does not help n-gram look-ups
         for tree, rule, mode in itertools.product(own_trees, rules, own_modes):
             ending = "" if rule == "exact" else f", {rule}"
             contender = Contender(_mark(name + ending, mode), names[tree], is_compiled=mode, is_exact=rule == "exact")
             try:
                 contender.decode = OurDecoding(
-                    target, drafter, tree=tree, acceptance=rule, is_coupled=rule == "exact", is_compiled=mode
+                    target, drafter, tree=tree, acceptance=rule, is_coupled=rule == "exact", is_compiled=mode and graphs
                 )
             except ValueError as error:
                 contender.problem = str(error)
-            contenders.append(contender)
-    return contenders
+            else:
+                graphs = contender.decode.decoder if mode and graphs is True else graphs
+            contenders[name].append(contender)
+    baselines = _make_baselines(target, plain_modes, assistant, settings.batch_size, graphs)
+    return [*baselines, *itertools.chain(*contenders.values())]
 
 
 def _name_trees(trees: Sequence[str]) -> dict[str, str]:
@@ -212,9 +216,13 @@ def _name_trees(trees: Sequence[str]) -> dict[str, str]:
 
 
 def _make_baselines(
-    target: Target, plain_modes: Sequence[bool], assistant: PreTrainedModel | None, batch_size: int
+    target: Target,
+    plain_modes: Sequence[bool],
+    assistant: PreTrainedModel | None,
+    batch_size: int,
+    graphs: bool | Decoder,
 ) -> list[Contender]:
-    """The contenders without heads: transformers' decodings and plain decoding."""
+    """The contenders without heads: transformers' decodings and plain decoding. graphs: how the latter is compiled."""
     one_row = f"transformers speculates only for single rows, and the batch has {batch_size}" if batch_size > 1 else ""
     contenders = [
         Contender(_mark(TRANSFORMERS, mode), decode=TransformersDecoding(target, **options), is_compiled=mode)
@@ -235,7 +243,7 @@ def _make_baselines(
             contender.problem = str(error)
         contenders.append(contender)
     return contenders + [
-        Contender(_mark(PLAIN, mode), decode=OurDecoding(target, None, is_compiled=mode), is_compiled=mode)
+        Contender(_mark(PLAIN, mode), decode=OurDecoding(target, None, is_compiled=mode and graphs), is_compiled=mode)
         for mode in plain_modes
     ]
 

@@ -30,7 +30,7 @@ from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import rough_copy
 from tests.inference.plain_passes import compute_depths
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
-from tests.lossless.restless import auto_tree, restless
+from tests.lossless.restless import auto_tree, make_restless, restless
 from tests.params import slow_but
 from tests.scripted_drafter import HostDrafter
 from tests.tiny_multimodal import tiny_multimodal
@@ -290,6 +290,34 @@ def test_two_compiled_decoders_keep_their_models_apart(target: Target) -> None:
         assert texts[name] == Decoder(one).generate(prompt, max_new_tokens=12, do_sample=False).sequences.tolist()
     assert texts["first"] != texts["second"]
     assert texts["first"] == texts["first again"]
+
+
+@pytest.mark.usefixtures("traced_alone")
+@pytest.mark.parametrize("traced_alone", ["verify"], indirect=True)
+@pytest.mark.parametrize("reads_prompts", [False, True])
+def test_decoders_share_the_graphs_of_their_target(reads_prompts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.inference.runners.compiled._prefers_onednn", lambda dtypes: reads_prompts)
+    target = Target(tiny_target("llama", num_hidden_layers=2))
+    prompts = [random_prompt(8), random_prompt(8, seed=2).repeat(2, 1)]
+    first: Decoder | None = None
+    for kind, num_new_graphs in (("eagle3", 2), (None, 0), ("medusa", 0), ("mtp", 0)):
+        before, texts = count_graphs(), []
+        heads = None if kind is None else tiny_heads(kind, target)
+        for graphs in (False, True if first is None else first):
+            decoder = Decoder(target, heads, tree=auto_tree((1, 2), (4,), 2) if heads else None, compile=graphs)
+            if heads is not None:
+                make_restless(decoder)
+            texts.append([decoder.generate(one, max_new_tokens=16, do_sample=False) for one in prompts[:1]])
+        first = first or decoder
+        for eager, compiled in zip(*texts, strict=True):
+            assert compiled.sequences.tolist() == eager.sequences.tolist()
+            assert compiled.stats.accepted_histogram == eager.stats.accepted_histogram
+            assert bool(compiled.stats.seconds["compile"]) == bool(num_new_graphs)
+        assert count_graphs() - before == num_new_graphs, kind
+    other = Target(tiny_target("llama", num_hidden_layers=2, seed=1))
+    for refused in (Decoder(target), first):
+        with pytest.raises(ValueError, match=r"compile.*give a compiled decoder"):
+            Decoder(other if refused is first else target, compile=refused)
 
 
 @pytest.mark.usefixtures("traced_alone")
