@@ -173,9 +173,7 @@ class KangarooHeads(DraftHeads):
         """One step, for every depth. Slot t predicts the token at t + 2 from the adapter's output at t + 1, so it reads
         the features up to t + 1."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        hidden = features.to(self.compute_dtype)
-        q, keys, values = self.adapter.project(hidden, positions)
-        hidden = self.adapter.finish(hidden, self.adapter.self_attn.attend_unrolled(q, [keys], [values]))
+        hidden = self.adapter.unroll(features.to(self.compute_dtype), positions, [])
         return [DraftStep(2, nn.functional.pad(hidden[:, 1:], (0, 0, 0, 1)), self.score)]
 
     # Decoding.
