@@ -16,7 +16,7 @@ import yaml
 from transformers import EarlyStoppingCallback, TrainerState, set_seed
 
 from draftsmith.heads import DraftHeads, create_heads
-from draftsmith.heads.checkpoint import is_published, no_empty_folder
+from draftsmith.heads.checkpoint import no_empty_folder, read_head_type
 from draftsmith.heads.config import name_of_target
 from draftsmith.heads.formats.registry import check_place
 from draftsmith.heads.registration import find_kind
@@ -177,7 +177,7 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
     args, device = options.model, options.training.device
     stored: DraftHeads | None = None
     place = checkpoint or args.init_heads
-    is_foreign = place is not None and is_published(str(place))
+    is_foreign = place is not None and read_head_type(str(place)) is None
     if place is not None and not is_foreign:
         with loading_whole():
             stored = DraftHeads.from_pretrained(place, dtype=torch.float32)

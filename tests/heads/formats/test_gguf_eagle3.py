@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.checkpoint import is_published
+from draftsmith.heads.checkpoint import read_head_type
 from draftsmith.heads.formats.gguf_file import write_gguf
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from draftsmith.heads.formats.published import open_published
@@ -185,7 +185,7 @@ class TestFiles:
         folder = write(export_heads(KNOWN, heads), tmp_path)
         file = folder / "eagle3.gguf"
         assert_same_heads(import_heads(KNOWN, open_published(str(file)), target), heads)
-        assert is_published(str(file))
+        assert read_head_type(str(file)) is None
         assert_same_heads(DraftHeads.from_pretrained(file, target=target), heads)
         with pytest.raises(ValueError, match=rf"eagle3\.gguf holds EAGLE-3 heads in GGUF\. Pass target=model.*{file}"):
             DraftHeads.from_pretrained(file)
