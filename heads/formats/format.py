@@ -5,7 +5,6 @@ A format knows names, shapes and settings only. It never builds heads, so it imp
 
 from __future__ import annotations
 
-import functools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -33,7 +32,6 @@ class Imported:
         names: our name -> the checkpoint's, for messages; names that are alike may be left out.
         problems: what is wrong with the checkpoint, one sentence each.
         notes: what the checkpoint leaves open, and how it was read, one sentence each.
-        float32_parts: last parts of the names of tensors that stay in float32, whatever the others have.
     """
 
     kind: str
@@ -42,17 +40,6 @@ class Imported:
     names: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    float32_parts: tuple[str, ...] = ()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The narrowest dtype that holds all values of the floating-point tensors."""
-        found = {
-            tensor.dtype
-            for name, tensor in self.tensors.items()
-            if tensor.is_floating_point() and name.rpartition(".")[2] not in self.float32_parts
-        }
-        return functools.reduce(torch.promote_types, sorted(found, key=str)) if found else torch.float32
 
     def refuse(self, path: str, problems: Iterable[str] = ()) -> None:
         """Raises ValueError with `problems` and those of the checkpoint, if there are any."""

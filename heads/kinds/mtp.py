@@ -42,7 +42,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import WindowedConfig
-from draftsmith.heads.formats.native_mtp import FLOAT32_BUFFERS, find_state_gain, read_native_modules
+from draftsmith.heads.formats.native_mtp import find_state_gain, read_native_modules
 from draftsmith.heads.formats.published import HUB_KEYS
 from draftsmith.heads.importing import build_heads
 from draftsmith.heads.modules.draft_step import DraftStep
@@ -178,7 +178,7 @@ class MTPHeads(DraftHeads):
     default_loss = "distillation"
     # FastMTP, section 3.2: beta 0.6. (FastMTP divides by the sum of all weights, which only scales the learning rate.)
     default_step_decay = 0.6
-    _keep_in_fp32_modules_strict = FLOAT32_BUFFERS
+    _keep_in_fp32_modules_strict = {"e_score_correction_bias"}  # of DeepSeek's routers
 
     def __init__(self, config: MTPConfig) -> None:
         super().__init__(config)
