@@ -21,20 +21,13 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import TrainerState
 
-from draftsmith.inference import Decoder, GenerationStats
+from draftsmith.inference import Decoder
 from draftsmith.inference.request.chat_template import render_probe
 from draftsmith.inference.request.model_settings import find_model_settings
 from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.features.sharded_target import count_held
 from draftsmith.training.options.one_line_errors import as_launched
-from draftsmith.training.reporting.examples import (
-    Example,
-    Prompt,
-    decode_examples,
-    decode_prompt,
-    send_examples,
-    steady_tree,
-)
+from draftsmith.training.reporting.examples import Example, decode_examples, send_examples, steady_tree
 from draftsmith.training.reporting.model_card import render_card
 from draftsmith.training.reporting.report import count_rows, render_report
 from draftsmith.training.run.checkpoints import read_run_file, write_file
@@ -281,18 +274,12 @@ def measure_drafting(meter: AcceptanceMeter) -> dict[str, float]:
     """How many times as fast as plain decoding the heads decode a few held-out prompts, one at a time, and the
     acceptance length of chains on all of them. Collective."""
     heads, seconds = whole_heads(meter.heads), []
-
-    def decode(decoder: Decoder, prompts: list[Prompt]) -> float:
-        stats = GenerationStats()
-        for prompt in prompts:
-            stats += decode_prompt(decoder, prompt, meter.tokenizer, max_new_tokens=meter.max_new_tokens)
-        return stats.acceptance_length
-
     for drafter in (heads, None):
         decoder = Decoder(meter.target, drafter, tree=None if drafter is None else steady_tree(heads))
-        decode(decoder, meter.prompts[:1])  # warms up
+        meter.decode(decoder, meter.prompts[:1])  # warms up
         start = time.perf_counter()
-        decode(decoder, meter.prompts[:NUM_EXAMPLES])
+        meter.decode(decoder, meter.prompts[:NUM_EXAMPLES])
         seconds.append(time.perf_counter() - start)
-    length = decode(Decoder(meter.target, heads, tree=f"chain:{min(CHAIN, heads.max_depth or CHAIN)}"), meter.prompts)
+    decoder = Decoder(meter.target, heads, tree=f"chain:{min(CHAIN, heads.max_depth or CHAIN)}")
+    length = meter.decode(decoder, meter.prompts)
     return {"speed_over_plain": round(seconds[1] / seconds[0], 3), "chain_acceptance_length": round(length, 3)}
