@@ -31,7 +31,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("eagle", "eagle3-3"): "their code does not know norm_output",
     ("eagle", "eagle3-4"): "their code does not know norm_before_residual, norm_before_fc, norm_output",
     ("sglang", "eagle3-4"): "SGLang takes the target's embeddings",
-    ("gguf", "eagle3-2"): "llama.cpp does not know fc_norm True, norm_output True",
+    ("gguf", "eagle3-2"): "llama.cpp does not know fc_norm True, norm_output True; choose vllm",
     ("gguf", "eagle3-3"): "llama.cpp does not know norm_output True",
     ("gguf", "eagle3-4"): "llama.cpp does not know norm_output True, qkv_bias True",
     **{("eagle", f"eagle3-{index}"): "their code has one layer" for index in (5, 6)},
@@ -66,25 +66,32 @@ WRITERS = [known for known in FORMATS if known.kinds]
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _HYDRA = {"use_embedding_norm": False, "num_layers": 2, "use_biases": True}
 _HYDRA_PLUS = {**_HYDRA, "use_prefix_attention": True, "use_prefix_norm": True, "rope_parameters": _ROPE}
-# What a format takes beside the variants: its name -> (kind, configuration).
-MORE: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "vllm": [
-        ("block", {"is_causal": True, "num_layers": 1}),
-        ("block", {"is_causal": True, "predicts_at_anchor": True, "markov_rank": 6}),
-    ],
-    "speculators": [("block", {"predicts_at_anchor": True})],
-    "gguf": [
-        ("eagle3", {**AS_PUBLISHED, "norm_before_residual": True, "own_embedding": True, "rope_parameters": _ROPE}),
-        ("eagle3", {**AS_PUBLISHED, "norm_before_fc": True}),
-        ("eagle3", {**AS_PUBLISHED, "rope_parameters": {**_ROPE, "rope_type": "linear", "factor": 2.0}}),
-    ],
-    "hydra": [
-        ("hydra", {"use_embedding_norm": False}),
-        ("hydra", _HYDRA),
-        ("hydra", {**_HYDRA_PLUS, "use_biases": False}),
-        ("hydra", _HYDRA_PLUS),
-    ],
-}
+# Beside the variants: (a format's name, kind, configuration, the words of its reason where it does not take that).
+MORE: list[tuple[str, str, dict[str, Any], str | None]] = [
+    ("vllm", "block", {"is_causal": True, "num_layers": 1}, None),
+    ("vllm", "block", {"is_causal": True, "predicts_at_anchor": True, "markov_rank": 6}, None),
+    ("vllm", "block", {"feature_layers": [2, 8]}, r"feature_layers \[8\].*allowed are the layers 1 to 7"),
+    ("vllm", "block", {"predicts_at_anchor": True}, "these are read: DFlash .* and DSpark .*choose speculators"),
+    ("vllm", "block", {"predicts_at_anchor": True, "has_confidence": True}, "has_confidence True.*choose speculators"),
+    ("speculators", "block", {"predicts_at_anchor": True}, None),
+    *(
+        ("gguf", "eagle3", {**AS_PUBLISHED, **settings}, reason)
+        for settings, reason in (
+            ({"norm_before_residual": True, "own_embedding": True, "rope_parameters": _ROPE}, None),
+            ({"norm_before_fc": True}, None),
+            ({"rope_parameters": {**_ROPE, "rope_type": "linear", "factor": 2.0}}, None),
+            ({"rope_parameters": {**_ROPE, "rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+            ({"feature_layers": [2, 3, 8]}, r"not the last norm's output \(8 of \[2, 3, 8\]\)"),
+        )
+    ),
+    ("hydra", "hydra", {"use_embedding_norm": False}, None),
+    ("hydra", "hydra", _HYDRA, None),
+    ("hydra", "hydra", {**_HYDRA, "num_layers": 3}, r"share their weights.*hydra_mlp\.0\.2\.linear.*num_layers 1 or 2"),
+    ("hydra", "hydra", {**_HYDRA_PLUS, "use_biases": False}, None),
+    ("hydra", "hydra", _HYDRA_PLUS, None),
+    ("hydra", "hydra", {**_HYDRA_PLUS, "rope_parameters": {**_ROPE, "rope_theta": 5e5}}, "rope_parameters is .*500000"),
+    ("hydra", "hydra", {**_HYDRA_PLUS, "intermediate_size": 24}, "intermediate_size is 24, and there 64"),
+]
 # The variants that are damaged: each has tensors of its own.
 DAMAGED = ("block-0", "block-1", "dflash2-0", "eagle-1", "eagle3-1", "medusa-0", "medusa-2", "parallel-1")
 # Written and read as by the format "dflash".
@@ -100,9 +107,8 @@ CASES = [
     for is_damaged in (name in DAMAGED and (known.name, name) not in _SAME_FILES,)
     if kind in known.kinds
 ] + [
-    pytest.param(find_format(name, kind), kind, overrides, None, torch.float32, True, id=f"{name}-{kind}-more-{index}")
-    for name, more in MORE.items()
-    for index, (kind, overrides) in enumerate(more)
+    pytest.param(find_format(name, kind), kind, overrides, reason, torch.float32, True, id=f"{name}-{kind}-m{index}")
+    for index, (name, kind, overrides, reason) in enumerate(MORE)
 ]
 # The authors' EAGLE-3 taps layers that are distinct in targets of seven layers and more.
 NUM_LAYERS = 8
