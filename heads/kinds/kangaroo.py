@@ -39,8 +39,8 @@ def default_exit_layer(num_layers: int) -> int:
     """One layer in sixteen, as the paper's 2 of 32 (Vicuna-7B) and 3 of 40 (13B; section 4), rounded up. Targets with
     few layers need a larger share.
 
-    >>> default_exit_layer(32), default_exit_layer(40), default_exit_layer(6)
-    (2, 3, 1)
+    >>> default_exit_layer(32), default_exit_layer(40), default_exit_layer(6), default_exit_layer(2)
+    (2, 3, 1, 1)
     """
     return -(-num_layers // 16)
 

@@ -59,6 +59,8 @@ from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
 
+FLOAT32_BUFFERS = {"e_score_correction_bias"}  # DeepSeek's routers keep it in float32
+
 
 class MTPConfig(WindowedConfig):
     """The settings of MTP heads.
@@ -178,7 +180,7 @@ class MTPHeads(DraftHeads):
     default_loss = "distillation"
     # FastMTP, section 3.2: beta 0.6. (FastMTP divides by the sum of all weights, which only scales the learning rate.)
     default_step_decay = 0.6
-    _keep_in_fp32_modules_strict = {"e_score_correction_bias"}  # of DeepSeek's routers
+    _keep_in_fp32_modules_strict = FLOAT32_BUFFERS
 
     def __init__(self, config: MTPConfig) -> None:
         super().__init__(config)
