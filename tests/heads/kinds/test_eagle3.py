@@ -23,17 +23,12 @@ from tests.tiny_targets import random_prompt, tiny_target
 eagle3 = partial(tiny_heads, "eagle3")
 
 
-class TestFeatureLayers:
-    def test_are_three_distinct_layers_in_order(self) -> None:
-        for num_layers in range(2, 41):
-            low, middle, high = default_feature_layers(num_layers)
-            assert 0 <= low < middle < high <= num_layers
-            if num_layers >= 7:
-                assert [low, middle, high] == [2, num_layers // 2, num_layers - 3]
-
-    def test_the_worked_examples(self) -> None:
-        assert default_feature_layers(32) == [2, 16, 29]
-        assert default_feature_layers(5) == [1, 2, 3]
+def test_feature_layers_are_three_distinct_ones_in_order() -> None:
+    for num_layers in range(2, 41):
+        low, middle, high = default_feature_layers(num_layers)
+        assert 0 <= low < middle < high <= num_layers
+        if num_layers >= 7:
+            assert [low, middle, high] == [2, num_layers // 2, num_layers - 3]
 
 
 def unroll_slowly(heads: Eagle3Heads, features: Tensor, token_ids: list[int]) -> list[list[Tensor]]:

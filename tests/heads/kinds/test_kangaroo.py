@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaModel
 
 from draftsmith.heads import create_heads
-from draftsmith.heads.kinds.kangaroo import KangarooHeads, default_exit_layer
+from draftsmith.heads.kinds.kangaroo import KangarooHeads
 from draftsmith.inference import DynamicTree, Target, chain
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.step import Step
@@ -47,12 +47,6 @@ def score_slowly(heads: KangarooHeads, token_ids: list[int]) -> Tensor:
             hidden = slow_layer.finish(layer, config, hidden)
         outputs.append(heads.target.compute_logits(norm(hidden, weights["norm.weight"], eps)))
     return torch.stack(outputs)
-
-
-class TestExitLayer:
-    def test_defaults_are_the_papers(self) -> None:
-        assert [default_exit_layer(n) for n in (32, 40, 6, 2)] == [2, 3, 1, 1]
-        assert kangaroo(target_of("llama")).feature_layers == (1,)
 
 
 class TestRefusedTargets:
