@@ -30,11 +30,12 @@ from draftsmith.training.options.one_line_errors import as_launched
 from draftsmith.training.reporting.examples import Example, decode_examples, send_examples, steady_tree
 from draftsmith.training.reporting.model_card import render_card
 from draftsmith.training.reporting.report import count_rows, render_report
-from draftsmith.training.run.checkpoints import read_run_file, write_file
+from draftsmith.training.run.checkpoints import read_run_file
 from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.pace import CHAIN, describe_expected
 from draftsmith.training.run.resume import find_newest, is_finished
 from draftsmith.training.run.trainer import HeadsTrainer
+from draftsmith.training.whole_files import write_text
 
 logger = logging.getLogger(__name__)
 USUAL_TOKENS = 3e6  # that heads learn from: docs/choosing-heads.md
@@ -72,7 +73,7 @@ class PreparedRun:
         if trainer.args.process_index == 0:
             # transformers' pickle of the options, which training_config.yaml holds as text
             (self.output_dir / "training_args.bin").unlink(missing_ok=True)
-            write_file(self.output_dir / "training_record.json", json.dumps(record, indent=2) + "\n")
+            write_text(self.output_dir / "training_record.json", json.dumps(record, indent=2) + "\n")
         write_pages(trainer, self.tokenizer, self.settings, record, wants_report=self.wants_report)
         if trainer.args.push_to_hub:
             trainer.push_to_hub()
@@ -173,13 +174,13 @@ def write_pages(
         if trainer.args.process_index != 0:
             return
         if page is not None:
-            write_file(output_dir / "report.html", page)
+            write_text(output_dir / "report.html", page)
         card = output_dir / "README.md"
         if card.exists() and "library_name: draftsmith" not in card.read_text(encoding="utf-8"):
             logger.warning("%s was written by someone else: no model card is written", card)
             return
         meter = trainer.measure_acceptance
-        write_file(
+        write_text(
             card,
             render_card(
                 kind=str(trainer.heads.config.head_type),
