@@ -10,7 +10,6 @@ embeddings, which vLLM and speculators read.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, ClassVar
 
@@ -32,7 +31,7 @@ from draftsmith.heads.formats.eagle.llama_keys import (
     write_decoder,
 )
 from draftsmith.heads.formats.eagle.speculators_format import speculators_keys
-from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.format import Exported, Format, Imported, vllm_command
 from draftsmith.heads.formats.published import OWN_KEY, Published
 from draftsmith.heads.formats.tensors import rename, take_copies
 from draftsmith.inference.targets.target import Target
@@ -198,9 +197,7 @@ class VLLMBlock(DFlash):
         return ()
 
     def commands(self, config: Any) -> tuple[str, ...]:
-        depths = config.num_depths
-        speculation = {"method": _method(config), "model": "{heads}", "num_speculative_tokens": depths}
-        return (f"vllm serve {{target}} --speculative-config '{json.dumps(speculation)}'",)
+        return (vllm_command(_method(config), config.num_depths),)
 
 
 class BlockSpeculators(DFlash):

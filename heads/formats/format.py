@@ -120,6 +120,12 @@ class Exported:
             torch.save(tensors, folder / self.file)
 
 
+def vllm_command(method: str, num_tokens: int, **more: Any) -> str:
+    """How vLLM serves the target with the heads, as `Exported.commands` has it."""
+    speculation = {"method": method, "model": "{heads}", "num_speculative_tokens": num_tokens, **more}
+    return f"vllm serve {{target}} --speculative-config '{json.dumps(speculation)}'"
+
+
 class Format(ABC):
     """One format of other projects.
 
