@@ -110,12 +110,10 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
     for name, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if (found := reading.integer(name)) != wanted and published.setting(name) is not None:
             problems.append(f"{name} is {found}, and the target's is {wanted}: these heads are for another target")
-    if (width := published.setting("target_hidden_size", target.hidden_size)) != target.hidden_size:
-        problems.append(f"target_hidden_size is {width}, and the target's hidden size is {target.hidden_size}")
+    reading.expect("target_hidden_size", target.hidden_size, may_lack=True)
+    reading.expect("mlp_bias", False, may_lack=True)
     if (stated := reading.integer("num_hidden_layers")) != num_layers:
         problems.append(f"num_hidden_layers is {stated}, and the tensors are of {num_layers} layers")
-    if (value := published.setting("mlp_bias")) not in (None, False):
-        problems.append(f"mlp_bias is {value!r}, which heads here do not have")
     num_heads = reading.integer("num_attention_heads")
     groups = reading.integer("num_key_value_heads", num_heads)
     head_dim = reading.integer("head_dim", max(1, target.hidden_size // num_heads))

@@ -48,7 +48,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"rope_parameters": None, "rope_theta": None}, "config.json has no rope_theta"),
     ("dflash", {"layer_types": ["sliding_attention"] * 2}, "the config has no sliding_window in use"),
     ("dflash", {"draft_vocab_size": 40}, "draft_vocab_size is 40"),
-    ("dflash", {"num_target_layers": 36}, "num_target_layers is 36, and the target has 8"),
+    ("dflash", {"num_target_layers": 36}, "num_target_layers is 36, and should be 8"),
     ("dspark", {"markov_rank": -2}, "markov_rank is -2, and should be a positive integer"),
     ("dspark", {"markov_head_type": "rnn"}, "markov_head_type is 'rnn'"),
     ("dspark", {"confidence_head_with_markov": False}, "confidence_head_with_markov differs"),
