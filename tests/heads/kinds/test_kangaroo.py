@@ -81,23 +81,6 @@ def test_the_first_layers_are_prepared_once_for_each_model(monkeypatch: pytest.M
     assert freed() is None
 
 
-class TestParameters:
-    def test_an_adapter_that_adds_nothing_reads_out_the_exit_layer(self) -> None:
-        """Norm and LM head start as the target's."""
-        for family in ("llama", "gemma3"):
-            model: Any = tiny_target(family)
-            with torch.no_grad():
-                model.model.norm.weight.uniform_(0.5, 2.0)
-            target = Target(model)
-            heads = create_heads("kangaroo", target, exit_layer=3)
-            with torch.no_grad():
-                heads.adapter.self_attn.o_proj.weight.zero_()
-                features = torch.randn(1, 4, 32)
-                step = heads.unroll(features, random_prompt(4))[0]
-                expected = target.compute_logits(model.model.norm(features[:, 1:]))
-                torch.testing.assert_close(step.head(step.hidden)[:, :-1], expected, rtol=1e-3, atol=1e-3)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("overrides", [{}, {"exit_layer": 4, "use_mlp": True, "num_key_value_heads": 4}], ids=str)
 def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any]) -> None:
