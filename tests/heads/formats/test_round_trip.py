@@ -50,11 +50,11 @@ REFUSED: dict[tuple[str, str], str] = {
     ("gguf", "dflash2-0"): "selector_top_k is 16, for which llama.cpp needs a hidden size of 272",
     **{(name, "dflash2-1"): "predicts_at_anchor is True" for name in ("dflash", "sglang", "vllm")},
     **{
-        (name, f"mtp-{index}"): "engines serve MTP only in checkpoints of families that have it"
+        (name, f"mtp-{index}"): r"engines serve MTP only in checkpoints of families that have it \(deepseek_v3.*eagle3"
         for name in ("vllm", "sglang", "transformers")
         for index in range(4)
     },
-    ("sglang", "mtp-2"): "SGLang reads one module, and these heads have 4",
+    ("sglang", "mtp-2"): "SGLang reads one module, and these heads have 4; choose vllm",
     ("transformers", "block-1"): "the mask was trained",
     ("transformers", "block-2"): "is_causal is true",
     ("transformers", "block-3"): "its window reaches",
