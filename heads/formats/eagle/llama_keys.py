@@ -117,25 +117,17 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
     num_heads = reading.integer("num_attention_heads")
     groups = reading.integer("num_key_value_heads", num_heads)
     head_dim = reading.integer("head_dim", max(1, target.hidden_size // num_heads))
-    if num_heads % groups:
-        problems.append(f"num_attention_heads is {num_heads}, which {groups} num_key_value_heads do not divide")
-    if head_dim % 2:
-        problems.append(f"head_dim is {head_dim}; rotary positions need an even number")
     activation = published.setting("hidden_act", published.setting("hidden_activation", "silu"))
     if not isinstance(activation, str) or activation not in ACT2FN:
         problems.append(f"hidden_act is {activation!r}, which transformers does not know")
         activation = "silu"
-    norm_eps = published.setting("rms_norm_eps")
-    if not is_number(norm_eps):
-        problems.append("config.json has no rms_norm_eps" if norm_eps is None else f"rms_norm_eps is {norm_eps!r}")
-        norm_eps = 1e-6
     return {
         "num_attention_heads": num_heads,
         "num_key_value_heads": groups,
         "head_dim": head_dim,
         "intermediate_size": reading.integer("intermediate_size"),
         "hidden_act": activation,
-        "rms_norm_eps": norm_eps,
+        "rms_norm_eps": reading.number("rms_norm_eps"),
         "rope_parameters": _read_rope(reading),
         "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
         **_read_windows(reading, num_layers),
