@@ -115,16 +115,14 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
     if (stated := reading.integer("num_hidden_layers")) != num_layers:
         problems.append(f"num_hidden_layers is {stated}, and the tensors are of {num_layers} layers")
     num_heads = reading.integer("num_attention_heads")
-    groups = reading.integer("num_key_value_heads", num_heads)
-    head_dim = reading.integer("head_dim", max(1, target.hidden_size // num_heads))
     activation = published.setting("hidden_act", published.setting("hidden_activation", "silu"))
     if not isinstance(activation, str) or activation not in ACT2FN:
         problems.append(f"hidden_act is {activation!r}, which transformers does not know")
         activation = "silu"
     return {
         "num_attention_heads": num_heads,
-        "num_key_value_heads": groups,
-        "head_dim": head_dim,
+        "num_key_value_heads": reading.integer("num_key_value_heads", num_heads),
+        "head_dim": reading.integer("head_dim", max(1, target.hidden_size // num_heads)),
         "intermediate_size": reading.integer("intermediate_size"),
         "hidden_act": activation,
         "rms_norm_eps": reading.number("rms_norm_eps"),
