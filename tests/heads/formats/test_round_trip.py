@@ -92,6 +92,45 @@ MORE: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("hydra", "hydra", {**_HYDRA_PLUS, "rope_parameters": {**_ROPE, "rope_theta": 5e5}}, "rope_parameters is .*500000"),
     ("hydra", "hydra", {**_HYDRA_PLUS, "intermediate_size": 24}, "intermediate_size is 24, and there 64"),
 ]
+# Layers that are not the usual ones -> the formats that cannot have them, and why.
+LAYERS: dict[tuple[int, ...], dict[str, str]] = {
+    (1, 3, 6): {"eagle": "their code reads layers"},
+    (7, 2, 4): {
+        "eagle": "their code reads layers",
+        "vllm": "vLLM sorts",
+        "sglang": "SGLang sorts",
+        "speculators": "vLLM sorts",
+    },
+    (2, 5): {
+        "eagle": "their code reads layers",
+        "vllm": "vLLM taps three",
+        "sglang": "SGLang taps three",
+        "speculators": "vLLM taps three",
+    },
+    (2, 4, 8): {
+        "eagle": "reads layers",
+        "vllm": "not the last norm's output",
+        "sglang": "not the last norm's output",
+        "speculators": "not the last norm",
+    },
+    (0, 4, 5): {"eagle": "their code reads layers", "sglang": "SGLang cannot tap the embeddings"},
+}
+_OWN_SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "intermediate_size": 40}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+# As `MORE`, where no damage is looked for.
+WHOLE = [
+    *(
+        (name, "eagle3", {"feature_layers": [*layers]}, reasons.get(name))
+        for layers, reasons in LAYERS.items()
+        for name in ("eagle", "vllm", "sglang", "speculators")
+    ),
+    *(
+        (name, kind, {"rope_parameters": {**_ROPE, "rope_theta": 5e5, **rope}, **_OWN_SIZES}, None)
+        for rope in ({}, {"rope_type": "llama3", **_LLAMA3})
+        for kind, names in (("eagle", ("vllm", "sglang")), ("eagle3", ("vllm", "sglang", "speculators")))
+        for name in names
+    ),
+]
 # The variants that are damaged: each has tensors of its own.
 DAMAGED = ("block-0", "block-1", "dflash2-0", "eagle-1", "eagle3-1", "medusa-0", "medusa-2", "parallel-1")
 # Written and read as by the format "dflash".
@@ -107,8 +146,9 @@ CASES = [
     for is_damaged in (name in DAMAGED and (known.name, name) not in _SAME_FILES,)
     if kind in known.kinds
 ] + [
-    pytest.param(find_format(name, kind), kind, overrides, reason, torch.float32, True, id=f"{name}-{kind}-m{index}")
-    for index, (name, kind, overrides, reason) in enumerate(MORE)
+    pytest.param(find_format(name, kind), kind, overrides, reason, torch.float32, is_damaged, id=f"{name}-{kind}-m{n}")
+    for is_damaged, more in ((True, MORE), (False, WHOLE))
+    for n, (name, kind, overrides, reason) in enumerate(more)
 ]
 # The authors' EAGLE-3 taps layers that are distinct in targets of seven layers and more.
 NUM_LAYERS = 8
@@ -154,73 +194,8 @@ def test_heads_come_back_as_they_were(
     assert_lost_keys_are_refused(known, published, heads)
 
 
-# Layers that are not the usual ones -> the formats that cannot have them, and why.
-LAYERS: dict[tuple[int, ...], dict[str, str]] = {
-    (1, 3, 6): {"eagle": "their code reads layers"},
-    (7, 2, 4): {
-        "eagle": "their code reads layers",
-        "vllm": "vLLM sorts",
-        "sglang": "SGLang sorts",
-        "speculators": "vLLM sorts",
-    },
-    (2, 5): {
-        "eagle": "their code reads layers",
-        "vllm": "vLLM taps three",
-        "sglang": "SGLang taps three",
-        "speculators": "vLLM taps three",
-    },
-    (2, 4, 8): {
-        "eagle": "reads layers",
-        "vllm": "not the last norm's output",
-        "sglang": "not the last norm's output",
-        "speculators": "not the last norm",
-    },
-    (0, 4, 5): {"eagle": "their code reads layers", "sglang": "SGLang cannot tap the embeddings"},
-}
-
-
-@pytest.mark.parametrize("layers", LAYERS, ids=str)
-@pytest.mark.parametrize("name", ["eagle", "vllm", "sglang", "speculators"])
-def test_layers_that_are_not_the_usual_ones(layers: tuple[int, ...], name: str, tmp_path: Path) -> None:
-    target = target_of("llama", num_hidden_layers=NUM_LAYERS)
-    heads, known = tiny_heads("eagle3", target, feature_layers=list(layers)), find_format(name, "eagle3")
-    if (reason := LAYERS[layers].get(name)) is not None:
-        with pytest.raises(ValueError, match=reason):
-            export(known, heads, target, tmp_path / "out")
-        return
-    again = DraftHeads.from_pretrained(export(known, heads, target, tmp_path / "out"), target=target)
-    assert again.feature_layers == layers
-
-
 def test_sglang_counts_layers_from_the_one_after(tmp_path: Path) -> None:
     target = target_of("llama", num_hidden_layers=NUM_LAYERS)
     heads = tiny_heads("eagle3", target, feature_layers=[1, 3, 6])
     config = find_format("sglang", "eagle3").write(heads.config, heads.state_dict(), target).config
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
-
-
-ROPES = {
-    "theta": {"rope_type": "default", "rope_theta": 5e5},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-}
-
-
-@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_rope_and_sizes_of_its_own(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:
-    target = target_of("llama", num_hidden_layers=NUM_LAYERS)
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "intermediate_size": 40}
-    heads = tiny_heads(kind, target, rope_parameters=rope, **sizes)
-    for known in (
-        known for known in WRITERS if kind in known.kinds and known.name in ("vllm", "sglang", "speculators")
-    ):
-        again = DraftHeads.from_pretrained(export(known, heads, target, tmp_path / known.name), target=target)
-        assert config_of(again) == config_of(heads)
-        assert_same_tensors(dict(heads.state_dict()), dict(again.state_dict()))
