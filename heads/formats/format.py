@@ -150,9 +150,13 @@ class Format(ABC):
     def matches(self, published: Published) -> bool:
         """Whether a checkpoint is in this format. Its tensors may be on the meta device."""
 
-    @abstractmethod
     def read(self, published: Published, target: Target) -> Imported:
-        """Every tensor of the checkpoint under our name for it; those that have none keep their own name."""
+        """Every tensor of the checkpoint under our name for it; those that have none keep their own name.
+
+        Raises:
+            ValueError: checkpoints of this format are only named.
+        """
+        raise ValueError(f"{published.path} holds {self.title}, which is not read. {self.cure}")
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         """The inverse of `read`.
