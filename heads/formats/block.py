@@ -27,6 +27,7 @@ from draftsmith.heads.formats.eagle.llama_keys import (
     Reading,
     name_dtype,
     read_decoder,
+    read_own_settings,
     refuse_unwritable,
     write_decoder,
 )
@@ -68,7 +69,7 @@ class DFlash(Format):
         _check_shape(reading)
         if layers := self._read_layers(reading):
             settings["feature_layers"] = layers
-        settings |= {name: value for name in _OWN if (value := published.own_setting(name)) is not None}
+        settings |= read_own_settings(reading, _OWN)
         tensors = dict(published)
         mask = take_mask(reading, tensors)
         settings["mask_token_id"] = find_fixed_mask(reading, mask)
