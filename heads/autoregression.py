@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -156,8 +157,7 @@ class AutoregressionHeads(DraftHeads):
         attended = attend(0, first.self_attn, *first.self_attn.project(inputs, positions))
         hidden = first.finish(residual, attended)
         for number, layer in enumerate(self.further_layers, start=1):
-            attended = attend(number, layer.self_attn, *layer.project(hidden, positions))
-            hidden = layer.finish(hidden, attended)
+            hidden = layer.run(hidden, positions, partial(attend, number, layer.self_attn))
         return self.finish(hidden)
 
     # Training.

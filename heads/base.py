@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.heads.adapter import FOLDER, StoredAdapter, is_adapted, load_adapter, write_adapter
 from draftsmith.heads.binding import WeightCopies, WeightCopy, check_fit
-from draftsmith.heads.checkpoint import check_place, is_published, load_strictly, read_head_type, replace_checkpoint
+from draftsmith.heads.checkpoint import load_strictly, read_head_type, refuse_published, replace_checkpoint
 from draftsmith.heads.config import DraftHeadsConfig
 from draftsmith.heads.draft_vocabulary import (
     COUNTS,
@@ -430,14 +430,16 @@ class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[mis
                 not finite, each named; or as `limit_vocabulary`.
         """
         path = str(pretrained_model_name_or_path)
-        check_place(path)
         hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
-        if target is not None and is_published(path, **hub):
+        head_type = read_head_type(path, **hub)
+        if head_type is None:
+            if target is None:
+                refuse_published(path, **hub)
             if unknown := kwargs.keys() - hub.keys() - {"dtype"}:
                 raise ValueError(f"{path} is another project's checkpoint, which is imported without {sorted(unknown)}")
             wants_info, heads = False, import_heads(path, Target.of(target), kwargs.get("dtype"), cls, **hub)
         else:
-            kind_class = check_kind(read_head_type(path, **hub), path, cls)
+            kind_class = check_kind(head_type, path, cls)
             wants_info = kwargs.pop("output_loading_info", False)
             heads, info = load_strictly(kind_class, path, *args, **kwargs)
             if heads.config.target_adapter:

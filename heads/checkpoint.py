@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -72,55 +72,55 @@ def no_empty_folder(folder: Path) -> Iterator[None]:
         raise
 
 
-def is_published(path: str, **hub: Any) -> bool:
-    """Whether a folder, hub id or GGUF file holds a checkpoint that is not ours.
+def read_head_type(path: str, **hub: Any) -> str | None:
+    """The kind of the heads in a folder or hub repository; None = a checkpoint that is not ours, or a GGUF file.
 
     Raises:
-        ValueError: there is no such folder or hub id, or another file.
+        ValueError: there is no such folder or hub id, another file, or an unknown kind.
     """
-    check_place(path)
-    if is_gguf_file(path):
-        return True
-    if os.path.isdir(path) and not (Path(path) / hub.get("subfolder", "") / "config.json").is_file():
-        return True
-    return "head_type" not in _read_config(path, **hub)
-
-
-def read_head_type(path: str, **hub: Any) -> str:
-    """The kind of the heads in a folder or hub repository.
-
-    Raises:
-        ValueError: no heads in it, heads in another project's format, or an unknown kind.
-    """
-    if is_gguf_file(path):
-        _refuse_other_format(open_published(path))
-        raise ValueError(f"{path} holds no draft heads: give the GGUF file of the heads themselves")
-    folder = Path(path) / hub.get("subfolder", "")
-    if os.path.isdir(path) and not (folder / "config.json").is_file():
-        if not (folder / "model.safetensors").is_file():  # ours have the names of published formats, without a config
-            _refuse_other_format(open_published(path, on_meta=True, **hub))
-        raise ValueError(f"{folder} has no config.json: give the folder that draftsmith train or save_pretrained wrote")
-    config = _read_config(path, **hub)
-    kind = config.get("head_type")
-    if kind not in known_kinds():
-        if kind is None:
-            is_here = os.path.isdir(path)  # files of the hub are not fetched for a message
-            _refuse_other_format(
-                open_published(path, on_meta=True, **hub) if is_here else Published(path, config, "", {})
-            )
+    _check_place(path)
+    if is_gguf_file(path) or _lacks_config(path, **hub):
+        return None
+    kind = _read_config(path, **hub).get("head_type")
+    if kind is not None and kind not in known_kinds():
         raise ValueError(
             f"{path}: config.json has head_type {kind!r}; this release knows {', '.join(known_kinds())}. Is this a "
             "directory written by DraftHeads.save_pretrained? A kind from outside is known once its package is "
             "installed, or its module is imported"
         )
-    return str(kind)
+    return kind
 
 
-def check_place(path: str) -> None:
+def refuse_published(path: str, **hub: Any) -> NoReturn:
+    """Says what a checkpoint holds whose `read_head_type` is None, and how to use it."""
+    folder, lacks_config = Path(path) / hub.get("subfolder", ""), _lacks_config(path, **hub)
+    if lacks_config and (folder / "model.safetensors").is_file():
+        found = None  # ours have the names of published formats, without a config
+    elif os.path.exists(path):
+        found = recognize(open_published(path, on_meta=True, **hub))
+    else:
+        found = recognize(Published(path, _read_config(path, **hub), "", {}))  # no files of the hub for a message
+    if found is not None:
+        cure = found.cure or (
+            "Pass target=model to DraftHeads.from_pretrained, which then imports them, or write them as heads of this "
+            f"library: draftsmith import --checkpoint {shlex.quote(path)}"
+        )
+        raise ValueError(f"{path} holds {found.title}. {cure}")
+    if is_gguf_file(path):
+        raise ValueError(f"{path} holds no draft heads: give the GGUF file of the heads themselves")
+    lack = "no config.json" if lacks_config else "a config.json without head_type"
+    raise ValueError(f"{folder} has {lack}: give the folder that draftsmith train or save_pretrained wrote")
+
+
+def _check_place(path: str) -> None:
     """Refuses a place that is no folder, no hub id and no GGUF file."""
     if not os.path.isdir(path) and not is_gguf_file(path) and not _HUB_ID.fullmatch(path):
         is_file = os.path.isfile(path)
         raise ValueError(f"{path} is a file: give its folder" if is_file else f"the folder {path} does not exist")
+
+
+def _lacks_config(path: str, **hub: Any) -> bool:
+    return os.path.isdir(path) and not (Path(path) / hub.get("subfolder", "") / "config.json").is_file()
 
 
 def _read_config(path: str, **hub: Any) -> dict[str, Any]:
@@ -134,15 +134,6 @@ def _read_config(path: str, **hub: Any) -> dict[str, Any]:
             f"Check the spelling; for the hub, also the connection and the login ({str(error).splitlines()[0]})"
         ) from error
     return dict(config)
-
-
-def _refuse_other_format(published: Published) -> None:
-    if (found := recognize(published)) is not None:
-        cure = found.cure or (
-            "Pass target=model to DraftHeads.from_pretrained, which then imports them, or write them as heads of this "
-            f"library: draftsmith import --checkpoint {shlex.quote(published.path)}"
-        )
-        raise ValueError(f"{published.path} holds {found.title}. {cure}")
 
 
 def load_strictly(kind: type[Any], path: str, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import reduce
 from typing import Any
 
 import torch
@@ -62,9 +63,12 @@ def build_heads(imported: Imported, target: Target, path: str, *, dtype: torch.d
     with torch.device("meta"):  # a wrong size in a config may ask for more memory than there is
         imported.check(kind_class(config), path)
     heads: Any = kind_class(config)
-    heads.to(read_dtype(dtype) or imported.dtype)
+    wide = {name for name in imported.tensors if name.rpartition(".")[2] in (heads._keep_in_fp32_modules_strict or ())}
+    dtypes = {x.dtype for name, x in imported.tensors.items() if x.is_floating_point() and name not in wide}
+    # Without another word: the narrowest dtype that holds all values.
+    heads.to(read_dtype(dtype) or reduce(torch.promote_types, sorted(dtypes, key=str) or [torch.float32]))
     for name, buffer in heads.named_buffers():
-        if name.rpartition(".")[2] in imported.float32_parts:
+        if name in wide:
             buffer.data = buffer.float()
     heads.load_state_dict(imported.tensors)
     heads.bind(target)

@@ -36,10 +36,10 @@ from draftsmith.scripts.measuring.result_formats import FORMATS, ResultFiles
 from draftsmith.scripts.measuring.table import make_grids
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
-from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.whole_files import write_text
 
 GROUPS = {
     "target and drafters": "target heads draft_vocab_size drafter_model assistant tree acceptance",

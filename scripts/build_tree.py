@@ -18,7 +18,6 @@ if not __package__:  # launched as a file
 
 from draftsmith.inference import StaticTree, Target
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, load_heads, load_target
-from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
 from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.data.conversations import load_conversations
@@ -26,6 +25,7 @@ from draftsmith.training.data.options import option
 from draftsmith.training.losses.rank_accuracy import measure_rank_accuracy
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.whole_files import write_text
 
 
 @dataclass

@@ -42,11 +42,11 @@ from draftsmith.scripts.shared.model_loading import (
     load_heads,
     load_target,
 )
-from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 from draftsmith.training.synthesis.prompts import read_prompts
+from draftsmith.training.whole_files import write_text
 
 GROUPS = {
     "heads": "target heads draft_vocab_size tree",

@@ -20,13 +20,13 @@ from typing import Any
 if not __package__:  # launched as a file
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from draftsmith.heads.checkpoint import check_place, is_published
+from draftsmith.heads.checkpoint import read_head_type
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.importing import build_heads
 from draftsmith.scripts.conversion.conventions import compare_conventions, question_prompts
 from draftsmith.scripts.shared.model_loading import DTYPES, check_folder, load_target
-from draftsmith.scripts.shared.whole_files import check_new_folder
+from draftsmith.scripts.shared.new_folder import check_new_folder
 from draftsmith.training.data.options import option
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
@@ -80,10 +80,9 @@ def holds_own_heads(folder: Path) -> bool:
 def run(args: ImportArguments) -> None:
     settings = args.parse_settings()
     check_folder(args.checkpoint)
-    check_place(args.checkpoint)
     if not holds_own_heads(Path(args.output)):  # an import is repeated with other settings
         check_new_folder(args.output)
-    if not is_published(args.checkpoint):
+    if read_head_type(args.checkpoint) is not None:
         raise ValueError(f"{args.checkpoint} holds heads of this library already: use them as they are")
     target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device, keeps_dtype=True)
     published = open_published(args.checkpoint)

@@ -22,13 +22,13 @@ if not __package__:  # launched as a file
 
 from draftsmith.inference.targets.files import read_config, read_tokenizer
 from draftsmith.inference.targets.model_config import find_length_limit
-from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import DataArguments, option
 from draftsmith.training.data.reply_spans import find_special_ids
 from draftsmith.training.data.set_statistics import join_sets, measure_sets
 from draftsmith.training.data.training_sets import cut_to_limit
 from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.whole_files import write_text
 
 GROUPS = {
     "data": "config target dataset columns max_length max_samples",

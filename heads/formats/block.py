@@ -10,7 +10,6 @@ embeddings, which vLLM and speculators read.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, ClassVar
 
@@ -28,11 +27,12 @@ from draftsmith.heads.formats.eagle.llama_keys import (
     Reading,
     name_dtype,
     read_decoder,
+    read_own_settings,
     refuse_unwritable,
     write_decoder,
 )
 from draftsmith.heads.formats.eagle.speculators_format import speculators_keys
-from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.format import Exported, Format, Imported, vllm_command
 from draftsmith.heads.formats.published import OWN_KEY, Published
 from draftsmith.heads.formats.tensors import rename, take_copies
 from draftsmith.inference.targets.target import Target
@@ -69,7 +69,7 @@ class DFlash(Format):
         _check_shape(reading)
         if layers := self._read_layers(reading):
             settings["feature_layers"] = layers
-        settings |= {name: value for name in _OWN if (value := published.own_setting(name)) is not None}
+        settings |= read_own_settings(reading, _OWN)
         tensors = dict(published)
         mask = take_mask(reading, tensors)
         settings["mask_token_id"] = find_fixed_mask(reading, mask)
@@ -198,9 +198,7 @@ class VLLMBlock(DFlash):
         return ()
 
     def commands(self, config: Any) -> tuple[str, ...]:
-        depths = config.num_depths
-        speculation = {"method": _method(config), "model": "{heads}", "num_speculative_tokens": depths}
-        return (f"vllm serve {{target}} --speculative-config '{json.dumps(speculation)}'",)
+        return (vllm_command(_method(config), config.num_depths),)
 
 
 class BlockSpeculators(DFlash):
@@ -295,13 +293,11 @@ def _write_shape(config: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 def _check_shape(reading: Reading) -> None:
     """What must stand in a config, since readers differ in their defaults, and what draft layers here do not have."""
-    published, total = reading.published, reading.target.vocab_size
+    published = reading.published
     rope = published.setting("rope_parameters") or {}
     if "rope_theta" not in rope and published.setting("rope_theta") is None:
         reading.problems.append("config.json has no rope_theta")
-    if (count := published.setting("num_target_layers", reading.target.num_layers)) != reading.target.num_layers:
-        reading.problems.append(f"num_target_layers is {count}, and the target has {reading.target.num_layers}")
+    reading.expect("num_target_layers", reading.target.num_layers, may_lack=True)
+    reading.expect("draft_vocab_size", reading.target.vocab_size, may_lack=True)  # drafts are scored over all of it
     if published.setting("use_swa", False):
         reading.problems.append("use_swa is not read: windows are read from sliding_window and layer_types")
-    if (size := published.setting("draft_vocab_size", total)) != total:
-        reading.problems.append(f"draft_vocab_size is {size}; block drafters here score the target's {total} tokens")

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.heads.config import public_name
-from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.format import Exported, Format
 from draftsmith.heads.formats.published import Published
 from draftsmith.inference.targets.target import Target
 
@@ -42,9 +42,6 @@ class CustomGenerateFolder(Format):
 
     def matches(self, published: Published) -> bool:
         return False  # its weights and config are those of this library
-
-    def read(self, published: Published, target: Target) -> Imported:
-        raise ValueError(f"{published.path} holds heads of this library: load them with DraftHeads.from_pretrained")
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         if config.target_adapter:

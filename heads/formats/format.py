@@ -5,7 +5,6 @@ A format knows names, shapes and settings only. It never builds heads, so it imp
 
 from __future__ import annotations
 
-import functools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -33,7 +32,6 @@ class Imported:
         names: our name -> the checkpoint's, for messages; names that are alike may be left out.
         problems: what is wrong with the checkpoint, one sentence each.
         notes: what the checkpoint leaves open, and how it was read, one sentence each.
-        float32_parts: last parts of the names of tensors that stay in float32, whatever the others have.
     """
 
     kind: str
@@ -42,17 +40,6 @@ class Imported:
     names: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    float32_parts: tuple[str, ...] = ()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The narrowest dtype that holds all values of the floating-point tensors."""
-        found = {
-            tensor.dtype
-            for name, tensor in self.tensors.items()
-            if tensor.is_floating_point() and name.rpartition(".")[2] not in self.float32_parts
-        }
-        return functools.reduce(torch.promote_types, sorted(found, key=str)) if found else torch.float32
 
     def refuse(self, path: str, problems: Iterable[str] = ()) -> None:
         """Raises ValueError with `problems` and those of the checkpoint, if there are any."""
@@ -133,6 +120,12 @@ class Exported:
             torch.save(tensors, folder / self.file)
 
 
+def vllm_command(method: str, num_tokens: int, **more: Any) -> str:
+    """How vLLM serves the target with the heads, as `Exported.commands` has it."""
+    speculation = {"method": method, "model": "{heads}", "num_speculative_tokens": num_tokens, **more}
+    return f"vllm serve {{target}} --speculative-config '{json.dumps(speculation)}'"
+
+
 class Format(ABC):
     """One format of other projects.
 
@@ -157,9 +150,13 @@ class Format(ABC):
     def matches(self, published: Published) -> bool:
         """Whether a checkpoint is in this format. Its tensors may be on the meta device."""
 
-    @abstractmethod
     def read(self, published: Published, target: Target) -> Imported:
-        """Every tensor of the checkpoint under our name for it; those that have none keep their own name."""
+        """Every tensor of the checkpoint under our name for it; those that have none keep their own name.
+
+        Raises:
+            ValueError: checkpoints of this format are only named.
+        """
+        raise ValueError(f"{published.path} holds {self.title}, which is not read. {self.cure}")
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         """The inverse of `read`.

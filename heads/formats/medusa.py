@@ -11,14 +11,13 @@ Medusa up to 0.32; no engine does now.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.format import Exported, Format, Imported, vllm_command
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.tensors import refuse_other_layer, rename, take_copies
 from draftsmith.inference.targets.target import Target
@@ -144,9 +143,8 @@ class VLLMMedusa(Format):
         if config.shares_lm_head:
             settings["original_lm_head"] = True
             written["lm_head.weight"] = target.lm_head_weight()
-        speculation = {"method": "medusa", "model": "{heads}", "num_speculative_tokens": config.num_heads}
-        command = f"vllm serve {{target}} --speculative-config '{json.dumps(speculation)}'"
-        return Exported(settings, written, commands=(command,), notes=("vLLM up to 0.32 serves Medusa, as chains.",))
+        commands = (vllm_command("medusa", config.num_heads),)
+        return Exported(settings, written, commands=commands, notes=("vLLM up to 0.32 serves Medusa, as chains.",))
 
 
 def _find_own_tensors(target: Target, names: Iterable[str]) -> dict[str, Tensor]:

@@ -31,7 +31,6 @@ from draftsmith.inference.targets.target import Target
 
 # FastMTP (arXiv 2509.18362) fine-tunes a native module with three applications.
 DEFAULT_NUM_STEPS = 3
-FLOAT32_BUFFERS = {"e_score_correction_bias"}  # DeepSeek's routers keep it in float32
 OUTER_NORM = re.compile(r"blocks\.\d+\.(enorm|hnorm|norm)\.weight")
 # Families that transformers does not have, and whose layers they use.
 _LAYERS_OF = {"mimo": "qwen2"}
@@ -152,7 +151,7 @@ def read_native_modules(path: str, target: Target, **hub: Any) -> Imported:
             tensors[name] = tensor.float() + offset
     if settings.get("reads_before_final_norm"):
         tensors["state_gain"] = find_state_gain(target)
-    return Imported("mtp", settings, _merge_experts(tensors), float32_parts=tuple(FLOAT32_BUFFERS))
+    return Imported("mtp", settings, _merge_experts(tensors))
 
 
 def find_state_gain(target: Target) -> Tensor:

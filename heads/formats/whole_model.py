@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import NoReturn
 
 from draftsmith.heads.formats.format import Format
 from draftsmith.heads.formats.published import Published
-from draftsmith.inference.targets.target import Target
 
 
 class WholeModel(Format):
@@ -20,6 +18,3 @@ class WholeModel(Format):
 
     def matches(self, published: Published) -> bool:
         return re.search("ForCausalLM|ForConditionalGeneration", published.architectures) is not None
-
-    def read(self, published: Published, target: Target) -> NoReturn:
-        raise ValueError(f"{published.path} holds {self.title}, which is not read. {self.cure}")

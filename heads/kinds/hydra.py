@@ -114,8 +114,7 @@ class PrefixLayer(DecoderLayer):
         """states [B, T, D] of whole sequences -> [B, T, D]."""
         batch, length, _ = states.shape
         positions = torch.arange(length, device=states.device).expand(batch, -1)
-        q, keys, values = self.project(states, positions)
-        return cast(Tensor, self.norm(self.finish(states, self.self_attn.attend_unrolled(q, [keys], [values]))))
+        return cast(Tensor, self.norm(self.unroll(states, positions, [])))
 
     def read_last(self, states: Tensor, counts: Tensor, cache: DraftCache, max_slots: int) -> Tensor:
         """Appends counts[b] of the states [B, S, D] of new slots to the cache, and returns the layer's output [B, 1, D]

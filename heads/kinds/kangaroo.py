@@ -39,8 +39,8 @@ def default_exit_layer(num_layers: int) -> int:
     """One layer in sixteen, as the paper's 2 of 32 (Vicuna-7B) and 3 of 40 (13B; section 4), rounded up. Targets with
     few layers need a larger share.
 
-    >>> default_exit_layer(32), default_exit_layer(40), default_exit_layer(6)
-    (2, 3, 1)
+    >>> default_exit_layer(32), default_exit_layer(40), default_exit_layer(6), default_exit_layer(2)
+    (2, 3, 1, 1)
     """
     return -(-num_layers // 16)
 
@@ -173,9 +173,7 @@ class KangarooHeads(DraftHeads):
         """One step, for every depth. Slot t predicts the token at t + 2 from the adapter's output at t + 1, so it reads
         the features up to t + 1."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        hidden = features.to(self.compute_dtype)
-        q, keys, values = self.adapter.project(hidden, positions)
-        hidden = self.adapter.finish(hidden, self.adapter.self_attn.attend_unrolled(q, [keys], [values]))
+        hidden = self.adapter.unroll(features.to(self.compute_dtype), positions, [])
         return [DraftStep(2, nn.functional.pad(hidden[:, 1:], (0, 0, 0, 1)), self.score)]
 
     # Decoding.

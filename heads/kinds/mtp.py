@@ -42,7 +42,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import WindowedConfig
-from draftsmith.heads.formats.native_mtp import FLOAT32_BUFFERS, find_state_gain, read_native_modules
+from draftsmith.heads.formats.native_mtp import find_state_gain, read_native_modules
 from draftsmith.heads.formats.published import HUB_KEYS
 from draftsmith.heads.importing import build_heads
 from draftsmith.heads.modules.draft_step import DraftStep
@@ -58,6 +58,8 @@ from draftsmith.heads.modules.stock_layer import StockLayer
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target
+
+FLOAT32_BUFFERS = {"e_score_correction_bias"}  # DeepSeek's routers keep it in float32
 
 
 class MTPConfig(WindowedConfig):
@@ -111,32 +113,6 @@ class MTPConfig(WindowedConfig):
             )
 
 
-class MTPLayer(DecoderLayer):
-    """A decoder layer like Llama's."""
-
-    def __init__(self, config: MTPConfig, window: int | None) -> None:
-        size = config.hidden_size
-        super().__init__(config, size, DraftAttention(config, size, size, window=window))
-
-    def new_cache(self, batch_size: int, **sizes: int) -> DraftCache:
-        return self.self_attn.new_cache(batch_size, **sizes)
-
-    def decode(self, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-        """x [B, Q, D] at positions [B, Q] -> [B, Q, D]."""
-        q, keys, values = self.project(x, positions)
-        return self.finish(x, self.self_attn.attend(q, *rows.update(keys, values), rows.mask))
-
-    def unroll(self, x: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Whole sequences x [B, T, D] -> [B, T, D]. A slot sees depth 0 of earlier slots, and all depths of its own.
-
-        Args:
-            past: keys and values of the depths before this one; this depth's are appended.
-        """
-        q, keys, values = self.project(x, positions)
-        past.append((keys, values))
-        return self.finish(x, self.self_attn.attend_unrolled(q, [k for k, _ in past], [v for _, v in past]))
-
-
 class MTPBlock(nn.Module):
     """An MTP block. Tensor names are those of DeepSeek-V3's checkpoints, with `norm` for `shared_head.norm`."""
 
@@ -146,8 +122,8 @@ class MTPBlock(nn.Module):
         self.enorm = RMSNorm(size, eps)
         self.hnorm = RMSNorm(size, eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.layer: MTPLayer | StockLayer = (
-            MTPLayer(config, config.window(index))
+        self.layer: DecoderLayer | StockLayer = (
+            DecoderLayer(config, size, DraftAttention(config, size, size, window=config.window(index)))
             if config.stock_layer is None
             else StockLayer(config.stock_layer, index)
         )

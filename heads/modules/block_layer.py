@@ -6,8 +6,6 @@ Legend: B batch, Q rows of a pass, D hidden size, H query heads, G key/value hea
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -50,11 +48,6 @@ class BlockLayer(DecoderLayer):
 
     def __init__(self, config: PreTrainedConfig, window: int | None = None) -> None:
         super().__init__(config, config.hidden_size, BlockAttention(config, window))
-
-    def run(self, hidden: Tensor, positions: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """The layer of a block's states [B, Q, D]; `attend` maps the queries, keys and values of `project` to the
-        attention's output [B, Q, D]."""
-        return self.finish(hidden, attend(*self.project(hidden, positions)))
 
 
 class MarkovBias(nn.Module):

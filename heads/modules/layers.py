@@ -379,3 +379,30 @@ class DecoderLayer(DraftLayer):
     def project(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`DraftAttention.project` of the normed states [B, Q, D]."""
         return self.self_attn.project(self.input_layernorm(hidden), positions)
+
+    def run(self, hidden: Tensor, positions: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        """The layer of states [B, Q, D] at positions [B, Q]; `attend` maps the queries, keys and values of `project` to
+        the attention's output [B, Q, D]."""
+        return self.finish(hidden, attend(*self.project(hidden, positions)))
+
+    def new_cache(self, batch_size: int, **sizes: int) -> DraftCache:
+        return self.self_attn.new_cache(batch_size, **sizes)
+
+    def decode(self, hidden: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+        """`run` over `rows` of a cache."""
+        return self.run(
+            hidden, positions, lambda q, *written: self.self_attn.attend(q, *rows.update(*written), rows.mask)
+        )
+
+    def unroll(self, hidden: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """`run` over whole sequences. A slot sees depth 0 of earlier slots, and all depths of its own.
+
+        Args:
+            past: keys and values of the depths before this one; this depth's are appended.
+        """
+
+        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            past.append((keys, values))
+            return self.self_attn.attend_unrolled(q, [k for k, _ in past], [v for _, v in past])
+
+        return self.run(hidden, positions, attend)

@@ -65,7 +65,7 @@ def find_family(settings: dict[str, Any]) -> Family:
 
 
 class StockLayer(nn.Module):
-    """A decoder layer built from a text config, with the methods of `draftsmith.heads.kinds.mtp.MTPLayer`.
+    """A decoder layer built from a text config, with the methods of `DecoderLayer` that MTP blocks call.
 
     Args:
         settings: the config's `to_dict()`; its lists per layer describe the MTP layers.

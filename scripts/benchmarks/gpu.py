@@ -34,8 +34,8 @@ from draftsmith.scripts.benchmarks.gpu_parts import PARTS, Measure, Setup
 from draftsmith.scripts.measuring.environment import ROOT, describe_machine, describe_program
 from draftsmith.scripts.shared.clock import TimeLimit
 from draftsmith.scripts.shared.model_loading import check_device
-from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.options.one_line_errors import one_line_errors
+from draftsmith.training.whole_files import write_text
 
 GRACE = 5.0  # seconds after its limit in which a part may end by itself
 

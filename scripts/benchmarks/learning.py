@@ -27,11 +27,11 @@ from draftsmith.inference import Decoder
 from draftsmith.scripts.measuring.environment import describe_machine
 from draftsmith.scripts.measuring.measure import Batch, load_prompts
 from draftsmith.scripts.shared.model_loading import DTYPES, TREE_HELP, load_heads, load_target
-from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.learning.learner import OnlineLearner
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.whole_files import write_text
 
 WINDOWS = 10  # in which acceptance is told
 

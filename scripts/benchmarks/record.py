@@ -24,10 +24,10 @@ from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.scripts.measuring.environment import describe_machine
 from draftsmith.scripts.shared.model_loading import encode_messages, load_heads, load_target
 from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
-from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.whole_files import write_text
 
 COLUMNS, CHARACTER, LINE = 50, 8.0, 19  # characters in a line; pixels of a character and of a line
 MARGIN, TOP, GAP = 18, 74, 24

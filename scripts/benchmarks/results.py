@@ -52,10 +52,10 @@ from draftsmith.scripts.measuring.measure import (
 from draftsmith.scripts.shared.clock import TimeLimit
 from draftsmith.scripts.shared.draft_vocabulary import SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPES, TREE_HELP
-from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.whole_files import write_text
 
 DEFAULT = "default"
 LLAMA = "llama.cpp"

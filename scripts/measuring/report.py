@@ -18,7 +18,7 @@ from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.text_difference import find_difference
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
 from draftsmith.scripts.measuring.table import Row, describe_texts
-from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.whole_files import write_text
 
 
 def make_rows(

@@ -24,7 +24,7 @@ from typing import Any
 
 from draftsmith.inference import GenerationStats
 from draftsmith.scripts.measuring.measure import Contender, Prompt, Run
-from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.whole_files import write_text
 
 QUARTILES = (0.25, 0.5, 0.75)
 

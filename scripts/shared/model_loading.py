@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.checkpoint import is_published
+from draftsmith.heads.checkpoint import read_head_type
 from draftsmith.heads.formats.transformers_dflash import MODEL_TYPE as DFLASH_ASSISTANT
 from draftsmith.inference import Drafter, DynamicTree, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
@@ -120,7 +120,7 @@ def load_heads(name: str, target: Target) -> DraftHeads:
     """Heads of any kind from a folder, hub id or GGUF file, bound to the target, in its dtype and on its device (see
     `bind_heads`). Heads in another project's format are imported."""
     check_folder(name)
-    owner = {"target": target} if is_published(name) else {}
+    owner = {"target": target} if read_head_type(name) is None else {}
     heads: DraftHeads = DraftHeads.from_pretrained(name, dtype=target.dtype, **owner)
     return bind_heads(heads, target).to(target.device)
 

@@ -90,6 +90,7 @@ def test_defaults_follow_the_target() -> None:
     small, large = Target(tiny_target("llama")), Target(tiny_target("llama", num_hidden_layers=36, vocab_size=70_000))
     shapes = {
         "block": {"num_layers": (2, 5), "block_size": (8, 16)},
+        "kangaroo": {"exit_layer": (1, 3), "feature_layers": ([1], [3])},
         "parallel": {"num_layers": (2, 4), "num_depths": (6, 8), "draft_vocab_size": (None, 8_192)},
         "eagle3": {"draft_vocab_size": (None, 8_192), "fc_norm": (True, True), "norm_output": (True, True)},
     }

@@ -16,12 +16,16 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.heads import DraftHeads
+from draftsmith.inference import Target, generate
+from draftsmith.training.features.extraction import extract_features
+from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
 from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.options.run_options import RunOptions
 from draftsmith.training.run.outcome import PreparedRun
 from draftsmith.training.run.preparation import prepare_run
 from draftsmith.training.run.trainer import HeadsTrainer
-from tests.tiny_targets import tiny_target
+from tests.tiny_targets import random_prompt, tiny_target
 
 SPECIAL = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>")
 WORDS = [f"word{index}" for index in range(60 - len(SPECIAL))]
@@ -70,6 +74,21 @@ def words_of(**options: Any) -> list[str]:
         if value is not None:
             words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     return words
+
+
+def extract(*, rank: int = 0, num_processes: int = 1, **options: Any) -> int:
+    """Extracts features with options as on the command line."""
+    parsed = parse_arguments(words_of(**options), OPTION_CLASSES, not_from_file=NOT_FROM_FILE)
+    return extract_features(*parsed, rank=rank, num_processes=num_processes)
+
+
+def assert_greedy_text_is_the_targets(target: Target, heads: DraftHeads) -> None:
+    """Of a target of 60 tokens: transformers' own text."""
+    prompt, options = random_prompt(7, vocab_size=60), {"max_new_tokens": 16, "do_sample": False}
+    expected = target.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    found = generate(target, heads, prompt, **options)
+    assert torch.equal(found.sequences, expected)
+    assert found.stats.num_verify_steps > 0
 
 
 class InterruptedRunError(Exception):

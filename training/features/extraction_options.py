@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from draftsmith.heads import DraftHeadsConfig
-from draftsmith.heads.checkpoint import is_published
+from draftsmith.heads.checkpoint import read_head_type
 from draftsmith.heads.registration import find_kind
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.data.options import DataArguments, option
@@ -42,7 +42,7 @@ class ExtractionArguments(EndpointArguments):
 
 def find_layers(model_args: ModelArguments, target: Target) -> Sequence[int]:
     """Returns the hidden states that the heads tap; 0 = embeddings."""
-    if model_args.init_heads is not None and is_published(model_args.init_heads):
+    if model_args.init_heads is not None and read_head_type(model_args.init_heads) is None:
         return load_published_heads(model_args, target).feature_layers
     if model_args.init_heads is not None:
         layers: Sequence[int] = PreTrainedConfig.get_config_dict(model_args.init_heads)[0].get("feature_layers", ())

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from draftsmith.training.data.collation import hash_tokens
 from draftsmith.training.data.set_statistics import describe_size
+from draftsmith.training.whole_files import replacing, write_text
 
 FORMAT = 3
 
@@ -115,15 +115,11 @@ def write_shard(folder: Path, name: str, rows: Sequence[StoredRow]) -> None:
     tensors["input_ids"] = torch.cat([row.input_ids.int().cpu() for row in rows])
     tensors["lengths"] = torch.tensor([len(row.input_ids) for row in rows])
     tensors["keys"] = torch.tensor([hash_tokens(row.input_ids) for row in rows])
-    scratch = folder / f".{name}.{os.getpid()}.tmp"
     try:
-        save_file(tensors, scratch)
-        shutil.copymode(folder / "index.json", scratch)  # safetensors gives only the owner access
-        with scratch.open("rb") as file:
-            os.fsync(file.fileno())
-        scratch.replace(folder / f"{name}.safetensors")
+        with replacing(folder / f"{name}.safetensors") as scratch:
+            save_file(tensors, scratch)
+            shutil.copymode(folder / "index.json", scratch)  # safetensors gives only the owner access
     except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
-        scratch.unlink(missing_ok=True)
         size = sum(value.nbytes for value in tensors.values())
         raise DiskFullError(
             f"cannot write {name} ({describe_size(size)}) to {folder}: {error}. The shards before it are complete: "
@@ -209,10 +205,7 @@ def read_settings(folder: Path) -> StoreSettings:
 
 def write_settings(folder: Path, settings: StoreSettings) -> None:
     """Writes `index.json` completely or not at all; several processes may do so at once."""
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f".index.json.{os.getpid()}.tmp"
-    scratch.write_text(json.dumps(dataclasses.asdict(settings), indent=2) + "\n", encoding="utf-8")
-    scratch.replace(folder / "index.json")
+    write_text(folder / "index.json", json.dumps(dataclasses.asdict(settings), indent=2) + "\n")
 
 
 def finished_shards(folder: Path) -> set[str]:

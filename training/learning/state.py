@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,10 @@ from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.draft_vocabulary import COUNTS
+from draftsmith.training.whole_files import replacing
 
 FILE = "learner.safetensors"
 HEADS = "heads"
-SCRATCH = f"{FILE}.incomplete"
 UNIMPORTANT = ("_name_or_path", "dtype", "torch_dtype", "transformers_version")  # of a config
 WEIGHTS, OPTIMIZER = "weights", "optimizer"  # what names in the file begin with
 
@@ -69,16 +68,12 @@ def write_state(folder: Path, heads: DraftHeads, state: LearnerState) -> None:
         heads: whose config and counts of tokens belong to the weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / SCRATCH
     known = {"origin": state.origin, "in_use": fingerprint(heads, state.in_use)}
     metadata = {"counters": json.dumps(state.counters), **known}
     named = ((WEIGHTS, state.in_use), (OPTIMIZER, state.optimizer))
     tensors = {f"{part}/{name}": tensor.contiguous().cpu() for part, found in named for name, tensor in found.items()}
-    try:
+    with replacing(folder / FILE) as scratch:
         save_file(tensors, scratch, metadata)
-        os.replace(scratch, folder / FILE)
-    finally:
-        scratch.unlink(missing_ok=True)
     written = copy.deepcopy(heads)
     written.write_weights(state.in_use)
     written.save_pretrained(folder / HEADS)
@@ -94,7 +89,7 @@ def read_state(folder: Path, heads: DraftHeads) -> LearnerState | None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a folder")
     if not path.exists():
-        if folder.exists() and any(file.name != SCRATCH for file in folder.iterdir()):
+        if folder.exists() and any(file.suffix != ".tmp" for file in folder.iterdir()):
             raise ValueError(f"{folder} holds other files and no {FILE}: give a new folder, or one of an earlier run")
         return None
     parts: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, OPTIMIZER: {}}

@@ -21,8 +21,8 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 def parse_seconds(text: str) -> float:
     """Seconds of a time such as 90m, 2h or 1.5d.
 
-    >>> parse_seconds("90m"), parse_seconds("2h")
-    (5400.0, 7200.0)
+    >>> [parse_seconds(text) for text in ("90m", "2h", "1.5d", "45s")]
+    [5400.0, 7200.0, 129600.0, 45.0]
 
     Raises:
         ValueError: another form, or no time at all.

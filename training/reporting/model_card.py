@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 from jinja2 import Environment, FileSystemLoader
 
+from draftsmith.heads.config import is_hub_id
 from draftsmith.training.reporting.report import TEMPLATES
 
 
@@ -35,8 +35,8 @@ def render_card(
     data = ModelCardData(
         library_name="draftsmith",
         license="unknown",
-        base_model=target if _is_hub_id(target) else None,
-        datasets=list(dict.fromkeys(name.partition(":")[0] for name in datasets if _is_hub_id(name))) or None,
+        base_model=target if is_hub_id(target) else None,
+        datasets=list(dict.fromkeys(name.partition(":")[0] for name in datasets if is_hub_id(name))) or None,
         tags=["speculative-decoding", "draft-heads", kind],
     )
     environment = Environment(loader=FileSystemLoader(TEMPLATES), keep_trailing_newline=True)
@@ -56,10 +56,6 @@ def render_card(
         has_report=has_report,
         has_adapter=has_adapter,
     )
-
-
-def _is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith(("/", ".", "~")) and not Path(name).exists()
 
 
 def _is_of_the_heads(name: str) -> bool:

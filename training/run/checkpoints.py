@@ -73,13 +73,6 @@ def remove_old(output_dir: Path, *, save_total_limit: int | None, best: str | No
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def write_file(path: Path, text: str) -> None:
-    """Writes a file completely or not at all."""
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    scratch.replace(path)
-
-
 def write_run_file(folder: Path, description: dict[str, Any], seconds: float) -> None:
     """Writes `run.json`: the run's description (`resume.describe_run`) and the seconds of training so far."""
     (folder / RUN_FILE).write_text(json.dumps({**description, "seconds": seconds}, indent=2) + "\n", encoding="utf-8")

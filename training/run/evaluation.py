@@ -74,10 +74,14 @@ class AcceptanceMeter:
 
     def __call__(self) -> dict[str, float]:
         decoder = Decoder(self.target, whole_heads(self.heads), tree=steady_tree(self.heads))
+        return {"acceptance_length": self.decode(decoder, self.prompts)}
+
+    def decode(self, decoder: Decoder, prompts: list[Prompt]) -> float:
+        """The acceptance length of some of the prompts."""
         stats = GenerationStats()
-        for prompt in self.prompts:
+        for prompt in prompts:
             stats += decode_prompt(decoder, prompt, self.tokenizer, max_new_tokens=self.max_new_tokens)
-        return {"acceptance_length": stats.acceptance_length}
+        return stats.acceptance_length
 
 
 def settle_evaluations(args: Any, *, has_rows: bool, has_prompts: bool) -> None:

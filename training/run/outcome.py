@@ -21,27 +21,21 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import TrainerState
 
-from draftsmith.inference import Decoder, GenerationStats
+from draftsmith.inference import Decoder
 from draftsmith.inference.request.chat_template import render_probe
 from draftsmith.inference.request.model_settings import find_model_settings
 from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.features.sharded_target import count_held
 from draftsmith.training.options.one_line_errors import as_launched
-from draftsmith.training.reporting.examples import (
-    Example,
-    Prompt,
-    decode_examples,
-    decode_prompt,
-    send_examples,
-    steady_tree,
-)
+from draftsmith.training.reporting.examples import Example, decode_examples, send_examples, steady_tree
 from draftsmith.training.reporting.model_card import render_card
 from draftsmith.training.reporting.report import count_rows, render_report
-from draftsmith.training.run.checkpoints import read_run_file, write_file
+from draftsmith.training.run.checkpoints import read_run_file
 from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.pace import CHAIN, describe_expected
 from draftsmith.training.run.resume import find_newest, is_finished
 from draftsmith.training.run.trainer import HeadsTrainer
+from draftsmith.training.whole_files import write_text
 
 logger = logging.getLogger(__name__)
 USUAL_TOKENS = 3e6  # that heads learn from: docs/choosing-heads.md
@@ -79,7 +73,7 @@ class PreparedRun:
         if trainer.args.process_index == 0:
             # transformers' pickle of the options, which training_config.yaml holds as text
             (self.output_dir / "training_args.bin").unlink(missing_ok=True)
-            write_file(self.output_dir / "training_record.json", json.dumps(record, indent=2) + "\n")
+            write_text(self.output_dir / "training_record.json", json.dumps(record, indent=2) + "\n")
         write_pages(trainer, self.tokenizer, self.settings, record, wants_report=self.wants_report)
         if trainer.args.push_to_hub:
             trainer.push_to_hub()
@@ -180,13 +174,13 @@ def write_pages(
         if trainer.args.process_index != 0:
             return
         if page is not None:
-            write_file(output_dir / "report.html", page)
+            write_text(output_dir / "report.html", page)
         card = output_dir / "README.md"
         if card.exists() and "library_name: draftsmith" not in card.read_text(encoding="utf-8"):
             logger.warning("%s was written by someone else: no model card is written", card)
             return
         meter = trainer.measure_acceptance
-        write_file(
+        write_text(
             card,
             render_card(
                 kind=str(trainer.heads.config.head_type),
@@ -281,18 +275,12 @@ def measure_drafting(meter: AcceptanceMeter) -> dict[str, float]:
     """How many times as fast as plain decoding the heads decode a few held-out prompts, one at a time, and the
     acceptance length of chains on all of them. Collective."""
     heads, seconds = whole_heads(meter.heads), []
-
-    def decode(decoder: Decoder, prompts: list[Prompt]) -> float:
-        stats = GenerationStats()
-        for prompt in prompts:
-            stats += decode_prompt(decoder, prompt, meter.tokenizer, max_new_tokens=meter.max_new_tokens)
-        return stats.acceptance_length
-
     for drafter in (heads, None):
         decoder = Decoder(meter.target, drafter, tree=None if drafter is None else steady_tree(heads))
-        decode(decoder, meter.prompts[:1])  # warms up
+        meter.decode(decoder, meter.prompts[:1])  # warms up
         start = time.perf_counter()
-        decode(decoder, meter.prompts[:NUM_EXAMPLES])
+        meter.decode(decoder, meter.prompts[:NUM_EXAMPLES])
         seconds.append(time.perf_counter() - start)
-    length = decode(Decoder(meter.target, heads, tree=f"chain:{min(CHAIN, heads.max_depth or CHAIN)}"), meter.prompts)
+    decoder = Decoder(meter.target, heads, tree=f"chain:{min(CHAIN, heads.max_depth or CHAIN)}")
+    length = meter.decode(decoder, meter.prompts)
     return {"speed_over_plain": round(seconds[1] / seconds[0], 3), "chain_acceptance_length": round(length, 3)}

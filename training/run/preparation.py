@@ -16,7 +16,7 @@ import yaml
 from transformers import EarlyStoppingCallback, TrainerState, set_seed
 
 from draftsmith.heads import DraftHeads, create_heads
-from draftsmith.heads.checkpoint import is_published, no_empty_folder
+from draftsmith.heads.checkpoint import no_empty_folder, read_head_type
 from draftsmith.heads.config import name_of_target
 from draftsmith.heads.formats.registry import check_place
 from draftsmith.heads.registration import find_kind
@@ -45,7 +45,6 @@ from draftsmith.training.features.target_loading import (
 from draftsmith.training.images.processor import ImageCollator, load_processor, refuse_placeholders
 from draftsmith.training.options.command_line import resolve_arguments
 from draftsmith.training.options.run_options import RunOptions, check_options, parse_seconds, refuse_with_images
-from draftsmith.training.run.checkpoints import write_file
 from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts, settle_evaluations
 from draftsmith.training.run.joint_model import JointModel, adapt_target
 from draftsmith.training.run.joint_trainer import JointTrainer
@@ -53,6 +52,7 @@ from draftsmith.training.run.outcome import USUAL_TOKENS, PreparedRun
 from draftsmith.training.run.pace import measure_pace
 from draftsmith.training.run.resume import check_same_run, describe_run, find_checkpoint
 from draftsmith.training.run.trainer import HeadsTrainer
+from draftsmith.training.whole_files import write_text
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ def _prepare(options: RunOptions) -> PreparedRun:
         _settle_time(options, trainer, features, checkpoint)
     if is_main_process:  # now, so that an interrupted run has its configuration
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-        write_file(Path(args.output_dir) / "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
+        write_text(Path(args.output_dir) / "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
     return PreparedRun(
         trainer,
         Path(args.output_dir),
@@ -177,7 +177,7 @@ def _load_models(options: RunOptions, checkpoint: Path | None) -> _Models:
     args, device = options.model, options.training.device
     stored: DraftHeads | None = None
     place = checkpoint or args.init_heads
-    is_foreign = place is not None and is_published(str(place))
+    is_foreign = place is not None and read_head_type(str(place)) is None
     if place is not None and not is_foreign:
         with loading_whole():
             stored = DraftHeads.from_pretrained(place, dtype=torch.float32)

@@ -7,9 +7,10 @@ import io
 import json
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from draftsmith.training.whole_files import replacing
 
 
 class JsonLinesJournal:
@@ -45,7 +46,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the lines of a file that `replacing` wrote, gzipped if its name ends in .gz.
+    """Yields the lines of a file that `write_lines` wrote, gzipped if its name ends in .gz.
 
     Raises:
         ValueError: a line is not JSON, or the file is not gzipped.
@@ -57,23 +58,15 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{path} cannot be read ({error}): choose another output") from error
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file that replaces `path` when everything has been written; gzipped if the name ends in .gz."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as raw:
-            if path.suffix == ".gz":
-                # Without name and time, so that equal lines give equal bytes.
-                with gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed, io.BufferedWriter(packed) as lines:
-                    yield lines
-            else:
-                yield raw
-            raw.flush()
-            os.fsync(raw.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def write_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Writes a file whole or not at all; gzipped if the name ends in .gz."""
+    with replacing(path) as scratch, scratch.open("wb") as file:
+        if path.suffix == ".gz":
+            # Without name and time, so that equal lines give equal bytes.
+            with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed, io.BufferedWriter(packed) as buffered:
+                buffered.writelines(lines)
+        else:
+            file.writelines(lines)
 
 
 def _parse_lines(lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:

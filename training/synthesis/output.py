@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from draftsmith.training.synthesis.conversation_file import JsonLinesJournal, read_journal, read_lines, replacing
+from draftsmith.training.synthesis.conversation_file import JsonLinesJournal, read_journal, read_lines, write_lines
 from draftsmith.training.synthesis.prompts import Conversation
 
 
@@ -89,8 +89,8 @@ class SynthesisOutput:
             (self.dropped_path, map(_dump, (dropped[name] for name in sorted(dropped)))),
             (self.stats_path, iter([json.dumps(stats, indent=2, ensure_ascii=False).encode() + b"\n"])),
         ):
-            with _naming_file(path), replacing(path) as file:
-                file.writelines(lines)
+            with _naming_file(path):
+                write_lines(path, lines)
         for shard in shards:
             shard.unlink(missing_ok=True)
         return stats

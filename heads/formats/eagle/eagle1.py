@@ -28,7 +28,7 @@ from draftsmith.heads.formats.eagle.llama_keys import (
     target_rope,
     write_decoder,
 )
-from draftsmith.heads.formats.format import Exported, Format, Imported
+from draftsmith.heads.formats.format import Exported, Format, Imported, vllm_command
 from draftsmith.heads.formats.published import OWN_KEY, Published
 from draftsmith.inference.targets.target import Target
 
@@ -136,10 +136,7 @@ class VLLMEagle1(Eagle1):
     file = "model.safetensors"
     architecture = "EagleLlamaForCausalLM"
     python = ""
-    commands = (
-        "vllm serve {target} --speculative-config "
-        '\'{"method": "eagle", "model": "{heads}", "num_speculative_tokens": 3}\'',
-    )
+    commands = (vllm_command("eagle", 3),)
 
     def refuse(self, config: Any) -> None:
         refuse_unwritable(

@@ -99,8 +99,7 @@ class Eagle3(Format):
         settings = read_decoder(reading, len(layers))
         drop_rope_tables(reading, settings)
         for key, usual in _MODELOPT.items():
-            if (value := published.setting(key, usual)) != usual:
-                reading.problems.append(f"{key} is {value!r}, and heads here are as with {usual!r}")
+            reading.expect(key, usual, may_lack=True)
         settings |= {
             **read_biases(reading, "midlayer."),
             **{flag: reading.flag(flag) for flag in FLAGS},

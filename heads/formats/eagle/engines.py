@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from draftsmith.heads.formats.eagle.eagle3 import FLAGS, IDS, LAYER, Eagle3, authors_layers
 from draftsmith.heads.formats.eagle.llama_keys import SILU, refuse_unwritable
-from draftsmith.heads.formats.format import Exported
+from draftsmith.heads.formats.format import Exported, vllm_command
 from draftsmith.heads.formats.published import OWN_KEY
 from draftsmith.heads.formats.tensors import target_table
 from draftsmith.inference.targets.target import Target
@@ -63,12 +62,10 @@ class VLLMEagle3(Eagle3):
         if ids != authors_layers(config.target_num_layers):
             # At both levels: readers look at one or the other.
             keys |= {IDS: ids, "eagle_config": {IDS: ids, "use_aux_hidden_state": True}}
-        serving = {"method": "eagle3", "model": "{heads}", "num_speculative_tokens": 3}
-        if token is not None:
-            keys["pard_token"] = token
-            serving |= {"num_speculative_tokens": config.num_depths, "parallel_drafting": True}
-        command = f"vllm serve {{target}} --speculative-config '{json.dumps(serving)}'"
-        return replace(exported, config=keys, commands=(command,))
+        if token is None:
+            return replace(exported, config=keys, commands=(vllm_command("eagle3", 3),))
+        command = vllm_command("eagle3", config.num_depths, parallel_drafting=True)
+        return replace(exported, config={**keys, "pard_token": token}, commands=(command,))
 
     def refuse(self, config: Any) -> None:
         refuse_unwritable(self.title, *engine_limits(config, "vLLM"), *vllm_limits(config))

@@ -110,34 +110,22 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
     for name, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if (found := reading.integer(name)) != wanted and published.setting(name) is not None:
             problems.append(f"{name} is {found}, and the target's is {wanted}: these heads are for another target")
-    if (width := published.setting("target_hidden_size", target.hidden_size)) != target.hidden_size:
-        problems.append(f"target_hidden_size is {width}, and the target's hidden size is {target.hidden_size}")
+    reading.expect("target_hidden_size", target.hidden_size, may_lack=True)
+    reading.expect("mlp_bias", False, may_lack=True)
     if (stated := reading.integer("num_hidden_layers")) != num_layers:
         problems.append(f"num_hidden_layers is {stated}, and the tensors are of {num_layers} layers")
-    if (value := published.setting("mlp_bias")) not in (None, False):
-        problems.append(f"mlp_bias is {value!r}, which heads here do not have")
     num_heads = reading.integer("num_attention_heads")
-    groups = reading.integer("num_key_value_heads", num_heads)
-    head_dim = reading.integer("head_dim", max(1, target.hidden_size // num_heads))
-    if num_heads % groups:
-        problems.append(f"num_attention_heads is {num_heads}, which {groups} num_key_value_heads do not divide")
-    if head_dim % 2:
-        problems.append(f"head_dim is {head_dim}; rotary positions need an even number")
     activation = published.setting("hidden_act", published.setting("hidden_activation", "silu"))
     if not isinstance(activation, str) or activation not in ACT2FN:
         problems.append(f"hidden_act is {activation!r}, which transformers does not know")
         activation = "silu"
-    norm_eps = published.setting("rms_norm_eps")
-    if not is_number(norm_eps):
-        problems.append("config.json has no rms_norm_eps" if norm_eps is None else f"rms_norm_eps is {norm_eps!r}")
-        norm_eps = 1e-6
     return {
         "num_attention_heads": num_heads,
-        "num_key_value_heads": groups,
-        "head_dim": head_dim,
+        "num_key_value_heads": reading.integer("num_key_value_heads", num_heads),
+        "head_dim": reading.integer("head_dim", max(1, target.hidden_size // num_heads)),
         "intermediate_size": reading.integer("intermediate_size"),
         "hidden_act": activation,
-        "rms_norm_eps": norm_eps,
+        "rms_norm_eps": reading.number("rms_norm_eps"),
         "rope_parameters": _read_rope(reading),
         "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
         **_read_windows(reading, num_layers),

@@ -15,6 +15,7 @@ from draftsmith.heads.formats.dflash2 import SIZES
 from draftsmith.heads.formats.eagle.llama_keys import Reading, refuse_unwritable, window_limit
 from draftsmith.heads.formats.format import Exported, Imported
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import (
+    OF_LAYER,
     Gguf,
     read_layers,
     read_rope,
@@ -35,12 +36,8 @@ _NAMES = {
     "selector.hidden_projection.weight": "selector_hidden.weight",
 }
 _OF_LAYER = {
-    "input_layernorm.weight": "attn_norm.weight",
-    **{f"self_attn.{name}_proj.weight": f"attn_{name}.weight" for name in "qkv"},
-    "self_attn.o_proj.weight": "attn_output.weight",
+    **OF_LAYER,
     **{f"self_attn.{name}_norm.weight": f"attn_{name}_norm.weight" for name in "qk"},
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    **{f"mlp.{name}_proj.weight": f"ffn_{name}.weight" for name in ("gate", "up", "down")},
     "attention_conv.base_kernel": "attn_conv_base",
     "attention_conv.kernel_projection.weight": "attn_conv_proj.weight",
     "mlp_conv.base_kernel": "ffn_conv_base",

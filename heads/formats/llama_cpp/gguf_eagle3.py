@@ -29,19 +29,18 @@ from draftsmith.heads.formats.published import OWN_KEY, Published
 from draftsmith.heads.formats.tensors import as_wide_as, rename
 from draftsmith.inference.targets.target import Target
 
+OF_LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    **{f"self_attn.{name}_proj.weight": f"attn_{name}.weight" for name in "qkv"},
+    "self_attn.o_proj.weight": "attn_output.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    **{f"mlp.{name}_proj.weight": f"ffn_{name}.weight" for name in ("gate", "up", "down")},
+}
 _NAMES = {
     "input_norm.weight": "enc.output_norm.weight",
     "fc.weight": "fc.weight",
-    "midlayer.input_layernorm.weight": "blk.0.attn_norm.weight",
+    **{f"midlayer.{ours}": f"blk.0.{theirs}" for ours, theirs in OF_LAYER.items()},
     "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
-    "midlayer.self_attn.q_proj.weight": "blk.0.attn_q.weight",
-    "midlayer.self_attn.k_proj.weight": "blk.0.attn_k.weight",
-    "midlayer.self_attn.v_proj.weight": "blk.0.attn_v.weight",
-    "midlayer.self_attn.o_proj.weight": "blk.0.attn_output.weight",
-    "midlayer.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
-    "midlayer.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
-    "midlayer.mlp.up_proj.weight": "blk.0.ffn_up.weight",
-    "midlayer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
     "norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
     "embed_tokens.weight": "token_embd.weight",

@@ -35,10 +35,10 @@ from draftsmith.scripts.measuring.environment import describe_machine, describe_
 from draftsmith.scripts.measuring.measure import Prompt, load_prompts
 from draftsmith.scripts.measuring.table import Grid
 from draftsmith.scripts.shared.model_loading import load_heads, load_target
-from draftsmith.scripts.shared.whole_files import write_text
 from draftsmith.training.data.options import option
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.whole_files import write_text
 
 DTYPE = "float32"
 SIDES = ("theirs", "same_settings", "own_settings")

@@ -141,7 +141,12 @@ def refusal_or_none(known: Format, published: Published, target: Target) -> str 
 def change(
     published: Published, tensors: Mapping[str, Tensor | None] | None = None, config: dict[str, Any] | None = None
 ) -> Published:
-    """With other tensors, and other keys of the config; None leaves one out."""
-    changed = {name: x for name, x in {**published, **(tensors or {})}.items() if x is not None}
-    keys = {key: x for key, x in {**published.config, **(config or {})}.items() if x is not None}
-    return Published(published.path, keys, published.file, changed)
+    """With other tensors, and other keys of the config and of its tables; None leaves one out."""
+    return Published(
+        published.path, merge(published.config, config or {}), published.file, merge(published, tensors or {})
+    )
+
+
+def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    changed = {key: merge(old.get(key) or {}, x) if isinstance(x, dict) else x for key, x in new.items()}
+    return {key: x for key, x in {**old, **changed}.items() if x is not None}

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
-from draftsmith.heads.formats.dflash2 import SELECTOR, DFlash2, DFlash2Speculators, SGLangDFlash2, VLLMDFlash2
+from draftsmith.heads.formats.dflash2 import SELECTOR, DFlash2, DFlash2Speculators, VLLMDFlash2
 from draftsmith.inference import Target
 from draftsmith.training.features.encoding import encode
-from tests.heads.formats.round_trip import (
-    change,
-    export_heads,
-    import_heads,
-    publish,
-    refusal_of,
-)
+from tests.heads.formats.round_trip import change, export_heads, import_heads, publish
 from tests.heads.formats.test_block import reference
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt
@@ -58,20 +51,3 @@ def test_engines_see_all_of_a_block_in_layers_with_a_window(target: Target) -> N
     assert published.config["sliding_window_non_causal"] is True
     read = import_heads(DFlash2Speculators(), change(published, config={"sliding_window_non_causal": None}), target)
     assert not read.config.sliding_is_causal
-
-
-def test_what_is_refused(target: Target) -> None:
-    published = publish(DFlash2(), tiny_heads("dflash2", target, **SETTINGS))
-    table = published.config["dflash_config"]
-    for key, value, message in (
-        ("selector_rank", None, "config.json has no selector_rank"),
-        ("conv_group_size", 5, "conv_group_size is 5, which does not divide the hidden size 32"),
-        ("conv_kernel_size", 9, "conv_kernel_size is 9; allowed is 1 to 4"),
-        ("output_multiplier", 2.0, "output_multiplier is 2.0, which heads here do not have"),
-    ):
-        other = {one: x for one, x in {**table, key: value}.items() if x is not None}
-        assert message in refusal_of(DFlash2(), change(published, config={"dflash_config": other}), target)
-    heads = tiny_heads("dflash2", target, **SETTINGS, predicts_at_anchor=True)
-    for known in (DFlash2(), SGLangDFlash2(), VLLMDFlash2()):
-        with pytest.raises(ValueError, match=r"predicts_at_anchor is True.*choose speculators"):
-            export_heads(known, heads)

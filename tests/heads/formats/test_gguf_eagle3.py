@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.checkpoint import is_published
+from draftsmith.heads.checkpoint import read_head_type
 from draftsmith.heads.formats.gguf_file import write_gguf
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import GgufEagle3
 from draftsmith.heads.formats.published import open_published
@@ -145,47 +145,13 @@ def test_d2t_holds_target_ids(target: Target) -> None:
     assert "tensor d2t is missing" in refusal_of(KNOWN, change(published, {"d2t": None}), target)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"eagle3.attention.head_count": None}, r"eagle3\.attention\.head_count"),
-        ({"eagle3.block_count": 2}, "eagle3.block_count is 2"),
-        ({"eagle3.norm_before_fc": True}, r"tensor enc\.output_norm\.weight is missing"),
-        ({"eagle3.rope.scaling.type": "yarn"}, "scaling.type is 'yarn'"),
-        ({"eagle3.attention.value_length": 16}, "value_length is 16"),
-        ({"eagle3.attention.causal": False}, "attention.causal is False"),
-        ({"eagle3.target_layers": [1, 2, 3]}, r"extract_layers is \[2, 3, 4\], and should be \[1, 2, 3\]"),
-        ({"eagle3.attention.scale": 0.1, "eagle3.logit_scale": 2.0}, "eagle3.attention.scale, eagle3.logit_scale"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_other_metadata(config: dict[str, Any], message: str, target: Target) -> None:
-    published = publish(KNOWN, plain_eagle3(target))
-    with pytest.raises(ValueError, match=message):
-        import_heads(KNOWN, change(published, config=config), target)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"fc_norm": True}, "does not know fc_norm True; choose vllm"),
-        ({"feature_layers": [2, 3, 6]}, r"not the last norm's output \(6 of \[2, 3, 6\]\)"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'yarn'"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_settings_that_llama_cpp_does_not_read(settings: dict[str, Any], message: str, target: Target) -> None:
-    with pytest.raises(ValueError, match=message):
-        export_heads(KNOWN, plain_eagle3(target, **settings))
-
-
 class TestFiles:
     def test_a_file_itself(self, target: Target, tmp_path: Path) -> None:
         heads = plain_eagle3(target)
         folder = write(export_heads(KNOWN, heads), tmp_path)
         file = folder / "eagle3.gguf"
         assert_same_heads(import_heads(KNOWN, open_published(str(file)), target), heads)
-        assert is_published(str(file))
+        assert read_head_type(str(file)) is None
         assert_same_heads(DraftHeads.from_pretrained(file, target=target), heads)
         with pytest.raises(ValueError, match=rf"eagle3\.gguf holds EAGLE-3 heads in GGUF\. Pass target=model.*{file}"):
             DraftHeads.from_pretrained(file)

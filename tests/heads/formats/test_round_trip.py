@@ -31,7 +31,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("eagle", "eagle3-3"): "their code does not know norm_output",
     ("eagle", "eagle3-4"): "their code does not know norm_before_residual, norm_before_fc, norm_output",
     ("sglang", "eagle3-4"): "SGLang takes the target's embeddings",
-    ("gguf", "eagle3-2"): "llama.cpp does not know fc_norm True, norm_output True",
+    ("gguf", "eagle3-2"): "llama.cpp does not know fc_norm True, norm_output True; choose vllm",
     ("gguf", "eagle3-3"): "llama.cpp does not know norm_output True",
     ("gguf", "eagle3-4"): "llama.cpp does not know norm_output True, qkv_bias True",
     **{("eagle", f"eagle3-{index}"): "their code has one layer" for index in (5, 6)},
@@ -50,11 +50,11 @@ REFUSED: dict[tuple[str, str], str] = {
     ("gguf", "dflash2-0"): "selector_top_k is 16, for which llama.cpp needs a hidden size of 272",
     **{(name, "dflash2-1"): "predicts_at_anchor is True" for name in ("dflash", "sglang", "vllm")},
     **{
-        (name, f"mtp-{index}"): "engines serve MTP only in checkpoints of families that have it"
+        (name, f"mtp-{index}"): r"engines serve MTP only in checkpoints of families that have it \(deepseek_v3.*eagle3"
         for name in ("vllm", "sglang", "transformers")
         for index in range(4)
     },
-    ("sglang", "mtp-2"): "SGLang reads one module, and these heads have 4",
+    ("sglang", "mtp-2"): "SGLang reads one module, and these heads have 4; choose vllm",
     ("transformers", "block-1"): "the mask was trained",
     ("transformers", "block-2"): "is_causal is true",
     ("transformers", "block-3"): "its window reaches",
@@ -66,25 +66,71 @@ WRITERS = [known for known in FORMATS if known.kinds]
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _HYDRA = {"use_embedding_norm": False, "num_layers": 2, "use_biases": True}
 _HYDRA_PLUS = {**_HYDRA, "use_prefix_attention": True, "use_prefix_norm": True, "rope_parameters": _ROPE}
-# What a format takes beside the variants: its name -> (kind, configuration).
-MORE: dict[str, list[tuple[str, dict[str, Any]]]] = {
-    "vllm": [
-        ("block", {"is_causal": True, "num_layers": 1}),
-        ("block", {"is_causal": True, "predicts_at_anchor": True, "markov_rank": 6}),
-    ],
-    "speculators": [("block", {"predicts_at_anchor": True})],
-    "gguf": [
-        ("eagle3", {**AS_PUBLISHED, "norm_before_residual": True, "own_embedding": True, "rope_parameters": _ROPE}),
-        ("eagle3", {**AS_PUBLISHED, "norm_before_fc": True}),
-        ("eagle3", {**AS_PUBLISHED, "rope_parameters": {**_ROPE, "rope_type": "linear", "factor": 2.0}}),
-    ],
-    "hydra": [
-        ("hydra", {"use_embedding_norm": False}),
-        ("hydra", _HYDRA),
-        ("hydra", {**_HYDRA_PLUS, "use_biases": False}),
-        ("hydra", _HYDRA_PLUS),
-    ],
+# Beside the variants: (a format's name, kind, configuration, the words of its reason where it does not take that).
+MORE: list[tuple[str, str, dict[str, Any], str | None]] = [
+    ("vllm", "block", {"is_causal": True, "num_layers": 1}, None),
+    ("vllm", "block", {"is_causal": True, "predicts_at_anchor": True, "markov_rank": 6}, None),
+    ("vllm", "block", {"feature_layers": [2, 8]}, r"feature_layers \[8\].*allowed are the layers 1 to 7"),
+    ("vllm", "block", {"predicts_at_anchor": True}, "these are read: DFlash .* and DSpark .*choose speculators"),
+    ("vllm", "block", {"predicts_at_anchor": True, "has_confidence": True}, "has_confidence True.*choose speculators"),
+    ("speculators", "block", {"predicts_at_anchor": True}, None),
+    *(
+        ("gguf", "eagle3", {**AS_PUBLISHED, **settings}, reason)
+        for settings, reason in (
+            ({"norm_before_residual": True, "own_embedding": True, "rope_parameters": _ROPE}, None),
+            ({"norm_before_fc": True}, None),
+            ({"rope_parameters": {**_ROPE, "rope_type": "linear", "factor": 2.0}}, None),
+            ({"rope_parameters": {**_ROPE, "rope_type": "yarn", "factor": 2.0}}, "rope_type is 'yarn'"),
+            ({"feature_layers": [2, 3, 8]}, r"not the last norm's output \(8 of \[2, 3, 8\]\)"),
+        )
+    ),
+    ("hydra", "hydra", {"use_embedding_norm": False}, None),
+    ("hydra", "hydra", _HYDRA, None),
+    ("hydra", "hydra", {**_HYDRA, "num_layers": 3}, r"share their weights.*hydra_mlp\.0\.2\.linear.*num_layers 1 or 2"),
+    ("hydra", "hydra", {**_HYDRA_PLUS, "use_biases": False}, None),
+    ("hydra", "hydra", _HYDRA_PLUS, None),
+    ("hydra", "hydra", {**_HYDRA_PLUS, "rope_parameters": {**_ROPE, "rope_theta": 5e5}}, "rope_parameters is .*500000"),
+    ("hydra", "hydra", {**_HYDRA_PLUS, "intermediate_size": 24}, "intermediate_size is 24, and there 64"),
+]
+# Layers that are not the usual ones -> the formats that cannot have them, and why.
+LAYERS: dict[tuple[int, ...], dict[str, str]] = {
+    (1, 3, 6): {"eagle": "their code reads layers"},
+    (7, 2, 4): {
+        "eagle": "their code reads layers",
+        "vllm": "vLLM sorts",
+        "sglang": "SGLang sorts",
+        "speculators": "vLLM sorts",
+    },
+    (2, 5): {
+        "eagle": "their code reads layers",
+        "vllm": "vLLM taps three",
+        "sglang": "SGLang taps three",
+        "speculators": "vLLM taps three",
+    },
+    (2, 4, 8): {
+        "eagle": "reads layers",
+        "vllm": "not the last norm's output",
+        "sglang": "not the last norm's output",
+        "speculators": "not the last norm",
+    },
+    (0, 4, 5): {"eagle": "their code reads layers", "sglang": "SGLang cannot tap the embeddings"},
 }
+_OWN_SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "intermediate_size": 40}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+# As `MORE`, where no damage is looked for.
+WHOLE = [
+    *(
+        (name, "eagle3", {"feature_layers": [*layers]}, reasons.get(name))
+        for layers, reasons in LAYERS.items()
+        for name in ("eagle", "vllm", "sglang", "speculators")
+    ),
+    *(
+        (name, kind, {"rope_parameters": {**_ROPE, "rope_theta": 5e5, **rope}, **_OWN_SIZES}, None)
+        for rope in ({}, {"rope_type": "llama3", **_LLAMA3})
+        for kind, names in (("eagle", ("vllm", "sglang")), ("eagle3", ("vllm", "sglang", "speculators")))
+        for name in names
+    ),
+]
 # The variants that are damaged: each has tensors of its own.
 DAMAGED = ("block-0", "block-1", "dflash2-0", "eagle-1", "eagle3-1", "medusa-0", "medusa-2", "parallel-1")
 # Written and read as by the format "dflash".
@@ -100,9 +146,9 @@ CASES = [
     for is_damaged in (name in DAMAGED and (known.name, name) not in _SAME_FILES,)
     if kind in known.kinds
 ] + [
-    pytest.param(find_format(name, kind), kind, overrides, None, torch.float32, True, id=f"{name}-{kind}-more-{index}")
-    for name, more in MORE.items()
-    for index, (kind, overrides) in enumerate(more)
+    pytest.param(find_format(name, kind), kind, overrides, reason, torch.float32, is_damaged, id=f"{name}-{kind}-m{n}")
+    for is_damaged, more in ((True, MORE), (False, WHOLE))
+    for n, (name, kind, overrides, reason) in enumerate(more)
 ]
 # The authors' EAGLE-3 taps layers that are distinct in targets of seven layers and more.
 NUM_LAYERS = 8
@@ -148,73 +194,8 @@ def test_heads_come_back_as_they_were(
     assert_lost_keys_are_refused(known, published, heads)
 
 
-# Layers that are not the usual ones -> the formats that cannot have them, and why.
-LAYERS: dict[tuple[int, ...], dict[str, str]] = {
-    (1, 3, 6): {"eagle": "their code reads layers"},
-    (7, 2, 4): {
-        "eagle": "their code reads layers",
-        "vllm": "vLLM sorts",
-        "sglang": "SGLang sorts",
-        "speculators": "vLLM sorts",
-    },
-    (2, 5): {
-        "eagle": "their code reads layers",
-        "vllm": "vLLM taps three",
-        "sglang": "SGLang taps three",
-        "speculators": "vLLM taps three",
-    },
-    (2, 4, 8): {
-        "eagle": "reads layers",
-        "vllm": "not the last norm's output",
-        "sglang": "not the last norm's output",
-        "speculators": "not the last norm",
-    },
-    (0, 4, 5): {"eagle": "their code reads layers", "sglang": "SGLang cannot tap the embeddings"},
-}
-
-
-@pytest.mark.parametrize("layers", LAYERS, ids=str)
-@pytest.mark.parametrize("name", ["eagle", "vllm", "sglang", "speculators"])
-def test_layers_that_are_not_the_usual_ones(layers: tuple[int, ...], name: str, tmp_path: Path) -> None:
-    target = target_of("llama", num_hidden_layers=NUM_LAYERS)
-    heads, known = tiny_heads("eagle3", target, feature_layers=list(layers)), find_format(name, "eagle3")
-    if (reason := LAYERS[layers].get(name)) is not None:
-        with pytest.raises(ValueError, match=reason):
-            export(known, heads, target, tmp_path / "out")
-        return
-    again = DraftHeads.from_pretrained(export(known, heads, target, tmp_path / "out"), target=target)
-    assert again.feature_layers == layers
-
-
 def test_sglang_counts_layers_from_the_one_after(tmp_path: Path) -> None:
     target = target_of("llama", num_hidden_layers=NUM_LAYERS)
     heads = tiny_heads("eagle3", target, feature_layers=[1, 3, 6])
     config = find_format("sglang", "eagle3").write(heads.config, heads.state_dict(), target).config
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
-
-
-ROPES = {
-    "theta": {"rope_type": "default", "rope_theta": 5e5},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
-}
-
-
-@pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-def test_rope_and_sizes_of_its_own(kind: str, rope: dict[str, Any], tmp_path: Path) -> None:
-    target = target_of("llama", num_hidden_layers=NUM_LAYERS)
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "intermediate_size": 40}
-    heads = tiny_heads(kind, target, rope_parameters=rope, **sizes)
-    for known in (
-        known for known in WRITERS if kind in known.kinds and known.name in ("vllm", "sglang", "speculators")
-    ):
-        again = DraftHeads.from_pretrained(export(known, heads, target, tmp_path / known.name), target=target)
-        assert config_of(again) == config_of(heads)
-        assert_same_tensors(dict(heads.state_dict()), dict(again.state_dict()))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads import DraftHeads, create_heads
-from draftsmith.heads.kinds.block import BlockHeads, default_loss_decay, spaced_feature_layers
+from draftsmith.heads.kinds.block import BlockHeads, default_loss_decay
 from draftsmith.heads.modules import block_view as view_module
 from draftsmith.inference import Target, chain, generate
 from draftsmith.inference.drafters.sampling import DraftSampling
@@ -220,11 +220,3 @@ class TestTrainingSlots:
         for name, parameter in trained.items():
             assert parameter.grad is not None, name
             assert parameter.grad.abs().max() == 0, name
-
-
-class TestSettings:
-    def test_the_worked_examples(self) -> None:
-        assert spaced_feature_layers(36) == [2, 10, 18, 26, 34]
-        assert spaced_feature_layers(16) == [2, 5, 8, 11, 14]
-        assert spaced_feature_layers(6) == [2, 3, 4]
-        assert default_loss_decay(16) == 7.0

@@ -17,23 +17,18 @@ from draftsmith.heads.kinds.eagle3 import Eagle3Heads, default_feature_layers
 from draftsmith.inference import Target
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
-from tests.heads.tiny_heads import target_with_gains, tiny_heads
+from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
 eagle3 = partial(tiny_heads, "eagle3")
 
 
-class TestFeatureLayers:
-    def test_are_three_distinct_layers_in_order(self) -> None:
-        for num_layers in range(2, 41):
-            low, middle, high = default_feature_layers(num_layers)
-            assert 0 <= low < middle < high <= num_layers
-            if num_layers >= 7:
-                assert [low, middle, high] == [2, num_layers // 2, num_layers - 3]
-
-    def test_the_worked_examples(self) -> None:
-        assert default_feature_layers(32) == [2, 16, 29]
-        assert default_feature_layers(5) == [1, 2, 3]
+def test_feature_layers_are_three_distinct_ones_in_order() -> None:
+    for num_layers in range(2, 41):
+        low, middle, high = default_feature_layers(num_layers)
+        assert 0 <= low < middle < high <= num_layers
+        if num_layers >= 7:
+            assert [low, middle, high] == [2, num_layers // 2, num_layers - 3]
 
 
 def unroll_slowly(heads: Eagle3Heads, features: Tensor, token_ids: list[int]) -> list[list[Tensor]]:
@@ -114,16 +109,6 @@ class TestVocabulary:
         assert heads.d2t.tolist() == [7, 19, 98]
         assert heads.t2d.nonzero().flatten().tolist() == [7, 20, 100]
         assert torch.equal(heads.lm_head.weight, target.lm_head.weight[[7, 20, 100]])
-
-    @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-    def test_scores_of_the_targets_last_state_are_the_targets_own(self, family: str) -> None:
-        """LM head and norm start together: the rows under a norm of another scale would give other scores."""
-        model, final_norm = target_with_gains(family)
-        heads = create_heads("eagle3", Target(model), norm_output=False)
-        hidden = torch.randn(2, 3, 32)
-        hidden = hidden - hidden.mean(-1, keepdim=True)
-        torch.testing.assert_close(heads.norm(hidden), final_norm(hidden), rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(heads.score(hidden), model.lm_head(final_norm(hidden)), rtol=1e-3, atol=1e-2)
 
     def test_all_of_the_targets_needs_no_map(self, target: Target) -> None:
         for size in (None, 128):

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LlamaModel
 
 from draftsmith.heads import create_heads
-from draftsmith.heads.kinds.kangaroo import KangarooHeads, default_exit_layer
+from draftsmith.heads.kinds.kangaroo import KangarooHeads
 from draftsmith.inference import DynamicTree, Target, chain
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.step import Step
@@ -47,12 +47,6 @@ def score_slowly(heads: KangarooHeads, token_ids: list[int]) -> Tensor:
             hidden = slow_layer.finish(layer, config, hidden)
         outputs.append(heads.target.compute_logits(norm(hidden, weights["norm.weight"], eps)))
     return torch.stack(outputs)
-
-
-class TestExitLayer:
-    def test_defaults_are_the_papers(self) -> None:
-        assert [default_exit_layer(n) for n in (32, 40, 6, 2)] == [2, 3, 1, 1]
-        assert kangaroo(target_of("llama")).feature_layers == (1,)
 
 
 class TestRefusedTargets:
@@ -85,23 +79,6 @@ def test_the_first_layers_are_prepared_once_for_each_model(monkeypatch: pytest.M
     del model, heads
     gc.collect()
     assert freed() is None
-
-
-class TestParameters:
-    def test_an_adapter_that_adds_nothing_reads_out_the_exit_layer(self) -> None:
-        """Norm and LM head start as the target's."""
-        for family in ("llama", "gemma3"):
-            model: Any = tiny_target(family)
-            with torch.no_grad():
-                model.model.norm.weight.uniform_(0.5, 2.0)
-            target = Target(model)
-            heads = create_heads("kangaroo", target, exit_layer=3)
-            with torch.no_grad():
-                heads.adapter.self_attn.o_proj.weight.zero_()
-                features = torch.randn(1, 4, 32)
-                step = heads.unroll(features, random_prompt(4))[0]
-                expected = target.compute_logits(model.model.norm(features[:, 1:]))
-                torch.testing.assert_close(step.head(step.hidden)[:, :-1], expected, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()

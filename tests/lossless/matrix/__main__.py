@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from draftsmith.scripts.measuring.environment import describe_machine
-from draftsmith.scripts.shared.whole_files import write_text
+from draftsmith.training.whole_files import write_text
 from tests.conftest import REPOSITORY
 from tests.lossless.matrix import render
 from tests.lossless.matrix.cells import Cell, bfloat16_cells, greedy_cells, pair_cells, recurrent_cells, trained_cells

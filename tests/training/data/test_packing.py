@@ -30,9 +30,6 @@ def make_rows(count: int = 2500, seed: int = 0) -> datasets.Dataset:
 
 
 class TestFitting:
-    def test_the_worked_example(self) -> None:
-        assert fit_best([40, 100, 60, 30], 100) == [[0, 2], [1], [3]]
-
     def test_one_that_is_too_long_stands_alone(self) -> None:
         assert fit_best([130, 10], 100) == [[0], [1]]
 

@@ -16,15 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.inference import Target
 from draftsmith.training.endpoint import hidden_states
-from draftsmith.training.features.extraction import extract_features
-from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
 from draftsmith.training.features.store import FeatureStore
 from draftsmith.training.features.target_identity import identify_target
 from draftsmith.training.features.target_loading import load_first_layers
 from draftsmith.training.features.target_options import ModelArguments
-from draftsmith.training.options.command_line import parse_arguments
 from tests.tiny_targets import tiny_target
-from tests.training.runner import Runner, words_of
+from tests.training import runner
+from tests.training.runner import Runner
 from tests.training.states_server import LAYERS, StatesServer
 
 Extract = Callable[..., int]
@@ -40,8 +38,7 @@ def extract(server: StatesServer, target_path: Path, conversations: Path, tmp_pa
         defaults |= {"head_overrides": f"feature_layers={LAYERS}", "output_dir": tmp_path / "remote"}
         if options.get("endpoint", "") is not None:
             defaults |= {"endpoint": server.url, "endpoint_model": "tiny", "concurrency": 4}
-        words = words_of(**{**defaults, **options})
-        return extract_features(*parse_arguments(words, OPTION_CLASSES, not_from_file=NOT_FROM_FILE))
+        return runner.extract(**{**defaults, **options})
 
     return run
 

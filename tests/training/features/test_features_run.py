@@ -17,13 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.heads import create_heads
 from draftsmith.inference import Target
 from draftsmith.training.features import sources
-from draftsmith.training.features.extraction import Extraction, extract_features
-from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
+from draftsmith.training.features.extraction import Extraction
 from draftsmith.training.features.store import FeatureStore
-from draftsmith.training.options.command_line import parse_arguments
 from tests.tiny_targets import tiny_target
+from tests.training import runner
 from tests.training.feature_cases import count_computed
-from tests.training.runner import TEMPLATE, WORDS, Runner, assert_same, save_chat_target, words_of, write_conversations
+from tests.training.runner import TEMPLATE, WORDS, Runner, assert_same, save_chat_target, write_conversations
 
 # One row at a time, so that every pass has the shape it has online: what is stored is then the same bit for bit.
 ALONE: dict[str, Any] = {
@@ -44,11 +43,9 @@ Extract = Callable[..., int]
 def extract(target_path: Path, conversations: Path, tmp_path: Path) -> Extract:
     """Extracts what `Runner` trains on into `folder`; options as on the command line."""
 
-    def run(folder: Path = tmp_path / "features", *, rank: int = 0, num_processes: int = 1, **options: Any) -> int:
+    def run(folder: Path = tmp_path / "features", **options: Any) -> int:
         defaults = {"target": target_path, "dataset": conversations, "max_length": 64, "head_type": "eagle3"}
-        words = words_of(**{"output_dir": folder, "batch_size": 1, **defaults, **options})
-        options = parse_arguments(words, OPTION_CLASSES, not_from_file=NOT_FROM_FILE)
-        return extract_features(*options, rank=rank, num_processes=num_processes)
+        return runner.extract(**{"output_dir": folder, "batch_size": 1, **defaults, **options})
 
     return run
 

@@ -17,13 +17,10 @@ from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.data.training_sets import load_datasets
 from draftsmith.training.features.encoding import encode
-from draftsmith.training.features.extraction import extract_features
-from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
 from draftsmith.training.images.processor import ImageCollator, open_image
-from draftsmith.training.options.command_line import parse_arguments
 from tests.tiny_multimodal import IMAGE, multimodal_target
 from tests.training.images.seeing_targets import WORDS, save_seeing_target, write_squares
-from tests.training.runner import Runner, save_chat_target, write_conversations
+from tests.training.runner import Runner, extract, save_chat_target, write_conversations
 
 FAMILIES = ("llava", "qwen2_5_vl", "gemma3")
 LAYERS = (1, 2, 4)
@@ -87,9 +84,12 @@ def run_on_squares(folder: Path, tmp_path: Path, **options: Any) -> dict[str, fl
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
-def test_heads_train_and_draft_behind_an_image(family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_heads_train_and_draft_behind_an_image(
+    kind: str, family: str, seeing: tuple[Path, Any], tmp_path: Path
+) -> None:
     folder, processor = seeing
-    metrics = run_on_squares(folder, tmp_path, report=family == "llava", do_eval=True, eval_strategy="epoch")
+    metrics = run_on_squares(folder, tmp_path, head_type=kind, do_eval=True, eval_strategy="epoch")
     assert metrics["eval_acceptance_length"] >= 1
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": WORDS[7]}]}]
     text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -100,8 +100,6 @@ def test_heads_train_and_draft_behind_an_image(family: str, seeing: tuple[Path, 
     options = {"max_new_tokens": 20, "do_sample": False}
     output = generate(target, heads, **inputs, **options)
     assert torch.equal(output.sequences, generate(target, None, **inputs, **options).sequences)
-    if family == "llava":
-        assert "<image>" in (tmp_path / "heads" / "report.html").read_text().replace("&lt;", "<").replace("&gt;", ">")
 
 
 @pytest.mark.ci
@@ -111,13 +109,6 @@ def test_heads_train_and_draft_behind_an_image(family: str, seeing: tuple[Path, 
 def test_a_target_that_is_trained_too(family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
     metrics = run_on_squares(seeing[0], tmp_path, lora_r=2, dataloader_num_workers=1, max_steps=2)
     assert metrics["eval_target_loss"] > 0
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl"], indirect=True)
-@pytest.mark.parametrize("kind", ["block"])
-def test_every_kind_trains(kind: str, family: str, seeing: tuple[Path, Any], tmp_path: Path) -> None:
-    metrics = run_on_squares(seeing[0], tmp_path, head_type=kind, max_steps=2)
-    assert metrics["eval_acceptance_length"] >= 1
 
 
 only_llava = pytest.mark.parametrize("family", ["llava"], indirect=True)
@@ -156,12 +147,9 @@ class TestSets:
             run_on_squares(seeing[0], tmp_path, packing=True, features=tmp_path / "features")
         with pytest.raises(ValueError, match="got streaming, and a conversation has images"):
             run_on_squares(seeing[0], tmp_path, streaming=True, validation_fraction=0, num_eval_prompts=0)
-        words = ["--target", seeing[0], "--dataset", write_squares(tmp_path), "--output_dir", tmp_path / "features"]
-        options = parse_arguments(
-            [*map(str, words), "--head_type", "eagle3"], OPTION_CLASSES, not_from_file=NOT_FROM_FILE
-        )
+        options = {"target": seeing[0], "dataset": write_squares(tmp_path), "output_dir": tmp_path / "features"}
         with pytest.raises(ValueError, match="have images, whose states are not stored"):
-            extract_features(*options, rank=0, num_processes=1)
+            extract(**options, head_type="eagle3")
 
     def test_targets_that_read_text_only(self, tmp_path: Path, seeing: tuple[Path, Any]) -> None:
         folder = save_chat_target(tmp_path / "text")

@@ -7,15 +7,9 @@ import torch
 
 from draftsmith.heads import DraftStep
 from draftsmith.training.losses.depth_weights import weigh_by_d_pace
-from draftsmith.training.losses.draft_loss import LossOutput, draft_loss
+from draftsmith.training.losses.draft_loss import draft_loss
 from tests.training.loss_cases import BATCH, LENGTH, Case, every_loss
 from tests.training.losses.test_losses_of_slots import gather_slots
-
-
-def run(case: Case, loss_type: str, depth_weights: str | tuple[float, ...]) -> LossOutput:
-    return draft_loss(
-        case.steps, case.teacher(loss_type), case.loss_mask, loss_type=loss_type, depth_weights=depth_weights
-    )
 
 
 def test_the_worked_example() -> None:
@@ -69,7 +63,7 @@ def slow_d_pace(case: Case, loss_type: str) -> torch.Tensor:
 @pytest.mark.parametrize("draft_size", [None, 50])
 def test_d_pace_equals_the_reference(loss_type: str, draft_size: int | None) -> None:
     case = Case(draft_size)
-    found = run(case, loss_type, "d_pace")
+    found = case.run(loss_type, depth_weights="d_pace")
     torch.testing.assert_close(found.loss, slow_d_pace(case, loss_type))
     found.loss.backward()
     gradients = case.gradients()
@@ -83,12 +77,12 @@ def test_d_pace_finds_the_steps_of_a_slot_wherever_their_columns_are() -> None:
     case = Case()
     order = torch.stack([torch.randperm(LENGTH) for _ in range(BATCH)])
     padded = torch.nn.functional.pad(order, (0, 3), value=-1)
-    expected = run(case, "distillation", "d_pace")
+    expected = case.run("distillation", depth_weights="d_pace")
     first, second, third = case.steps
     case.steps = [first, DraftStep(3, gather_slots(second.hidden, padded), second.head, slots=padded), third]
-    torch.testing.assert_close(run(case, "distillation", "d_pace").loss, expected.loss)
+    torch.testing.assert_close(case.run("distillation", depth_weights="d_pace").loss, expected.loss)
     some = order[:, :5]
     case.steps = [first, second, DraftStep(4, gather_slots(third.hidden, some), third.head, slots=some)]
-    found = run(case, "distillation", "d_pace")
+    found = case.run("distillation", depth_weights="d_pace")
     assert found.positions[2] < expected.positions[2]
     assert found.loss_sums[0] < expected.loss_sums[0], "drafts that stop earlier are worth less"

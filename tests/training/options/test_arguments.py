@@ -129,13 +129,12 @@ def test_heads_on_the_command_line_replace_those_in_the_file(tmp_path: Path) -> 
 
 def test_none_unsets_an_option(tmp_path: Path) -> None:
     """On the command line and in a file over its base; the last word wins, and what was unset is written down so."""
-    word = "none"
     (tmp_path / "base.yaml").write_text("muon_learning_rate: 0.04\nmax_samples: 5\nsave_total_limit: 3\nmax_steps: 2\n")
     config = write(tmp_path, {"base": "base.yaml", "max_samples": None, "metric_for_best_model": None})
     words = [*REQUIRED, "--config", config]
     assert parse_arguments(words)[2].muon_learning_rate == 0.04
-    flags = ["--muon_learning_rate", word, f"--save_total_limit={word}", "--loss_type", word, "--eval_prompts", word]
-    arguments = parse_arguments([*words, *flags, "--optim_target_modules", word])
+    flags = ["--muon_learning_rate", "none", "--save_total_limit=none", "--loss_type", "none"]
+    arguments = parse_arguments([*words, *flags, "--eval_prompts", "none", "--optim_target_modules", "none"])
     _, data, training, *_ = arguments
     assert (data.max_samples, training.max_steps) == (None, 2)
     for key in ("muon_learning_rate", "save_total_limit", "metric_for_best_model", "loss_type", "optim_target_modules"):

@@ -12,11 +12,11 @@ import yaml
 from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from draftsmith.heads import DraftHeads
-from draftsmith.inference import Target, generate
+from draftsmith.inference import Target
 from tests.conftest import REPOSITORY
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
-from tests.tiny_targets import random_prompt, tiny_target
-from tests.training.runner import Runner, save_word_tokenizer
+from tests.tiny_targets import tiny_target
+from tests.training.runner import Runner, assert_greedy_text_is_the_targets, save_word_tokenizer
 
 SIZES: dict[str, Any] = {"vocab_size": 60, "initializer_range": 0.3}
 
@@ -99,8 +99,4 @@ def test_recipe(recipe: Path, conversations: Path, tmp_path: Path) -> None:
     assert heads.config.head_type == ("mtp" if is_native else "eagle3")
     assert heads.num_unrolled_steps == (3 if is_native else 7)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompt = random_prompt(7, vocab_size=60)
-    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False)
-    found = generate(Target(model), heads, prompt, max_new_tokens=16, do_sample=False)
-    assert torch.equal(found.sequences, expected)
-    assert found.stats.num_verify_steps > 0
+    assert_greedy_text_is_the_targets(Target(model), heads)

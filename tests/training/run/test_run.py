@@ -13,11 +13,19 @@ import yaml
 from torch import Tensor
 
 from draftsmith.heads import DraftHeads
-from draftsmith.inference import Target, generate
+from draftsmith.inference import Target
 from draftsmith.training.run.trainer import HeadsTrainer
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target
-from tests.training.runner import WORDS, Runner, assert_same, interrupt_at_step, save_chat_target, write_conversations
+from tests.training.runner import (
+    WORDS,
+    Runner,
+    assert_greedy_text_is_the_targets,
+    assert_same,
+    interrupt_at_step,
+    save_chat_target,
+    write_conversations,
+)
 
 
 class TestARun:
@@ -50,14 +58,11 @@ class TestARun:
         heads = DraftHeads.from_pretrained(train.output_dir)
         assert heads.config.target_name_or_path == str(target_path)
         model: Any = tiny_target("llama", vocab_size=60, num_hidden_layers=4, initializer_range=0.2)
-        prompt = random_prompt(6, vocab_size=60)
-        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=12, do_sample=False)
         target = Target(model)
-        found = generate(target, heads, prompt, max_new_tokens=12, do_sample=False)
-        assert torch.equal(found.sequences, expected)
+        assert_greedy_text_is_the_targets(target, heads)
         heads.bind(target)
         width = len(heads.feature_layers) * target.hidden_size
-        num_steps = len(heads.unroll(torch.zeros(1, 6, width), prompt))
+        num_steps = len(heads.unroll(torch.zeros(1, 6, width), random_prompt(6, vocab_size=60)))
         by_depth = {f"eval_top{n}_depth{depth}" for n in (1, 5) for depth in range(1, num_steps + 1)}
         assert by_depth == {name for name in metrics if "depth" in name}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.training.synthesis.conversation_file import JsonLinesJournal, read_journal, read_lines, replacing
+from draftsmith.training.synthesis.conversation_file import JsonLinesJournal, read_journal, read_lines, write_lines
 
 
 def test_a_kill_at_any_byte_loses_no_whole_line(tmp_path: Path) -> None:
@@ -39,13 +39,12 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path, name: str) -> None:
     rows = [{"id": str(index)} for index in range(3)]
     lines = [json.dumps(row).encode() + b"\n" for row in rows]
     for _ in range(2):
-        with replacing(path) as file:
-            file.writelines(lines)
+        write_lines(path, lines)
         written = path.read_bytes()
         assert (gzip.decompress(written) if name.endswith(".gz") else written) == b"".join(lines)
         assert list(read_lines(path)) == rows
-    with pytest.raises(TypeError), replacing(path) as file:
-        file.writelines([b"half", 3])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        write_lines(path, [b"half", 3])  # type: ignore[list-item]
     assert path.read_bytes() == written
     assert [place.name for place in tmp_path.iterdir()] == [name]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +108,16 @@ def test_answers_are_judged(
 
 
 @pytest.mark.parametrize(
-    ("owner", "top_k", "sent"), [("vllm", 0, {"top_k": -1}), ("llamacpp", 0, {"top_k": 0, "min_p": 0.0}), (None, 0, {})]
+    ("owner", "sent"), [("vllm", {"top_k": -1}), ("llamacpp", {"top_k": 0, "min_p": 0.0}), (None, {})]
 )
 def test_all_tokens_means_all_where_a_server_would_draw_from_fewer(
-    owner: str | None, top_k: int, sent: dict[str, float], server: OpenAIServer, connect: Callable[..., Any]
+    owner: str | None, sent: dict[str, float], server: OpenAIServer, connect: Callable[..., Any]
 ) -> None:
     """Most take what is not sent from the target's generation config: Qwen3's says top_k 20."""
     server.owner = owner
     choice = {"message": {"content": "word1"}, "text": "word1", "finish_reason": "stop"}
     server.override = {"choices": [choice]}
-    ask(connect(settings=replace(SETTINGS, top_k=top_k)))
+    ask(connect())
     (body,) = server.bodies
     assert {name: body[name] for name in ("top_k", "min_p") if name in body} == sent
     assert (body["temperature"], body["top_p"]) == (SETTINGS.temperature, SETTINGS.top_p)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +9,7 @@ import pytest
 
 from draftsmith.training.data.layouts import parse_record
 from draftsmith.training.synthesis.prompts import Conversation, read_prompts
-
-
-def write(path: Path, *rows: Any) -> Path:
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
-    return path
+from tests.training.conversation_cases import write
 
 
 def outline(conversation: Conversation) -> list[str]:
@@ -49,7 +42,7 @@ def chat(*turns: str) -> dict[str, Any]:
     ids=str,
 )
 def test_prompts_are_read_in_every_form(tmp_path: Path, row: dict[str, Any]) -> None:
-    path = write(tmp_path / "prompts.jsonl.gz", row)
+    path = write(tmp_path / "prompts.jsonl.gz", [row])
     (conversation,) = read_prompts(path)
     assert outline(conversation) == ["user:Hi", "assistant", "user:Bye", "assistant"]
     assert conversation.id == read_prompts(path)[0].id
@@ -63,7 +56,7 @@ def test_system_prompts_and_tool_results_are_kept(tmp_path: Path) -> None:
         "system:Be brief.", "user:Weather?", "assistant:call", "tool:sunny", "tool:20 C", "assistant:Sunny.", "user:Ok",
         "assistant:Bye", "tool:nothing",
     )  # fmt: skip
-    (conversation,) = read_prompts(write(tmp_path / "prompts.jsonl", row))
+    (conversation,) = read_prompts(write(tmp_path / "prompts.jsonl", [row]))
     assert outline(conversation) == [
         "system:Be brief.", "user:Weather?", "assistant", "tool:sunny", "tool:20 C", "assistant", "user:Ok",
         "assistant", "tool:nothing", "assistant",
@@ -79,7 +72,7 @@ def test_what_is_written_is_read_back_whole(tmp_path: Path) -> None:
         {"role": "assistant", "content": "", "tool_calls": [{"name": "weather", "arguments": {"at": "x"}}]},
         {"role": "tool", "content": "sunny", "tool_call_id": "abcdefghi", "name": "weather"},
     ]
-    (one,) = read_prompts(write(tmp_path / "p.jsonl", {"messages": turns}))
+    (one,) = read_prompts(write(tmp_path / "p.jsonl", [{"messages": turns}]))
     while (role := one.next_role()) is not None:
         one.add_turn(role, "Sunny.", 2)
     assert one.messages[::2] == [turns[0], turns[2]]
@@ -89,11 +82,11 @@ def test_what_is_written_is_read_back_whole(tmp_path: Path) -> None:
 
 def test_bad_prompts_are_named(tmp_path: Path) -> None:
     good = chat("system:Be brief.", "user:Hi")
-    path = write(tmp_path / "prompts.jsonl", good, {"turns": [3]})
+    path = tmp_path / "prompts.jsonl"
     with pytest.raises(ValueError, match="line 2: the content of a turn of user is int"):
-        read_prompts(path)
+        read_prompts(write(path, [good, {"turns": [3]}]))
     with pytest.raises(ValueError, match="has nothing to answer"):
-        read_prompts(write(path, chat("system:Be brief.", "assistant:Hi")))
+        read_prompts(write(path, [chat("system:Be brief.", "assistant:Hi")]))
 
 
 def test_prompts_that_share_an_id_are_refused(tmp_path: Path) -> None:
@@ -101,8 +94,8 @@ def test_prompts_that_share_an_id_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     one = {"id": "a", **chat("user:Hi")}
     for other in ({"turns": ["Bye"]}, {"turns": ["Hi", "Bye"]}, chat("system:Be brief.", "user:Hi")):
-        write(path, one, {"turns": ["Bye"]}, {"id": "a", **other})
+        write(path, [one, {"turns": ["Bye"]}, {"id": "a", **other}])
         with pytest.raises(ValueError, match=r"prompts\.jsonl, line 3: an earlier prompt has the id 'a'"):
             read_prompts(path)
-    write(path, one, {"id": "b", "turns": ["Hi"]}, one)
+    write(path, [one, {"id": "b", "turns": ["Hi"]}, one])
     assert [conversation.id for conversation in read_prompts(path)] == ["a", "b"]

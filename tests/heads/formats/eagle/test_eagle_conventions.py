@@ -55,7 +55,7 @@ class TestRope:
     @pytest.mark.parametrize("keys", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}], ids=str)
     def test_a_base_is_read_at_either_place(self, keys: dict[str, Any], target: Target) -> None:
         none = {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}
-        _, heads = read(change(publish("eagle", target), config={**none, **keys}), target)
+        _, heads = read(change(change(publish("eagle", target), config=none), config=keys), target)
         assert heads.config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
 
     def test_stored_frequencies_are_checked(self, target: Target) -> None:

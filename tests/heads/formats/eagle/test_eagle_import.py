@@ -21,30 +21,6 @@ from tests.heads.test_contract import assert_same_tensors
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt
 
-# What the message names is the key, the tensor that no longer fits, or what is allowed.
-KEYS: list[tuple[str, dict[str, Any], str]] = [
-    ("eagle", {"bias": False}, "fc.bias"),
-    ("eagle", {"qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
-    ("eagle", {"vocab_size": 256}, "vocab_size is 256"),
-    ("eagle", {"num_key_value_heads": 3}, "3 num_key_value_heads"),
-    ("eagle", {"hidden_act": "silly"}, "hidden_act is 'silly'"),
-    ("eagle", {"sliding_window": 512}, "no layer_types says which layers"),
-    ("eagle", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-    ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
-    ("eagle3", {"draft_vocab_size": 50}, "draft_vocab_size is 50"),
-    ("eagle3", {"fc_norm": True}, "fc_norm.0.weight"),
-    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 40]}, "[40] of [2, 4, 40]"),
-    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4]}, "fc.weight is [32, 96]"),
-    ("speculators", {"speculators_model_type": "mtp"}, "speculators_model_type is 'mtp'"),
-    ("p-eagle", {"pard_token": 128}, "pard_token is 128"),
-]
-
-
-@pytest.mark.parametrize(("name", "keys", "message"), KEYS, ids=[f"{name}-{keys}" for name, keys, _ in KEYS])
-def test_a_key_that_is_wrong_is_named(name: str, keys: dict[str, Any], message: str, target: Target) -> None:
-    assert message in refusal(change(publish(name, target), config=keys), target)
-
-
 # Keys that change what a layer computes: (key, a value that is refused, values that change nothing).
 MATHS: list[tuple[str, Any, tuple[Any, ...]]] = [
     ("embedding_multiplier", 12.0, (1.0, 1, None)),
@@ -69,8 +45,7 @@ def test_keys_that_change_the_maths_are_refused(
     where = "transformer_layer_config" if name == "speculators" else None
 
     def given(value: Any) -> Published:
-        keys = {key: value} if where is None else {where: {**published.config[where], key: value}}
-        return Published(published.path, {**published.config, **keys}, published.file, published.tensors)
+        return change(published, config={key: value} if where is None else {where: {key: value}})
 
     message = refusal(given(wrong), target)
     assert key in message
@@ -94,14 +69,6 @@ def test_a_key_with_two_values_is_refused(target: Target) -> None:
     rope = {"rope_theta": 5e5, "rope_parameters": {"rope_theta": 1e4}}
     message = refusal(change(published, config=rope), target)
     assert "rope_theta is 500000.0 in config.json, and 10000.0 in rope_parameters" in message
-
-
-@pytest.mark.parametrize("key", ["model_type", "hidden_size"])
-def test_a_speculators_layer_without_a_key_is_refused(key: str, target: Target) -> None:
-    """speculators itself loads some of these, silently wrong."""
-    published = publish("speculators", target)
-    layer = {name: value for name, value in published.config["transformer_layer_config"].items() if name != key}
-    assert key in refusal(change(published, config={"transformer_layer_config": layer}), target)
 
 
 def test_maps_of_the_draft_vocabulary_that_do_not_fit(target: Target) -> None:
@@ -144,9 +111,6 @@ def test_any_dtype_and_sharded_files(name: str, dtype: torch.dtype, target: Targ
     assert heads.dtype == dtype
     assert_same_tensors(dict(heads.state_dict()), dict(heads_of(name, target).to(dtype).state_dict()))
     assert DraftHeads.from_pretrained(tmp_path, target=target, dtype=torch.float32).dtype == torch.float32
-    (tmp_path / "model-2.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"names the file model-2\.safetensors, which is not there"):
-        DraftHeads.from_pretrained(tmp_path, target=target)
 
 
 def test_names_and_keys_of_modelopt(target: Target) -> None:
