@@ -25,10 +25,9 @@ from torch import Tensor
 
 from draftsmith.inference import Target
 from draftsmith.inference.request.chat_template import ConversationError, render_probe
-from draftsmith.scripts.conversion.conventions import question_prompts
+from draftsmith.scripts.conversion.conventions import compare_conventions, question_prompts
 from draftsmith.scripts.diagnosis.breakdown import break_down
 from draftsmith.scripts.diagnosis.checks import Case, find_faults
-from draftsmith.scripts.diagnosis.conventions import find_better
 from draftsmith.scripts.diagnosis.evidence import gather_evidence
 from draftsmith.scripts.diagnosis.page import describe, render_html, render_text
 from draftsmith.scripts.diagnosis.speed import measure_speed
@@ -114,7 +113,7 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
     print(f"decoding {len(prompts)} prompts of up to {args.max_new_tokens} tokens ...", file=sys.stderr)
     evidence = gather_evidence(target, view, prompts, max_new_tokens=args.max_new_tokens)
     texts = [text.ids[None].to(target.device) for text in evidence.texts]
-    conventions = find_better(heads, target, texts, [text.prompt_length for text in evidence.texts])
+    conventions = compare_conventions(heads, target, texts, [text.prompt_length for text in evidence.texts])
     tree = None if args.tree is None else fit_tree(args.tree, heads.max_depth)
     measured = prompts[: max(1, len(prompts) // 2)]
     case = Case(

@@ -24,7 +24,7 @@ from draftsmith.heads.checkpoint import read_head_type
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.importing import build_heads
-from draftsmith.scripts.conversion.conventions import compare_conventions, question_prompts
+from draftsmith.scripts.conversion.conventions import advise, compare_on_texts, question_prompts
 from draftsmith.scripts.shared.model_loading import DTYPES, check_folder, load_target
 from draftsmith.scripts.shared.new_folder import check_new_folder
 from draftsmith.training.data.options import option
@@ -95,12 +95,12 @@ def run(args: ImportArguments) -> None:
     for note in imported.notes:
         print(f"note: {note}")
     if args.check:
-        finding = compare_conventions(known, imported, target, args.checkpoint, question_prompts(tokenizer))
-        print(f"acceptance length {finding.lengths[0]:.2f} tokens a pass; cross-entropy of the drafts in nats where")
-        for one in finding.conventions:
-            print(f"  {float(one.cross_entropy.mean()):6.3f}  {one.name}")
-        if finding.advice is not None:
-            print(f"warning: {finding.advice}", file=sys.stderr)
+        conventions, length = compare_on_texts(heads, target, question_prompts(tokenizer))
+        print(f"acceptance length {length:.2f} tokens a pass; cross-entropy of the drafts in nats where")
+        for one in conventions:
+            print(f"  {one.mean:6.3f}  {one.name}")
+        if (advice := advise(conventions, length)) is not None:
+            print(f"warning: {advice}", file=sys.stderr)
     heads.save_pretrained(args.output)
     print(
         f"{args.checkpoint} holds {known.title}.\n"

@@ -176,14 +176,3 @@ class Format(ABC):
             ValueError: it copies nothing.
         """
         raise ValueError(f"{self.title} takes nothing from the target's file {path}: leave --target_gguf out")
-
-    def variants(self, settings: dict[str, Any], target: Target) -> dict[str, dict[str, Any]]:
-        """Conventions under which other projects may have written the same files.
-
-        Args:
-            settings: of an `Imported`.
-
-        Returns:
-            what the convention is -> the settings that differ.
-        """
-        return {}

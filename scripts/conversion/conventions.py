@@ -1,4 +1,4 @@
-"""Whether imported heads were read under the right conventions: how they draft under each known one.
+"""Under which settings heads fit their target, of those that change no tensor's shape.
 
 A wrong convention (layer ids counted from the next layer, a norm at another place) breaks no shape, and the text stays
 the target's. Only fewer drafts are accepted. Layer ids that are off by one cost so little that acceptance lengths of a
@@ -8,17 +8,16 @@ against the target's own distribution. On the embedded target ids that are off b
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.formats.format import Format, Imported
-from draftsmith.heads.importing import build_heads
 from draftsmith.inference import GenerationStats, Target, generate
 from draftsmith.scripts.shared.model_loading import encode_messages
 from draftsmith.training.features.encoding import encode
@@ -36,15 +35,24 @@ NUM_STEPS = 3
 NUM_ERRORS = 4.0
 # Heads that accept less than this are hardly those of the target, under any convention.
 USUAL_LENGTH = 1.3
+# Settings that change no tensor's shape.
+SWITCHES = (
+    "norm_output",
+    "norm_before_residual",
+    "norm_before_fc",
+    "reads_before_final_norm",
+    "hidden_first",
+    "zero_first_embedding",
+)
 
 
 @dataclass(frozen=True)
 class Convention:
-    """One way to read a checkpoint.
+    """One way to read heads.
 
     Attributes:
         name: what it is, in words.
-        changes: the settings that differ from those that were read.
+        changes: the settings that differ from the heads' own.
         cross_entropy: [tokens] of the same tokens in every convention, in nats.
     """
 
@@ -52,82 +60,99 @@ class Convention:
     changes: dict[str, Any]
     cross_entropy: Tensor
 
+    @property
+    def mean(self) -> float:
+        """Of the cross-entropy."""
+        return float(self.cross_entropy.mean())
+
     def is_better_than(self, other: Convention) -> bool:
         """Whether the cross-entropy is lower by more than chance."""
         gain = other.cross_entropy - self.cross_entropy
         return float(gain.mean()) > NUM_ERRORS * float(gain.std()) / len(gain) ** 0.5
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What the comparison of conventions says.
-
-    Attributes:
-        conventions: the first is the checkpoint as it was read.
-        best: the convention that fits.
-        lengths: acceptance length (tokens per pass of the target) as it was read, and with the best convention.
-    """
-
-    conventions: list[Convention]
-    best: Convention
-    lengths: tuple[float, float]
-
-    @property
-    def advice(self) -> str | None:
-        """What the user should do about it; None = nothing."""
-        as_read, fitting = self.lengths
-        if self.best is not self.conventions[0]:
-            changes = (f"{key}={json.dumps(x, separators=(',', ':'))}" for key, x in self.best.changes.items())
-            as_were, then = (float(one.cross_entropy.mean()) for one in (self.conventions[0], self.best))
-            return (
-                f"the heads fit better where {self.best.name}: their cross-entropy is {then:.3f} nats then, and "
-                f"{as_were:.3f} as they were read (acceptance lengths of these few texts: {fitting:.2f} and "
-                f"{as_read:.2f}). Import again with --settings {' '.join(changes)}"
-            )
-        if as_read < USUAL_LENGTH:
-            return (
-                f"only {as_read:.2f} tokens a pass under every known convention: is this the target that the heads "
-                "were trained for?"
-            )
-        return None
-
-
 def compare_conventions(
-    known: Format, imported: Imported, target: Target, path: str, prompts: Sequence[Tensor]
-) -> Finding:
-    """Reads a checkpoint under each convention that its format knows, and drafts texts of the target with each.
+    heads: DraftHeads, target: Target, texts: Sequence[Tensor], lengths: Sequence[int]
+) -> list[Convention]:
+    """The heads as they are, then every other reading of them, the best first.
 
     Args:
-        path: where the checkpoint came from.
-        prompts: [1, L] token ids each.
+        texts: [1, T] each, of the target; lengths: of their prompts.
     """
-    heads: DraftHeads = build_heads(imported, target, path)
-    texts, as_read = decode(target, heads, prompts)
-    lengths = [prompt.shape[1] for prompt in prompts]
-    conventions = [Convention("they are as they were read", {}, measure_cross_entropy(target, heads, texts, lengths))]
-    for name, changes in known.variants(imported.settings, target).items():
-        variant = _with(imported, changes, target, path)
-        conventions.append(Convention(name, changes, measure_cross_entropy(target, variant, texts, lengths)))
-    best = min(conventions, key=lambda one: float(one.cross_entropy.mean()))
-    if not best.is_better_than(conventions[0]):
-        best = conventions[0]
-    fitting = as_read if not best.changes else decode(target, _with(imported, best.changes, target, path), prompts)[1]
-    return Finding(conventions, best, (as_read, fitting))
+    as_they_are = Convention("they are as they were read", {}, measure_cross_entropy(target, heads, texts, lengths))
+    others = [
+        Convention(name, changes, measure_cross_entropy(target, variant, texts, lengths))
+        for name, changes in list_variants(heads, target)
+        if (variant := with_settings(heads, target, changes)) is not None
+    ]
+    return [as_they_are, *sorted(others, key=lambda one: one.mean)]
 
 
-def _with(imported: Imported, changes: dict[str, Any], target: Target, path: str) -> DraftHeads:
-    settings = {**imported.settings, **changes}
-    return build_heads(replace(imported, settings=settings), target, path)
+def find_better(conventions: Sequence[Convention]) -> Convention | None:
+    """The reading that fits better than the heads as they are, from `compare_conventions`."""
+    as_they_are, *others = conventions
+    return next((one for one in others if one.is_better_than(as_they_are)), None)
 
 
-def decode(target: Target, heads: DraftHeads, prompts: Sequence[Tensor]) -> tuple[list[Tensor], float]:
-    """Greedy texts, [1, T] each with their prompts, and the acceptance length over all of them."""
+def compare_on_texts(heads: DraftHeads, target: Target, prompts: Sequence[Tensor]) -> tuple[list[Convention], float]:
+    """`compare_conventions` on the target's greedy texts of prompts, [1, L] token ids each; the heads' acceptance
+    length there, in tokens a pass."""
     outputs = [
         generate(target, heads, prompt.to(target.device), max_new_tokens=NEW_TOKENS, do_sample=False)
         for prompt in prompts
     ]
+    texts, lengths = [output.sequences for output in outputs], [prompt.shape[1] for prompt in prompts]
     stats = sum((output.stats for output in outputs), GenerationStats())
-    return [output.sequences for output in outputs], stats.acceptance_length
+    return compare_conventions(heads, target, texts, lengths), stats.acceptance_length
+
+
+def advise(conventions: Sequence[Convention], length: float) -> str | None:
+    """What the user of imported heads should do; None = nothing.
+
+    Args:
+        conventions, length: as from `compare_on_texts`.
+    """
+    if (better := find_better(conventions)) is not None:
+        changes = (f"{key}={json.dumps(x, separators=(',', ':'))}" for key, x in better.changes.items())
+        return (
+            f"the heads fit better where {better.name}: their cross-entropy is {better.mean:.3f} nats then, and "
+            f"{conventions[0].mean:.3f} as they were read. Import again with --settings {' '.join(changes)}"
+        )
+    if length < USUAL_LENGTH:
+        return (
+            f"only {length:.2f} tokens a pass under every known convention: is this the target that the heads were "
+            "trained for?"
+        )
+    return None
+
+
+def list_variants(heads: DraftHeads, target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each other reading of the heads: in words, and the settings that differ."""
+    config = heads.config
+    for name in SWITCHES:
+        if isinstance(value := getattr(config, name, None), bool):
+            yield f"{name} is {str(not value).lower()}", {name: not value}
+    layers = list(config.feature_layers)
+    for step in (-1, 1) if not heads.runs_target_layers else ():
+        moved = [layer + step for layer in layers]
+        if layers and min(moved) >= 0 and max(moved) <= target.num_layers:
+            yield f"feature layers are {moved}", {"feature_layers": moved}
+    theirs, own = (getattr(one, "rope_parameters", None) for one in (target.text_config, config))
+    if isinstance(theirs, dict) and isinstance(own, dict) and "rope_theta" in theirs and theirs != own:
+        yield "positions rotate as in the target", {"rope_parameters": dict(theirs)}
+
+
+def with_settings(heads: DraftHeads, target: Target, changes: dict[str, Any]) -> DraftHeads | None:
+    """The heads under other settings; None where their weights do not fit these."""
+    config = copy.deepcopy(heads.config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    try:
+        variant = type(heads)(config)
+        variant.load_state_dict(heads.state_dict(), strict=True)
+    except (RuntimeError, ValueError):
+        return None
+    return variant.to(heads.dtype).eval().bind(target)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ import torch
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Target
-from draftsmith.scripts.conversion.conventions import Convention
+from draftsmith.scripts.conversion.conventions import Convention, find_better
 from draftsmith.scripts.diagnosis.evidence import Evidence
 from draftsmith.scripts.diagnosis.speed import Speed
 from draftsmith.scripts.diagnosis.training_data import TrainingData
@@ -51,7 +51,7 @@ class Case:
         target_name, heads_name: as the user gave them.
         record: the heads' `training_record.json`; {} = there is none.
         chat_format: of the probe conversation (`render_probe`) here.
-        conventions: of `find_better`.
+        conventions: of `compare_conventions`.
         scores_all: whether the heads have no draft vocabulary of their own.
         system: the system prompt of the prompts; "" = none.
         data: None = no training conversations were given or found.
@@ -105,13 +105,11 @@ def check_paths(case: Case) -> Iterator[Finding]:
 
 
 def check_conventions(case: Case) -> Iterator[Finding]:
-    as_they_are, *better = case.conventions
-    for one in better:
-        changes = ", ".join(f'"{name}": {json.dumps(value)}' for name, value in one.changes.items())
+    if (better := find_better(case.conventions)) is not None:
+        changes = ", ".join(f'"{name}": {json.dumps(value)}' for name, value in better.changes.items())
         yield Finding(
-            f"A setting is wrong: the heads fit better where {one.name}",
-            f"cross-entropy of the drafts {float(one.cross_entropy.mean()):.2f} nats then, "
-            f"{float(as_they_are.cross_entropy.mean()):.2f} as they are",
+            f"A setting is wrong: the heads fit better where {better.name}",
+            f"cross-entropy of the drafts {better.mean:.2f} nats then, {case.conventions[0].mean:.2f} as they are",
             f"write {changes} into the heads' config.json; for imported heads: draftsmith import --settings",
         )
 
@@ -119,7 +117,7 @@ def check_conventions(case: Case) -> Iterator[Finding]:
 def check_owner(case: Case) -> Iterator[Finding]:
     accuracy, known = case.evidence.accuracy(1)
     length = case.evidence.greedy.acceptance_length
-    if len(case.conventions) > 1 or known < MIN_STEPS or accuracy >= STRANGER:
+    if find_better(case.conventions) is not None or known < MIN_STEPS or accuracy >= STRANGER:
         return
     owner = getattr(case.heads.config, "target_name_or_path", None)
     yield Finding(

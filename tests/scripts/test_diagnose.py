@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from draftsmith.inference import Decoder, GenerationStats, Target
 from draftsmith.inference.request.chat_template import render_probe
 from draftsmith.scripts import diagnose as program
+from draftsmith.scripts.conversion.conventions import compare_conventions, find_better
 from draftsmith.scripts.diagnosis import evidence as gathering
 from draftsmith.scripts.diagnosis.checks import check_depths
-from draftsmith.scripts.diagnosis.conventions import find_better
 from draftsmith.scripts.diagnosis.evidence import Evidence, Text
 from draftsmith.scripts.diagnosis.speed import Speed
 from draftsmith.scripts.shared.model_loading import encode_messages, load_heads
@@ -105,9 +105,10 @@ def test_shifted_feature_layers(plant: Callable[..., Path], replies: Path) -> No
     ("config", "better"),
     [
         ({"norm_output": True}, "norm_output is false"),
+        ({"norm_before_residual": True}, "norm_before_residual is false"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 20.0}}, "positions rotate as in the target"),
     ],
-    ids=["a norm too many", "positions of another model"],
+    ids=["a norm too many", "a norm at another place", "positions of another model"],
 )
 def test_other_wrong_settings(
     config: dict[str, Any],
@@ -125,7 +126,8 @@ def test_other_wrong_settings(
         for line in replies.read_text(encoding="utf-8").splitlines()
     ]
     heads = load_heads(str(plant("eagle3", **config)), target)
-    _, found = find_better(heads, target, texts, [text.shape[1] - 30 for text in texts])
+    found = find_better(compare_conventions(heads, target, texts, [text.shape[1] - 30 for text in texts]))
+    assert found is not None
     assert found.name == better
 
 

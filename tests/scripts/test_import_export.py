@@ -13,7 +13,6 @@ import shlex
 import shutil
 import textwrap
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,10 @@ from transformers import AutoTokenizer
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Exported
-from draftsmith.heads.formats.published import open_published
-from draftsmith.heads.formats.registry import recognize
 from draftsmith.inference import Target
 from draftsmith.scripts import export_heads, import_heads
 from draftsmith.scripts.conversion import conventions
-from draftsmith.scripts.conversion.conventions import (
-    Convention,
-    Finding,
-    compare_conventions,
-    measure_cross_entropy,
-    question_prompts,
-)
+from draftsmith.scripts.conversion.conventions import Convention, advise, measure_cross_entropy
 from draftsmith.scripts.conversion.serving_card import fill_commands, fill_python
 from draftsmith.scripts.shared.model_loading import load_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
@@ -98,37 +89,6 @@ def test_out_and_back_is_the_same_heads(published: Path, tmp_path: Path, capsys:
     assert one.config.feature_layers == other.config.feature_layers
 
 
-WRONG = {
-    "ids counted from the layer before": (
-        {"eagle_aux_hidden_state_layer_ids": [3, 9, 14]},
-        "the layer ids are one more than hidden_states' (read as [2, 8, 13])",
-        {"feature_layers": [2, 8, 13]},
-    ),
-    "norm_output": ({"norm_output": True}, "norm_output is false", {"norm_output": False}),
-    "norm_before_residual": (
-        {"norm_before_residual": True},
-        "norm_before_residual is false",
-        {"norm_before_residual": False},
-    ),
-}
-
-
-@pytest.mark.slow  # CI has wrong layer ids, with the whole program, below
-@pytest.mark.parametrize(("keys", "name", "changes"), WRONG.values(), ids=WRONG)
-def test_a_wrong_convention_is_found(
-    keys: dict[str, Any], name: str, changes: dict[str, Any], published: Path, chat_target: Any, chat_tokenizer: Any
-) -> None:
-    opened, target = open_published(str(published)), Target(chat_target)
-    known = recognize(opened)
-    assert known is not None
-    imported = known.read(replace(opened, config={**opened.config, **keys}), target)
-    prompts = question_prompts(chat_tokenizer)[:3]
-    finding = compare_conventions(known, imported, target, "somewhere", prompts)
-    assert (finding.best.name, finding.best.changes) == (name, changes)
-    assert finding.advice is not None
-    assert name in finding.advice
-
-
 @pytest.mark.ci
 @pytest.mark.slow  # decodes with every convention
 def test_the_program_names_the_cure_and_takes_it(
@@ -170,8 +130,7 @@ def test_the_cross_entropy_is_the_slow_one(published: Path, chat_target: Any) ->
 
 
 def test_heads_of_another_target_are_doubted() -> None:
-    one = Convention("they are as they were read", {}, torch.tensor([8.0, 9.0]))
-    advice = Finding([one], one, (1.1, 1.1)).advice
+    advice = advise([Convention("they are as they were read", {}, torch.tensor([8.0, 9.0]))], 1.1)
     assert advice is not None
     assert "1.10 tokens" in advice
 

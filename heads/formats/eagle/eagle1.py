@@ -25,7 +25,6 @@ from draftsmith.heads.formats.eagle.llama_keys import (
     read_embedding,
     read_own_settings,
     refuse_unwritable,
-    target_rope,
     write_decoder,
 )
 from draftsmith.heads.formats.format import Exported, Format, Imported, vllm_command
@@ -94,12 +93,6 @@ class Eagle1(Format):
             return True
         del reading.tensors["fc.bias"]
         return False
-
-    def variants(self, settings: dict[str, Any], target: Target) -> dict[str, dict[str, Any]]:
-        inherited = target_rope(target)
-        if inherited == settings["rope_parameters"]:
-            return {}
-        return {"RoPE is the target's": {"rope_parameters": inherited}}
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         self.refuse(config)

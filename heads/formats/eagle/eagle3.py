@@ -27,7 +27,6 @@ from draftsmith.heads.formats.eagle.llama_keys import (
     read_embedding,
     read_own_settings,
     refuse_unwritable,
-    target_rope,
     write_decoder,
 )
 from draftsmith.heads.formats.format import Exported, Format, Imported
@@ -147,21 +146,6 @@ class Eagle3(Format):
             tensors["embed_tokens.weight"] = table
             settings |= {"own_embedding": True, "mask_token_id": token}
         return reading.finish("parallel", settings)
-
-    def variants(self, settings: dict[str, Any], target: Target) -> dict[str, dict[str, Any]]:
-        layers: list[int] = settings["feature_layers"]
-        found: dict[str, dict[str, Any]] = {}
-        for step, counts in ((1, "one less than"), (-1, "one more than")):
-            shifted = [layer + step for layer in layers]
-            if min(shifted) >= 0 and max(shifted) <= target.num_layers:
-                found[f"the layer ids are {counts} hidden_states' (read as {shifted})"] = {"feature_layers": shifted}
-        for flag in ("norm_before_residual", "norm_output"):
-            if flag in settings:
-                other = not settings[flag]
-                found[f"{flag} is {str(other).lower()}"] = {flag: other}
-        if (inherited := target_rope(target)) != settings["rope_parameters"]:
-            found["RoPE is the target's"] = {"rope_parameters": inherited}
-        return found
 
     # Writing.
 

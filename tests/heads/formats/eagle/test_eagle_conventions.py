@@ -50,7 +50,6 @@ class TestRope:
         imported, heads = read(Published("somewhere", config, "pytorch_model.bin", dict(exported.tensors)), target)
         assert heads.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
         assert "no rope_theta: read as 10000, as the authors train; the target has 500000" in imported.notes[0]
-        assert {"rope_parameters": rope} in find_format("eagle", "eagle3").variants(imported.settings, target).values()
 
     @pytest.mark.parametrize("keys", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}], ids=str)
     def test_a_base_is_read_at_either_place(self, keys: dict[str, Any], target: Target) -> None:
@@ -104,12 +103,6 @@ def test_the_last_output_that_modelopt_taps_is_refused(target: Target) -> None:
     assert "tap the state after the last layer" in refusal(
         change(publish("full vocabulary", target), config=config), target
     )
-
-
-def test_other_countings_are_variants(target: Target) -> None:
-    imported, _ = read(change(publish("full vocabulary", target), config={IDS: [1, 3, 4]}), target)
-    variants = find_format("eagle", "eagle3").variants(imported.settings, target)
-    assert {"feature_layers": [2, 4, 5]} in variants.values()
 
 
 def test_the_factor_of_embeddings_is_folded_into_fc(target: Target) -> None:
