@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-PHASES = ("profile", "prefill", "draft", "verify", "accept", "commit")
+STEP_PHASES = ("draft", "verify", "accept", "commit")
+PHASES = ("prefill", *STEP_PHASES, "compile", "total")
 
 
 @dataclass
@@ -27,9 +28,9 @@ class GenerationStats:
     num_host_syncs: how often the host waited to read a tensor of a verify step. A step of any batch reads once for the
         emitted tokens, and once for each level of the tree (root included) for processors that run row by row. Not
         counted: reads of the prefill and within processors, and a `StagedDrafter`'s one per level after the first.
-    seconds: wall-clock seconds per phase. `profile` is making the drafter's buffers. `total` includes the time between
-        phases. `compile`, a part of other phases, is the time of first calls of compiled graphs. On an accelerator the
-        phases are launch times unless the decoder has `is_synchronised`; `total` is always right.
+    seconds: wall-clock seconds per phase. `total` includes the time between phases. `compile`, a part of other phases,
+        is the time of first calls of compiled graphs. On an accelerator the phases are launch times unless the decoder
+        has `is_synchronised`; `total` is always right.
     """
 
     num_target_forwards: int = 0
@@ -39,7 +40,7 @@ class GenerationStats:
     accepted_histogram: list[int] = field(default_factory=list)
     num_drafted: int = 0
     num_host_syncs: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "compile", "total"), 0.0))
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def count_step(self, accepted: int) -> None:
         """Records one row's verify step, which accepted `accepted` drafted tokens and emitted one more."""
@@ -64,6 +65,13 @@ class GenerationStats:
         """Entry d - 1: the rate at which depth d was accepted when depth d - 1 was (d = 1: in all steps)."""
         reached = [sum(self.accepted_histogram), *self.accepted_per_depth]
         return [count / above if above else 0.0 for above, count in itertools.pairwise(reached)]
+
+    def split_step(self) -> dict[str, float]:
+        """Milliseconds of a batch's verify step: `step`, without the prompts; its phases; `other`, the rest of it."""
+        parts = {name: self.seconds[name] for name in STEP_PHASES}
+        step = self.seconds["total"] - self.seconds["prefill"]
+        parts = {"step": step, **parts, "other": step - sum(parts.values())}
+        return {name: 1000 * value / self.num_verify_passes for name, value in parts.items()}
 
     def __add__(self, other: GenerationStats) -> GenerationStats:
         """The sum over generations."""

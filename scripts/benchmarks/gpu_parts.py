@@ -150,9 +150,7 @@ class Shape:
         expected = prompt[:, -1:] + torch.arange(1, number + 1, device=prompt.device)
         if not torch.equal(output.sequences[:, prompt.shape[1] :], expected % self.target.vocab_size):
             raise RuntimeError(f"the target of random weights does not count: {output.sequences[0].tolist()[-8:]}")
-        seconds, passes = output.stats.seconds, output.stats.num_verify_passes
-        step = seconds["total"] - seconds["prefill"] - seconds["profile"]
-        return {"step": 1000 * step / passes, **{name: 1000 * value / passes for name, value in seconds.items()}}
+        return output.stats.split_step()
 
     def time_generate(self, **options: Any) -> Line:
         """transformers' own, without the prompt: the difference of two lengths."""

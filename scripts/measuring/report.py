@@ -158,19 +158,10 @@ def _count_steps(row: Row, contender: Contender) -> None:
     row.rows_per_step = total.num_verify_steps / total.num_verify_passes
     row.host_syncs_per_step = total.num_host_syncs / total.num_verify_passes
     stats = sum((run.stats for run in contender.profiled if run.stats is not None), GenerationStats())
-    row.step_milliseconds = split_step(stats)
+    row.step_milliseconds = stats.split_step()
     row.prompt_milliseconds = 1000 * stats.seconds["prefill"] / len(contender.profiled)
     outside = row.step_milliseconds["step"] - row.step_milliseconds["draft"] - row.step_milliseconds["verify"]
     row.overhead_share = outside / row.step_milliseconds["step"]
-
-
-def split_step(stats: GenerationStats) -> dict[str, float]:
-    """Milliseconds of each part of a batch's verify step; see `Row.step_milliseconds`."""
-    seconds = stats.seconds
-    parts = {name: seconds[name] for name in ("draft", "verify", "accept", "commit")}
-    step = seconds["total"] - seconds["prefill"] - seconds["profile"]
-    parts = {"step": step, **parts, "other": step - sum(parts.values())}
-    return {name: 1000 * value / stats.num_verify_passes for name, value in parts.items()}
 
 
 def _compare_texts(
