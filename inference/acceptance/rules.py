@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
 from draftsmith.inference.acceptance.rejection import accept_by_rejection
@@ -54,22 +53,11 @@ class AcceptanceRule:
             )
 
 
-def typical(epsilon: float = 0.09, delta: float = 0.3) -> AcceptanceRule:
-    """Medusa's typical acceptance with its two thresholds (see `accept_typical`); the paper's defaults."""
-    if not (0 < epsilon < 1 and delta > 0):
-        raise ValueError(f"got epsilon={epsilon}, delta={delta}; allowed are 0 < epsilon < 1 and delta > 0")
-
-    def accept(*args: Any, **kwargs: Any) -> Acceptance:
-        return accept_typical(*args, epsilon=epsilon, delta=delta, **kwargs)
-
-    return AcceptanceRule("typical", accept, is_lossless=False)
-
-
 EXACT = AcceptanceRule("exact", accept_exact, may_couple=True)
 RULES = {
     "exact": EXACT,
     "rejection": AcceptanceRule("rejection", accept_by_rejection, draws_drafts=True),
-    "typical": typical(),
+    "typical": AcceptanceRule("typical", accept_typical, is_lossless=False),
 }
 
 

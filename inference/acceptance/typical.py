@@ -25,7 +25,7 @@ def accept_typical(
 ) -> Acceptance:
     """A draft x after accepted drafts is accepted if p(x) > min(epsilon, delta exp(-H(p))), p the target's processed
     distribution and H its entropy. The longest such path is kept, of several the likeliest. The token after it is drawn
-    from the target.
+    from the target. The thresholds are the paper's.
 
     Arguments and result as in `accept_exact`; the target samples. No processor may be lazy.
     """

@@ -21,7 +21,7 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
 from draftsmith.inference.acceptance.rejection import DRAFT_STREAM, accept_by_rejection
-from draftsmith.inference.acceptance.rules import RULES, resolve_rule, typical
+from draftsmith.inference.acceptance.rules import RULES, resolve_rule
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.acceptance.typical import accept_typical
 from draftsmith.inference.drafters.base import DraftLogits
@@ -263,12 +263,10 @@ def test_rules_are_checked() -> None:
         RULES["rejection"].check(DynamicTree())
     with pytest.raises(ValueError, match="needs all siblings before each one"):
         RULES["rejection"].check(StaticTree([[0], [2]]))
-    with pytest.raises(ValueError, match="epsilon=2"):
-        typical(epsilon=2)
 
 
 def test_typical_says_that_it_is_lossy(caplog: pytest.LogCaptureFixture) -> None:
-    typical().check(DynamicTree())
+    RULES["typical"].check(DynamicTree())
     assert "is lossy" in caplog.text
 
 
