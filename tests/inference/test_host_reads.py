@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
@@ -17,22 +16,8 @@ from draftsmith.inference.step import Step
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.static import chain
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
-from tests.inference.runners.recorder import refuse_host
+from tests.inference.runners.recorder import RefuseHostReads
 from tests.tiny_targets import pad_prompts, random_prompt, target_of, tiny_target
-
-
-class RefuseHostReads(TorchDispatchMode):
-    """Raises where a tensor's values would reach the host."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with self:  # inference mode hands over whole what is made of other operators, as `item` is
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-        refuse_host(func, args)
-        return func(*args, **kwargs)
-
 
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     **{

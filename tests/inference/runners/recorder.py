@@ -19,7 +19,23 @@ from draftsmith.inference import Decoder
 from draftsmith.inference.runners.cuda_graphs import CapturedFunctions, CudaGraph
 
 
-class Tape(TorchDispatchMode):
+class RefuseHostReads(TorchDispatchMode):
+    """Raises where a tensor's values would reach the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:  # inference mode hands over whole what is made of other operators, as `item` is
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        refuse_host(func, args)
+        return self.run(func, args, kwargs)
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+class Tape(RefuseHostReads):
     """Notes the operators of a function, with the tensors that they read and write."""
 
     def __init__(self) -> None:
@@ -38,13 +54,7 @@ class Tape(TorchDispatchMode):
         results = {address(tensor) for tensor in tensors_of(self.operators[-1][1])}
         self.owned = {place: tensor for place, tensor in self.owned.items() if place not in results}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with self:  # inference mode hands over whole what is made of other operators, as `item` is
-            result = func.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-        refuse_host(func, args)
+    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = {address(tensor): tensor for tensor in tensors_of((args, kwargs))}
         if func._schema.is_mutable:
             for place in given.keys() - self.owned.keys() - self._before.keys():

@@ -59,32 +59,17 @@ class Running:
 
 
 @contextmanager
-def running(
-    target: Target,
-    tokenizer: Any,
-    *,
-    limits: Limits,
-    api_key: str | None = None,
-    drain_seconds: float = 0.0,
-    metrics: str = "summary",
-) -> Iterator[Running]:
+def running(target: Target, tokenizer: Any, *, limits: Limits, **options: Any) -> Iterator[Running]:
+    """options: as in `create_app`."""
     drafters = name_drafters({"oracle": SmallModelDrafter(target)})
     scheduler = Scheduler(target, drafters, tree="chain:3", limits=limits)
-    with serve_in_thread(scheduler, tokenizer, api_key=api_key, drain_seconds=drain_seconds, metrics=metrics) as one:
+    with serve_in_thread(scheduler, tokenizer, **options) as one:
         yield one
 
 
 @contextmanager
-def serve_in_thread(
-    scheduler: Scheduler,
-    tokenizer: Any,
-    *,
-    api_key: str | None = None,
-    drain_seconds: float = 0.0,
-    metrics: str = "summary",
-) -> Iterator[Running]:
-    app = create_app(scheduler, tokenizer, model=MODEL, api_key=api_key, metrics=metrics)
-    server = new_server(app, drain_seconds=drain_seconds)
+def serve_in_thread(scheduler: Scheduler, tokenizer: Any, **options: Any) -> Iterator[Running]:
+    server = new_server(create_app(scheduler, tokenizer, model=MODEL, **options), drain_seconds=0.0)
     addresses: list[str] = []
     started = threading.Event()
 
