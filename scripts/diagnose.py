@@ -24,27 +24,20 @@ import yaml
 from torch import Tensor
 
 from draftsmith.inference import Target
-from draftsmith.inference.request.chat_template import ConversationError, render_probe
+from draftsmith.inference.request.chat_template import render_probe
 from draftsmith.scripts.conversion.conventions import compare_conventions, question_prompts
 from draftsmith.scripts.diagnosis.breakdown import break_down
 from draftsmith.scripts.diagnosis.checks import Case, find_faults
 from draftsmith.scripts.diagnosis.evidence import gather_evidence
 from draftsmith.scripts.diagnosis.page import describe, render_html, render_text
 from draftsmith.scripts.diagnosis.speed import measure_speed
-from draftsmith.scripts.diagnosis.training_data import TrainingData, read_data
+from draftsmith.scripts.diagnosis.training_data import TrainingData, read_data, system_of
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
-from draftsmith.scripts.shared.model_loading import (
-    DTYPE_HELP,
-    DTYPES,
-    encode_messages,
-    fit_tree,
-    load_heads,
-    load_target,
-)
+from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, fit_tree, load_heads, load_target
 from draftsmith.training.data.options import option
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
-from draftsmith.training.synthesis.prompts import read_prompts
+from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
 from draftsmith.training.whole_files import write_text
 
 GROUPS = {
@@ -164,23 +157,12 @@ def _find_prompts(args: Any, data: TrainingData | None, tokenizer: Any) -> tuple
     """The prompts, [1, L] int64 each, and their system prompt."""
     if args.prompts is None and (data is None or not data.prompts):
         return question_prompts(tokenizer)[: args.num_prompts], ""
-    if not tokenizer.chat_template:
-        conversations = islice(read_prompts(args.prompts, option="--prompts"), args.num_prompts)
-        return [torch.tensor([one.encode_prompt(tokenizer)]) for one in conversations], ""
-    if args.prompts is None:
-        chosen = data.prompts if data is not None else []
-    else:
-        chosen = [one.messages_before_reply() for one in read_prompts(args.prompts, option="--prompts")]
-    encoded, systems = [], []
-    for messages in islice(chosen, args.num_prompts):
-        try:
-            encoded.append(encode_messages(tokenizer, messages))
-        except ConversationError:
-            continue
-        systems.append(messages[0]["content"] if messages[0]["role"] == "system" else "")
-    if not encoded:
-        raise ValueError("the chat template rejects all prompts: give others with --prompts")
-    return encoded, max(set(systems), key=systems.count)
+    chosen = data.prompts if args.prompts is None and data is not None else read_prompts(args.prompts)
+    rejected: list[str] = []
+    encoded = list(islice(encode_prompts(chosen, tokenizer, rejected), args.num_prompts))
+    report_rejected(args.prompts or "the training conversations", rejected, num_left=len(encoded))
+    systems = [system_of(conversation.messages_before_reply()) for conversation, _ in encoded]
+    return [torch.tensor([ids]) for _, ids in encoded], max(set(systems), key=systems.count)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from draftsmith.inference import Target
 from draftsmith.scripts.diagnosis.evidence import score
 from draftsmith.training.data.chat_tokens import count_problems, tokenize_conversations
 from draftsmith.training.data.conversations import load_conversations
+from draftsmith.training.synthesis.prompts import Conversation
 
 MOST_CONVERSATIONS = 256
 SCORED, SCORED_TOKENS = 16, 512  # conversations whose replies the target scores, and tokens of each
@@ -29,7 +31,7 @@ class TrainingData:
         trained_share: of the tokens, those with a loss.
         losses: [conversations] float32, the mean cross-entropy of each one's replies under the target.
         system: the system prompt that most conversations have, "" = none, and the share of conversations with it.
-        prompts: the messages before the first reply, of the conversations that the target scored.
+        prompts: of the conversations that the target scored, up to the first reply.
     """
 
     num_read: int
@@ -37,7 +39,7 @@ class TrainingData:
     trained_share: float
     losses: Tensor
     system: tuple[str, float]
-    prompts: list[list[dict[str, Any]]]
+    prompts: list[Conversation]
 
 
 def read_data(dataset: Sequence[str], target: Target, tokenizer: Any, *, max_length: int) -> TrainingData:
@@ -50,18 +52,19 @@ def read_data(dataset: Sequence[str], target: Target, tokenizer: Any, *, max_len
     messages = [json.loads(text)["messages"] for text in conversations["conversation"][:]]
     rows = tokenize_conversations(conversations, tokenizer, max_length=max_length, num_proc=1, skip_bad_lines=True)
     _, _, used = count_problems(rows)
-    systems = Counter(_system_of(conversation) for conversation in messages)
+    systems = Counter(map(system_of, messages))
+    before_reply = [[*takewhile(lambda message: message["role"] != "assistant", one)] for one in messages]
     system, count = systems.most_common(1)[0]
     kept = [rows[place] for place in used]
     num_tokens = sum(len(row["input_ids"]) for row in kept)
-    chosen = [place for place in used if _has_reply(messages[place])][:SCORED]
+    chosen = [place for place in used if 0 < len(before_reply[place]) < len(messages[place])][:SCORED]
     return TrainingData(
         len(messages),
         len(used),
         sum(sum(row["loss_mask"]) for row in kept) / max(num_tokens, 1),
         torch.tensor([_score_replies(target, rows[place]) for place in chosen]),
         (system, count / len(messages)),
-        [_before_reply(messages[place]) for place in chosen],
+        [Conversation(str(place), "", deque(before_reply[place])) for place in chosen],
     )
 
 
@@ -71,14 +74,6 @@ def _score_replies(target: Target, row: dict[str, Any]) -> float:
     return float(score(target, ids)[0][mask].mean()) if mask.any() else float("nan")
 
 
-def _system_of(messages: list[dict[str, Any]]) -> str:
+def system_of(messages: Sequence[dict[str, Any]]) -> str:
+    """The system prompt; "" = none."""
     return str(messages[0]["content"]) if messages and messages[0]["role"] == "system" else ""
-
-
-def _has_reply(messages: list[dict[str, Any]]) -> bool:
-    return bool(_before_reply(messages)) and len(_before_reply(messages)) < len(messages)
-
-
-def _before_reply(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    place = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-    return messages[:place]
