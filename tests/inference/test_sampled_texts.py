@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from scipy.stats import chi2
 from torch import Tensor
 from transformers import (
     ForcedEOSTokenLogitsProcessor,
@@ -30,9 +29,10 @@ from transformers import (
 
 from draftsmith.inference import DraftLogits, DynamicTree, StaticTree, TreePolicy, chain, generate
 from draftsmith.inference.drafters.base import Drafter
+from tests.inference.acceptance.test_rejection import VOCAB, chi_square
 from tests.tiny_targets import tiny_target
 
-VOCAB, NUM_ROWS, FALSE_ALARM = 6, 20_000, 1e-6
+NUM_ROWS = 20_000
 PAD, EOS = 0, 4
 TREES: dict[str, TreePolicy] = {
     "chain": chain(2),
@@ -159,15 +159,7 @@ def measure(acceptance: str, tree: str, setting: Setting) -> float:
         **options,
     )
     assert sum(output.stats.accepted_histogram[1:]) > NUM_ROWS / 10
-    new = output.sequences[:, 3:]
-    expected = expect(model, setting).flatten() * NUM_ROWS
-    observed = torch.bincount(new[:, 1] * VOCAB + new[:, 2], minlength=VOCAB**2).double()
-    assert observed[expected == 0].sum() == 0, "tokens that the target never says"
-    is_large = expected >= 5
-    observed, expected = (torch.cat([x[is_large], x[~is_large].sum()[None]]) for x in (observed, expected))
-    is_possible = expected > 0
-    statistic = float(((observed - expected) ** 2 / expected)[is_possible].sum())
-    return statistic / float(chi2.isf(FALSE_ALARM, df=int(is_possible.sum()) - 1))
+    return chi_square(output.sequences[:, 4:], expect(model, setting))
 
 
 @pytest.mark.parametrize(("acceptance", "tree", "setting"), ALL_CASES)

@@ -76,7 +76,6 @@ def take_step(
     drafter: MarkovDrafter,
     roots: Tensor,
     positions: Tensor,
-    **kwargs: Any,
 ) -> Acceptance:
     seeds = None
     if accept is not accept_exact and accept is not accept_typical:
@@ -85,7 +84,7 @@ def take_step(
     sampling = DraftSampling(warp=sampler.warp_draft, seeds=seeds, vocab_size=VOCAB)
     tree = policy.grow(drafter, None, roots, drafter.expand(None, roots[:, None], roots, 0), sampling)
     noise = sampler.draw_noise(positions, tree.path_width, VOCAB)
-    return accept(sampler, tree, target[tree.token_ids], positions, noise=noise, **kwargs)
+    return accept(sampler, tree, target[tree.token_ids], positions, noise=noise)
 
 
 def draw_pairs(
@@ -102,12 +101,18 @@ def draw_pairs(
 
 
 def compare(pairs: Tensor, target: Tensor) -> float:
-    """Chi-square over its bound."""
+    """`chi_square` of two tokens after TEXT."""
     chances = torch.softmax(target.double(), dim=-1)
-    exact = (chances[TEXT[-1], :, None] * chances).flatten()
+    return chi_square(pairs, chances[TEXT[-1], :, None] * chances)
+
+
+def chi_square(pairs: Tensor, chances: Tensor) -> float:
+    """Chi-square of pairs of tokens [N, 2] over its bound; chances: of each pair [V, V] float64."""
     seen = torch.bincount(pairs[:, 0] * VOCAB + pairs[:, 1], minlength=VOCAB**2).double()
-    is_large = exact * len(pairs) >= 5
-    seen, expected = (torch.cat([x[is_large], x[~is_large].sum()[None]]) for x in (seen, exact * len(pairs)))
+    expected = chances.flatten() * len(pairs)
+    assert seen[expected == 0].sum() == 0, "tokens that the target never says"
+    is_large = expected >= 5
+    seen, expected = (torch.cat([x[is_large], x[~is_large].sum()[None]]) for x in (seen, expected))
     is_possible = expected > 0
     statistic = ((seen - expected) ** 2 / expected)[is_possible].sum().item()
     return statistic / float(chi2.isf(FALSE_ALARM, int(is_possible.sum()) - 1))

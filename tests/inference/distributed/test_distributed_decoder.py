@@ -18,6 +18,7 @@ from draftsmith.inference.distributed.server import TargetServer
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.distributed import ranks
 from tests.inference.distributed.fake_link import FakeLink
+from tests.inference.test_generation import Recorder
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 from tests.processes import start_ranks
 from tests.scripted_drafter import ScriptedDrafter
@@ -96,17 +97,6 @@ def fake(target: Target, num_servers: int = 2) -> FakeLink:
 def test_ends_of_texts() -> None:
     """EOS, stopping criteria, padding and streams, as in `generate`; one decoder decodes them all."""
 
-    class Streamer:
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-            self.is_ended = False
-
-        def put(self, tokens: Tensor) -> None:
-            self.tokens += tokens.flatten().tolist()
-
-        def end(self) -> None:
-            self.is_ended = True
-
     class HasToken(StoppingCriteria):
         def __init__(self, token: int) -> None:
             self.token = token
@@ -128,13 +118,13 @@ def test_ends_of_texts() -> None:
     ):
         call = {"max_new_tokens": NUM_NEW, "do_sample": False, **call}
         expected = plain_decoder("llama").generate(*inputs, **call).sequences
-        streamer = Streamer()
+        streamer = Recorder()
         drafter = scripted(target, expected[:, inputs[0].shape[1] - prompt.shape[1] :])
         decoder = DistributedDecoder(target, drafter, link=decoder.link)
         output = decoder.generate(*inputs, streamer=streamer, **call)
         assert torch.equal(output.sequences, expected)
         assert streamer.tokens == expected[0].tolist()
-        assert streamer.is_ended
+        assert streamer.ended == 1
         assert output.stats.num_new_tokens == expected.shape[1] - inputs[0].shape[1]
     decoder.close()
     assert decoder.link.is_closed

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.generation import BaseStreamer
 
 from draftsmith.inference import Target, generate
 from draftsmith.inference.pipelined.decoder import PipelinedDecoder
 from draftsmith.inference.pipelined.texts_in_flight import Segment, TextInFlight
 from draftsmith.inference.targets.layer_groups import LayerGroups, tie_layers
+from tests.inference.test_generation import Recorder
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
 LENGTHS = (5, 23, 1)
@@ -71,23 +71,12 @@ def test_end_of_text_and_limits() -> None:
     assert one.tolist() == plain[:, : one.shape[1]].tolist()
 
 
-def test_streamers_and_stop_strings() -> None:
-    class Streamer(BaseStreamer):
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-            self.is_ended = False
-
-        def put(self, value: torch.Tensor) -> None:
-            self.tokens += value.flatten().tolist()
-
-        def end(self) -> None:
-            self.is_ended = True
-
-    streamer = Streamer()
+def test_streamers() -> None:
+    streamer = Recorder()
     output = PipelinedDecoder(tied_target()).generate(
         random_prompt(6), max_new_tokens=8, do_sample=False, streamer=streamer
     )
-    assert streamer.is_ended
+    assert streamer.ended == 1
     assert streamer.tokens == output.sequences[0].tolist()
 
 
