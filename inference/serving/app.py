@@ -173,11 +173,9 @@ def _add_routes(app: FastAPI, server: Server) -> None:
         finally:
             comparing.release()
 
-    if PAGE.is_file():
-
-        @app.get("/")
-        async def page() -> Response:
-            return FileResponse(PAGE)
+    @app.get("/")
+    async def page() -> Response:
+        return FileResponse(PAGE)
 
 
 async def _read_body(request: Request, kind: type[Body]) -> Body:

@@ -147,3 +147,6 @@ def test_keys(served_target: Target, chat_tokenizer: PreTrainedTokenizerBase) ->
         right = {"authorization": "Bearer sesame"}
         assert httpx.get(f"{served.url}/models", headers=right).status_code == 200
         assert httpx.get(f"{served.address}/health").status_code == 200
+        page = httpx.get(f"{served.address}/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    assert page.text.startswith("<!doctype html>")

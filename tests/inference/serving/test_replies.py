@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +14,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.inference import Target, generate
 from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
-from draftsmith.inference.serving import app
 from draftsmith.inference.serving.scheduler import Limits
 from tests.inference.serving.arrivals import SECONDS
 from tests.inference.serving.conftest import MODEL, Running, running
@@ -380,19 +378,3 @@ def test_json_schemas(served: Running) -> None:
                 extra_body={"heads": heads},
             )
             assert json.loads(reply.choices[0].message.content).keys() == {"a", "b"}
-
-
-def test_the_page_is_served_if_there_is_one(
-    served_target: Target, chat_tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = tmp_path / "index.html"
-    page.write_text("<title>chat</title>")
-    for path, status in ((page, 200), (tmp_path / "absent.html", 404)):
-        monkeypatch.setattr(app, "PAGE", path)
-        with running(served_target, chat_tokenizer, limits=Limits(max_rows=1, max_length=64), api_key="x") as one:
-            reply = httpx.get(f"{one.address}/")
-            assert reply.status_code == status
-            assert status == 404 or (reply.text, reply.headers["content-type"]) == (
-                "<title>chat</title>",
-                "text/html; charset=utf-8",
-            )
