@@ -87,18 +87,8 @@ def _compare(
 
 def render_json(content: Mapping[str, Any]) -> str:
     """Numbers have four digits."""
-
-    def shorten(value: Any) -> Any:
-        match value:
-            case float():
-                return float(f"{value:.4g}")
-            case dict():
-                return {key: shorten(one) for key, one in value.items()}
-            case list() | tuple():
-                return [shorten(one) for one in value]
-        return value
-
-    return json.dumps(shorten(content), indent=0, allow_nan=False) + "\n"
+    short = json.loads(json.dumps(content), parse_float=lambda text: float(f"{float(text):.4g}"))
+    return json.dumps(short, indent=0, allow_nan=False) + "\n"
 
 
 def render_page(content: Mapping[str, Any]) -> str:
