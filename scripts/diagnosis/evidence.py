@@ -107,13 +107,11 @@ def gather_evidence(target: Target, heads: DraftHeads, prompts: Sequence[Tensor]
     for number, prompt in enumerate(prompts):
         accepted: dict[int, int] = {}
         end = prompt.shape[1]
-
-        def follow(tokens: list[int], num_drafted: int, accepted: dict[int, int] = accepted) -> None:
-            nonlocal end
-            accepted[end - 1] = num_drafted
+        stream = decoder.stream(prompt.to(target.device), do_sample=False, **options)
+        for tokens in stream:
+            accepted[end - 1] = tokens.num_drafted
             end += len(tokens)
-
-        output = decoder.generate(prompt.to(target.device), do_sample=False, on_step=follow, **options)
+        output = stream.output
         accepted.pop(prompt.shape[1] - 1, None)  # the token after the prompt is not drafted
         texts.append(read_text(target, heads, output.sequences, prompt.shape[1], accepted, depth))
         greedy.append(output.stats)

@@ -158,15 +158,10 @@ def count_round(
     counter = WorkCounter(target.model, *([decoder.drafter] if isinstance(decoder.drafter, nn.Module) else []))
     for prompt in prompts:
         marks: list[Work] = []  # after the prefill, after the first round, ...
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "stop_strings": []}
         with counter:
-            decoder.generate(
-                prompt,
-                torch.ones_like(prompt),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                stop_strings=[],
-                on_step=lambda *_, marks=marks: marks.append(counter.work),
-            )
+            for _ in decoder.stream(prompt, torch.ones_like(prompt), **options):
+                marks.append(counter.work)
         num_rounds = len(marks) - 2
         if num_rounds > 0:
             first, last = asdict(marks[1]), asdict(marks[-1])

@@ -45,13 +45,11 @@ def record(decoder: Decoder, input_ids: Tensor, **options: Any) -> Recording:
     """Decodes once. input_ids: [1, L] int64."""
     recording = Recording()
     start = time.perf_counter()
-
-    def note(token_ids: list[int], num_drafted: int) -> None:
-        recording.steps.append(Step(time.perf_counter() - start, list(token_ids), num_drafted))
-
-    output = decoder.generate(input_ids, torch.ones_like(input_ids), on_step=note, **options)
+    stream = decoder.stream(input_ids, torch.ones_like(input_ids), **options)
+    for tokens in stream:
+        recording.steps.append(Step(time.perf_counter() - start, list(tokens), tokens.num_drafted))
     recording.seconds = time.perf_counter() - start
-    recording.acceptance_length = output.stats.acceptance_length
+    recording.acceptance_length = stream.output.stats.acceptance_length
     return recording
 
 
