@@ -16,10 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, meta, nodes
 from transformers.utils.chat_template_utils import render_jinja_template
-
-from draftsmith.inference.request.template_variables import find_variables
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
@@ -30,6 +28,10 @@ _FAULTS = (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, A
 # A template's key for the thoughts of a message: the first one in nearly all, the second in gpt-oss.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _MAX_REASON = 300
+# What a template reads beside the variables that a user may set.
+_NO_VARIABLES = {"messages", "tools", "raise_exception", "strftime_now"}
+# Jinja's tests and filters for variables that may not be set.
+_ASKS = {"defined", "undefined", "default", "d"}
 _DATE = re.compile(r"\d{1,2} [A-Z][a-z]{2,8} \d{4}|[A-Z][a-z]{2,8} \d{1,2},? \d{4}|\d{4}-\d\d-\d\d")
 
 
@@ -251,7 +253,7 @@ class ChatRenderer:
             raise ConversationError("it writes nothing of the tools", field="tools")
 
     def _check_variables(self, variables: dict[str, Any]) -> None:
-        read = find_variables(self.template)
+        read = _find_variables(self.template)
         if unread := sorted(variables.keys() - read):
             own = sorted(name for name in read if not name.endswith("_token"))  # special tokens
             raise ConversationError(
@@ -338,3 +340,27 @@ def _find_thoughts_key(template: str) -> str:
     """The name under which a template reads the thoughts of a message."""
     reads = (name for name in _THOUGHTS if re.search(rf"\w\.{name}\b|['\"]{name}['\"]", template))
     return next(reads, _THOUGHTS[0])
+
+
+@cache
+def _find_variables(template: str) -> frozenset[str]:
+    """The variables of a template that its user may set, such as `enable_thinking`; special tokens are among them.
+
+    A name that the template sets itself is one only if the template asks whether it is set:
+
+        {% set content = m.content %}{{ content }}                                    -> none
+        {% if style is not defined %}{% set style = 'short' %}{% endif %}{{ style }}   -> style
+    """
+    # Blocks of transformers' own, which Jinja cannot read, hold nothing back.
+    without = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(without)
+    own = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
+    arguments = [
+        id(name)
+        for macro in parsed.find_all(nodes.Macro)
+        for name in macro.find_all(nodes.Name)
+        if name.name in {argument.name for argument in macro.args}
+    ]
+    asking = (each.node for each in parsed.find_all((nodes.Test, nodes.Filter)) if each.name in _ASKS)
+    asked = {name.name for name in asking if isinstance(name, nodes.Name) and id(name) not in arguments}
+    return frozenset(meta.find_undeclared_variables(parsed) - _NO_VARIABLES - (own - asked))
