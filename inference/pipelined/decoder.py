@@ -104,27 +104,24 @@ class PipelinedDecoder:
         """
         with ending(streamer):
             request = make_request(self.target, input_ids, attention_mask, streamer=streamer, **options)
-            return self._generate(request, seed)
-
-    def _generate(self, request: Request, seed: int | Sequence[int] | None) -> PipelinedOutput:
-        request.refuse_media("pipelined decoding")
-        if names := sorted({type(one).__name__ for one in request.processors if type(one) not in PREFIX_FREE}):
-            raise ValueError(
-                f"{', '.join(names)} reads the text, and here several tokens of the text are predicted at once: leave "
-                "the option out, or decode with Decoder"
-            )
-        if request.keeps_scores or request.keeps_logits:
-            raise ValueError("output_scores and output_logits need Decoder: leave them out")
-        seeds = row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None
-        sampler = Sampler(request.processors, do_sample=request.do_sample, row_seeds=seeds)
-        started = time.perf_counter()
-        if request.streamer is not None:
-            request.streamer.put(request.given_ids.cpu())
-        with self.target.without_autograd():
-            stats = self._decode(request, sampler)
-        stats.seconds = time.perf_counter() - started
-        stats.num_new_tokens = request.num_new_tokens
-        return PipelinedOutput(request.sequences(), stats)
+            request.refuse_media("pipelined decoding")
+            if names := sorted({type(one).__name__ for one in request.processors if type(one) not in PREFIX_FREE}):
+                raise ValueError(
+                    f"{', '.join(names)} reads the text, and here several tokens of the text are predicted at once: "
+                    "leave the option out, or decode with Decoder"
+                )
+            if request.keeps_scores or request.keeps_logits:
+                raise ValueError("output_scores and output_logits need Decoder: leave them out")
+            seeds = row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None
+            sampler = Sampler(request.processors, do_sample=request.do_sample, row_seeds=seeds)
+            started = time.perf_counter()
+            if streamer is not None:
+                streamer.put(request.given_ids.cpu())
+            with self.target.without_autograd():
+                stats = self._decode(request, sampler)
+            stats.seconds = time.perf_counter() - started
+            stats.num_new_tokens = request.num_new_tokens
+            return PipelinedOutput(request.sequences(), stats)
 
     def _decode(self, request: Request, sampler: Sampler) -> PipelineStats:
         num_groups, device = self.groups.num_groups, self.target.device
