@@ -79,7 +79,7 @@ class Decoder:
             then take a minute or more (`stats.seconds["compile"]`). Compiled numbers are rounded differently from the
             eager model's, so a near-tie may fall the other way. Weights and active adapters are read when a graph is
             made: make a new decoder after a change. A compiled decoder of the same target instead of True: its graphs
-            of the target, which take longest to make, serve this one, too.
+            of the target, which take longest to make, serve this one, too, unless the two need other hidden states.
         pack_weights: keep a second copy of linear layers' weights, in the order in which oneDNN's kernels read them
             (float32 and bfloat16 on a CPU). It takes their memory once more. Targets beyond the processor's caches
             gain most (docs/decoding.md). Weights are read when the decoder is made.
@@ -163,9 +163,9 @@ class Decoder:
     def _choose_runner(self, *, compile: bool | Decoder, graphs: bool) -> Runner:  # noqa: A002
         beside = compile.step if isinstance(compile, Decoder) else None
         if beside is not None and (beside.target is not self.target or beside.runner.name != "compiled"):
+            found = "another target (or mode of it)" if beside.target is not self.target else "eager steps"
             raise ValueError(
-                "compile is a decoder that has no graphs of this target: give a compiled decoder, and its `target` as "
-                "the target"
+                f"compile is a decoder with {found}: give a compiled decoder, and its `target` as the target"
             )
         if graphs and compile:
             raise ValueError(
