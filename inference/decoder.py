@@ -42,8 +42,6 @@ from draftsmith.inference.trees.policy import TreePolicy
 
 logger = logging.getLogger(__name__)
 
-StepCallback = Callable[[list[int], int], None]
-
 NODE_COSTS = {"cpu": 0.05, "cuda": 0.003}  # a first guess of what a node takes, in plain steps
 
 
@@ -81,7 +79,7 @@ class Decoder:
             then take a minute or more (`stats.seconds["compile"]`). Compiled numbers are rounded differently from the
             eager model's, so a near-tie may fall the other way. Weights and active adapters are read when a graph is
             made: make a new decoder after a change. A compiled decoder of the same target instead of True: its graphs
-            of the target, which take longest to make, serve this one, too.
+            of the target, which take longest to make, serve this one, too, unless the two need other hidden states.
         pack_weights: keep a second copy of linear layers' weights, in the order in which oneDNN's kernels read them
             (float32 and bfloat16 on a CPU). It takes their memory once more. Targets beyond the processor's caches
             gain most (docs/decoding.md). Weights are read when the decoder is made.
@@ -165,9 +163,9 @@ class Decoder:
     def _choose_runner(self, *, compile: bool | Decoder, graphs: bool) -> Runner:  # noqa: A002
         beside = compile.step if isinstance(compile, Decoder) else None
         if beside is not None and (beside.target is not self.target or beside.runner.name != "compiled"):
+            found = "another target (or mode of it)" if beside.target is not self.target else "eager steps"
             raise ValueError(
-                "compile is a decoder that has no graphs of this target: give a compiled decoder, and its `target` as "
-                "the target"
+                f"compile is a decoder with {found}: give a compiled decoder, and its `target` as the target"
             )
         if graphs and compile:
             raise ValueError(
@@ -195,7 +193,6 @@ class Decoder:
         seed: int | Sequence[int] | None = None,
         reuse_cache: bool = False,
         streamer: Any = None,
-        on_step: StepCallback | None = None,
         tokenizer: Any = None,
         stop_strings: str | list[str] | None = None,
         **generate_kwargs: Any,
@@ -214,7 +211,6 @@ class Decoder:
                 nothing. Do not use it after a change of weights or adapters.
             streamer: a transformers streamer (batch 1). It gets every emitted token; its `end` is always called, also
                 when the call is refused.
-            on_step: called after every step (batch 1) with the tokens kept and the number of drafted ones among them.
             tokenizer, stop_strings: as in transformers.
             **generate_kwargs: arguments of transformers' `generate` (max_new_tokens, do_sample, temperature, ...), and
                 what a processor returns for images, videos and sounds (pixel_values, ...). Stopping criteria are called
@@ -236,9 +232,7 @@ class Decoder:
                 stop_strings=stop_strings,
                 **generate_kwargs,
             )
-            if on_step is not None and request.batch_size > 1:
-                raise ValueError(f"on_step is called for a batch of 1, and this one has {request.batch_size} rows")
-            return self._run(request, seed, clock, reuse_cache=reuse_cache, on_step=on_step)
+            return self._run(request, seed, clock, reuse_cache=reuse_cache)
 
     def decode(self, request: Request, *, seed: int | Sequence[int] | None = None) -> GenerationOutput:
         """`generate` of a request that is ready (`draftsmith.inference.request`)."""
@@ -252,19 +246,14 @@ class Decoder:
         clock: PhaseClock,
         *,
         reuse_cache: bool,
-        on_step: StepCallback | None = None,
     ) -> GenerationOutput:
         seeds = self._draw_seeds(request, seed, reuse_cache=reuse_cache)
         scores = EmittedScores(request)
         if request.streamer is not None:
             request.streamer.put(request.given_ids.cpu())
         with self.target.without_autograd(), self.step.active():
-            records = on_step is not None
-            for kept in self._begin(
-                request, seeds, clock, scores, reuse_cache=reuse_cache, records_probabilities=records
-            ):
-                if on_step is not None:
-                    on_step(kept[0], kept[0].num_drafted)
+            for _ in self._begin(request, seeds, clock, scores, reuse_cache=reuse_cache):
+                pass
         clock.pause()
         return gather_output(request, scores, clock.stats)
 
@@ -309,12 +298,11 @@ class Decoder:
         """`generate` of one row, step by step: `for tokens in decoder.stream(...)`, or `async for`. Each step's list of
         tokens also tells which of them were drafted (`StepTokens`).
 
-        Arguments and errors are those of `generate`, without `streamer` and `on_step`. The decoder is busy until the
-        stream is read to its end, closed or dropped.
+        Arguments and errors are those of `generate`, without `streamer`. The decoder is busy until the stream is read
+        to its end, closed or dropped.
         """
-        for name in ("streamer", "on_step"):
-            if options.pop(name, None) is not None:
-                raise ValueError(f"{name} is for generate(): a stream hands out the tokens itself; leave it out")
+        if options.pop("streamer", None) is not None:
+            raise ValueError("streamer is for generate(): a stream hands out the tokens itself; leave it out")
         with self._take() as busy:
             clock = self._new_clock()
             request = make_request(self.target, input_ids, attention_mask, **options)

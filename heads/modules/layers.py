@@ -390,9 +390,8 @@ class DecoderLayer(DraftLayer):
 
     def decode(self, hidden: Tensor, positions: Tensor, rows: Rows) -> Tensor:
         """`run` over `rows` of a cache."""
-        return self.run(
-            hidden, positions, lambda q, *written: self.self_attn.attend(q, *rows.update(*written), rows.mask)
-        )
+        q, keys, values = self.project(hidden, positions)
+        return self.finish(hidden, self.self_attn.attend(q, *rows.update(keys, values), rows.mask))
 
     def unroll(self, hidden: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         """`run` over whole sequences. A slot sees depth 0 of earlier slots, and all depths of its own.
@@ -400,9 +399,6 @@ class DecoderLayer(DraftLayer):
         Args:
             past: keys and values of the depths before this one; this depth's are appended.
         """
-
-        def attend(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            past.append((keys, values))
-            return self.self_attn.attend_unrolled(q, [k for k, _ in past], [v for _, v in past])
-
-        return self.run(hidden, positions, attend)
+        q, keys, values = self.project(hidden, positions)
+        past.append((keys, values))
+        return self.finish(hidden, self.self_attn.attend_unrolled(q, [k for k, _ in past], [v for _, v in past]))

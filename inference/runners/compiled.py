@@ -54,6 +54,7 @@ FROZEN_OPTIONS = {"cpp.enable_concat_linear": True}  # products of one input, su
 OWN_KERNELS = {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
 
 _NUMBERS = itertools.count()
+_is_collecting = True  # Python's collector, outside of torch's compiler
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Compiler:
 
     def __init__(self, modules: Sequence[nn.Module], *, drafter_changes: bool = False) -> None:
         keep_compiled_kernels()
+        _rest_collector()
         self.drafter_changes = drafter_changes
         self.seconds, self.reads_prompts = 0.0, False
         self._functions: dict[tuple[Callable[..., Any], bool | None], _CompiledFunction] = {}
@@ -91,6 +93,10 @@ class Compiler:
                 self.options["joint_custom_post_pass"] = add_rows
             else:  # inductor's own kernels are made for one number of rows
                 self.options |= OWN_KERNELS
+
+    def is_like(self, other: Compiler) -> bool:
+        """Whether both make the same graphs of a function that reads no drafter."""
+        return (self.is_freezing, self.options) == (other.is_freezing, other.options)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -134,12 +140,11 @@ def compiled_runner(
         beside: a compiled step of the same target, whose `verify` serves this one, too.
     """
     compiler = Compiler(modules, drafter_changes=drafter_changes)
-    verify = _verifying(compiler)
     return Runner(
         "compiled",
         _drafting(compiler),
         compiler.compile(plant_root),
-        verify if beside is None else _verifying_as(beside, verify),
+        _CompiledVerify(compiler, beside),
         _accepting(compiler.compile(accept)),
         compiler.compile(commit),
         has_fixed_rows=True,
@@ -177,38 +182,42 @@ def _accepting(accept: Callable[..., Any]) -> Callable[..., Any]:
     return accept_with_open_texts
 
 
-def _verifying(compiler: Compiler) -> Callable[[Step, KVCache, TokenTree], TargetOutput]:
-    """One graph for trees of all sizes to choose from, and prompts: each would have its own packed copy of the
-    weights."""
-    run = compiler.compile(verify, is_fixed=True)
+class _CompiledVerify:
+    """`verify`: one graph for trees of all sizes to choose from, and prompts; each would have its own packed copy of
+    the weights.
 
-    def verify_compiled(step: Step, cache: KVCache, tree: TokenTree) -> TargetOutput:
-        has_choice = isinstance(step.policy, CandidateTrees)
+    Args:
+        beside: its graphs serve this one's steps where they hand out the same states.
+    """
+
+    def __init__(self, compiler: Compiler, beside: Step | None) -> None:
+        self._compiler, self._run = compiler, compiler.compile(verify, is_fixed=True)
+        self._run_of_maker = self._run
+        self._maker: Step | None = None  # whose graphs serve
+        other = None if beside is None else beside.runner.verify
+        if isinstance(other, _CompiledVerify) and other._compiler.is_like(compiler):
+            self._maker, self._run_of_maker = other._maker or beside, other._run_of_maker
+
+    def __call__(self, step: Step, cache: KVCache, tree: TokenTree) -> TargetOutput:
+        wanted, maker, run = tuple(step.feature_layers), self._maker or step, self._run_of_maker
+        if wanted not in ((), (step.target.num_layers,), tuple(maker.feature_layers)):
+            maker, run = step, self._run
+        steps = {step, maker}
         for slots in (cache.slots_in_view, *cache.window_sizes.values()):
             _open(slots)
-        if step.verifies_prompts:
-            # A bound that one graph can have for all: prompts are chains of a chunk.
-            tree = replace(tree, max_depth=max(VERIFIED_CHUNK, step.path_width) - 1)
-        if (has_choice or step.verifies_prompts) and tree.num_nodes > 1:
-            for nodes in (tree.token_ids, tree.parents, tree.depths, cache.slots):
-                _open(nodes, dim=1)
-        output: TargetOutput = run(step, cache, tree)
-        return output
-
-    return verify_compiled
-
-
-def _verifying_as(other: Step, own: Callable[..., TargetOutput]) -> Callable[[Step, KVCache, TokenTree], TargetOutput]:
-    """Another step's graphs, if they hand out the states that are wanted."""
-
-    def verify_as_other(step: Step, cache: KVCache, tree: TokenTree) -> TargetOutput:
-        wanted, found = tuple(step.feature_layers), tuple(other.feature_layers)
-        if wanted not in ((), (step.target.num_layers,), found):
-            return own(step, cache, tree)
-        output = other.runner.verify(other, cache, tree)
-        return output if wanted == found else replace(output, features=output.last if wanted else None)
-
-    return verify_as_other
+        if tree.num_nodes > 1:
+            reads_prompts = any(one.verifies_prompts for one in steps)
+            if reads_prompts:
+                # A bound that one graph can have for all: prompts are chains of a chunk.
+                longest = max(VERIFIED_CHUNK, *(one.path_width for one in steps))
+                tree = replace(tree, max_depth=longest - 1)
+            if reads_prompts or any(isinstance(one.policy, CandidateTrees) for one in steps):
+                for nodes in (tree.token_ids, tree.parents, tree.depths, cache.slots):
+                    _open(nodes, dim=1)
+        output: TargetOutput = run(maker, cache, tree)
+        if wanted == tuple(maker.feature_layers):
+            return output
+        return replace(output, features=output.last if wanted else None)
 
 
 class _CompiledPolicies:
@@ -245,17 +254,16 @@ class _CompiledFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graphs, start, first = count_graphs(), time.perf_counter(), self.compiled
-        with _without_collection():
-            while True:
-                compiled = self.compiled
-                try:
-                    result = compiled(*args, **kwargs)
-                    break
-                except (*_LIMIT_ERRORS, *_COMPILER_ERRORS) as error:  # nothing of the step has run
-                    if compiled is self.function:
-                        raise
-                    if compiled is self.compiled:
-                        self._compile_otherwise(error)
+        while True:
+            compiled = self.compiled
+            try:
+                result = compiled(*args, **kwargs)
+                break
+            except (*_LIMIT_ERRORS, *_COMPILER_ERRORS) as error:  # nothing of the step has run
+                if compiled is self.function:
+                    raise
+                if compiled is self.compiled:
+                    self._compile_otherwise(error)
         if count_graphs() > graphs or compiled is not first:
             self.compiler.seconds += time.perf_counter() - start
         return result
@@ -341,16 +349,23 @@ def _copy_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return copied if owner is None else types.MethodType(copied, owner)
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Python's search for cycles takes an eighth of the time in which a graph is made."""
-    is_on = gc.isenabled()
+def _rest_collector() -> None:
+    """Python's search for cycles took an eighth of the time in which graphs are made, and rests during that."""
+    handler = torch._dynamo.callback.callback_handler  # which counts the threads that make graphs
+    for callbacks, own in ((handler.start_callbacks, _stop_collector), (handler.end_callbacks, _start_collector)):
+        if own not in callbacks:  # torch._dynamo.reset clears them
+            callbacks.append(own)
+
+
+def _stop_collector(*_: Any) -> None:
+    global _is_collecting
+    _is_collecting = gc.isenabled()
     gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()
+
+
+def _start_collector(*_: Any) -> None:
+    if _is_collecting:
+        gc.enable()
 
 
 def count_graphs() -> int:

@@ -96,14 +96,12 @@ def test_what_is_counted_is_what_is_read(options: dict[str, Any], monkeypatch: p
         return made
 
     monkeypatch.setattr(torch, "tensor", tensor)
-    stats = decoder.generate(
-        random_prompt(4).repeat(1, 4),
-        max_new_tokens=12,
-        do_sample=False,
-        eos_token_id=None,
-        on_step=lambda *_: marks.append((num_reads, num_uploads)),
-        **options,
-    ).stats
+    stream = decoder.stream(
+        random_prompt(4).repeat(1, 4), max_new_tokens=12, do_sample=False, eos_token_id=None, **options
+    )
+    for _ in stream:
+        marks.append((num_reads, num_uploads))
+    stats = stream.output.stats
     assert len(marks) == stats.num_verify_steps + 1 > 2
     assert stats.num_host_syncs == marks[-1][0] - marks[0][0]
     assert stats.num_host_syncs == stats.num_verify_steps * (5 if "logits_processor" in options else 1)

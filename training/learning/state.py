@@ -72,6 +72,8 @@ def write_state(folder: Path, heads: DraftHeads, state: LearnerState) -> None:
     metadata = {"counters": json.dumps(state.counters), **known}
     named = ((WEIGHTS, state.in_use), (OPTIMIZER, state.optimizer))
     tensors = {f"{part}/{name}": tensor.contiguous().cpu() for part, found in named for name, tensor in found.items()}
+    for left in folder.glob(f".{FILE}.*"):  # by a process that was killed
+        left.unlink(missing_ok=True)
     with replacing(folder / FILE) as scratch:
         save_file(tensors, scratch, metadata)
     written = copy.deepcopy(heads)
@@ -89,7 +91,7 @@ def read_state(folder: Path, heads: DraftHeads) -> LearnerState | None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a folder")
     if not path.exists():
-        if folder.exists() and any(file.suffix != ".tmp" for file in folder.iterdir()):
+        if folder.exists() and any(FILE not in file.name for file in folder.iterdir()):  # else a killed run's
             raise ValueError(f"{folder} holds other files and no {FILE}: give a new folder, or one of an earlier run")
         return None
     parts: dict[str, dict[str, Tensor]] = {WEIGHTS: {}, OPTIMIZER: {}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, GenerationStats, Target
+from draftsmith.inference.engine import StepTokens
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.inference.targets.multimodal import take_media
 from draftsmith.training.distributed.whole_heads import whole_heads
@@ -49,21 +50,31 @@ def decode_examples(
     examples, total = [], GenerationStats()
     for prompt in prompts:
         collector = _Collector(tokenizer)
-        stats = decode_prompt(decoder, prompt, tokenizer, max_new_tokens=max_new_tokens, on_step=collector)
+        stats = decode_prompt(decoder, prompt, tokenizer, max_new_tokens=max_new_tokens, follow=collector.add)
         text = str(tokenizer.decode(prompt["input_ids"][0], skip_special_tokens=False))
         examples.append(Example(text, collector.finish(), stats.acceptance_length))
         total += stats
     return examples, total
 
 
-def decode_prompt(decoder: Decoder, prompt: Prompt, tokenizer: Any, **options: Any) -> GenerationStats:
+def decode_prompt(
+    decoder: Decoder,
+    prompt: Prompt,
+    tokenizer: Any,
+    *,
+    max_new_tokens: int,
+    follow: Callable[[StepTokens], Any] = lambda tokens: None,
+) -> GenerationStats:
     """Decodes a prompt greedily; returns the statistics. The tokenizer finds stop strings of the generation config."""
     input_ids = prompt["input_ids"].to(decoder.target.device)
     media: dict[str, Any] = take_media(
         decoder.target, {name: value for name, value in prompt.items() if name != "input_ids"}
     )
-    options |= {"do_sample": False, "tokenizer": tokenizer}
-    return decoder.generate(input_ids, torch.ones_like(input_ids), **media, **options).stats
+    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "tokenizer": tokenizer}
+    stream = decoder.stream(input_ids, torch.ones_like(input_ids), **media, **options)
+    for tokens in stream:
+        follow(tokens)
+    return stream.output.stats
 
 
 def send_examples(examples: Sequence[Example], report_to: Any) -> None:
@@ -82,15 +93,15 @@ def send_examples(examples: Sequence[Example], report_to: Any) -> None:
 
 
 class _Collector:
-    """An `on_step` callback that keeps the pieces of a reply."""
+    """Keeps the pieces of a reply."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.pieces: list[Piece] = []
         self._detokenizer = IncrementalDetokenizer(tokenizer)
 
-    def __call__(self, token_ids: list[int], num_drafted: int) -> None:
-        for index, token_id in enumerate(token_ids):
-            self._add(self._detokenizer.add(token_id), is_drafted=index < num_drafted)
+    def add(self, tokens: StepTokens) -> None:
+        for index, token_id in enumerate(tokens):
+            self._add(self._detokenizer.add(token_id), is_drafted=index < tokens.num_drafted)
 
     def finish(self) -> list[Piece]:
         self._add(self._detokenizer.flush(), is_drafted=False)

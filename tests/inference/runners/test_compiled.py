@@ -3,6 +3,7 @@ torch.compile fails."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,7 +23,7 @@ from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.kernels.attention import GROUPED, STOCK
 from draftsmith.inference.runners.compiled import Compiler, compiled_runner, count_graphs
-from draftsmith.inference.step import Step
+from draftsmith.inference.step import Runner, Step
 from draftsmith.inference.targets.model_config import find_attention
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
@@ -296,28 +297,37 @@ def test_two_compiled_decoders_keep_their_models_apart(target: Target) -> None:
 @pytest.mark.parametrize("traced_alone", ["verify"], indirect=True)
 @pytest.mark.parametrize("reads_prompts", [False, True])
 def test_decoders_share_the_graphs_of_their_target(reads_prompts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is first: none makes a graph for each of its trees or prompts."""
     monkeypatch.setattr("draftsmith.inference.runners.compiled._prefers_onednn", lambda dtypes: reads_prompts)
     target = Target(tiny_target("llama", num_hidden_layers=2))
-    prompts = [random_prompt(8), random_prompt(8, seed=2).repeat(2, 1)]
-    first: Decoder | None = None
-    for kind, num_new_graphs in (("eagle3", 2), (None, 0), ("medusa", 0), ("mtp", 0)):
-        before, texts = count_graphs(), []
-        heads = None if kind is None else tiny_heads(kind, target)
-        for graphs in (False, True if first is None else first):
-            decoder = Decoder(target, heads, tree=auto_tree((1, 2), (4,), 2) if heads else None, compile=graphs)
+    prompts = [random_prompt(8), random_prompt(11), random_prompt(8, seed=2).repeat(2, 1)]
+
+    def check(kind: str | None, compiled: bool | Decoder, num_new_graphs: int) -> Decoder:
+        """A decoder that decodes as an eager one."""
+        heads, found = None if kind is None else tiny_heads(kind, target), []
+        before = count_graphs()
+        for how in (False, compiled):
+            decoder = Decoder(target, heads, tree=auto_tree((1, 2), (4,), 2) if heads else None, compile=how)
             if heads is not None:
                 make_restless(decoder)
-            texts.append([decoder.generate(one, max_new_tokens=16, do_sample=False) for one in prompts[:1]])
-        first = first or decoder
-        for eager, compiled in zip(*texts, strict=True):
-            assert compiled.sequences.tolist() == eager.sequences.tolist()
-            assert compiled.stats.accepted_histogram == eager.stats.accepted_histogram
-            assert bool(compiled.stats.seconds["compile"]) == bool(num_new_graphs)
+            found.append([decoder.generate(prompt, max_new_tokens=16, do_sample=False) for prompt in prompts])
+        for one, other in zip(*found, strict=True):
+            assert one.sequences.tolist() == other.sequences.tolist()
+            assert one.stats.accepted_histogram == other.stats.accepted_histogram
         assert count_graphs() - before == num_new_graphs, kind
+        assert any(output.stats.seconds["compile"] for output in found[1]) == bool(num_new_graphs)
+        return decoder
+
+    first = check("eagle3", True, 4)  # one token and trees, of one row and of two
+    second = check(None, first, 0)
+    for kind in ("medusa", "mtp"):
+        check(kind, second, 0)
+    check("medusa", check(None, True, 2), 2)
+    assert gc.isenabled()
     other = Target(tiny_target("llama", num_hidden_layers=2, seed=1))
-    for refused in (Decoder(target), first):
-        with pytest.raises(ValueError, match=r"compile.*give a compiled decoder"):
-            Decoder(other if refused is first else target, compile=refused)
+    for target_of_it, refused, why in ((target, Decoder(target), "eager steps"), (other, first, "another target")):
+        with pytest.raises(ValueError, match=f"compile .*{why}.*: give a compiled decoder"):
+            Decoder(target_of_it, compile=refused)
 
 
 @pytest.mark.usefixtures("traced_alone")
@@ -393,16 +403,18 @@ def test_deep_trees_see_all_their_ancestors(target: Target, monkeypatch: pytest.
     monkeypatch.setattr("draftsmith.inference.runners.compiled._prefers_onednn", lambda dtypes: True)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     token_ids = random_prompt(161, seed=2)
-    found = []
-    for is_compiled in (False, True):
-        step = Step(target, NgramDrafter(), chain(160), runner=compiled_runner([target.model]) if is_compiled else None)
-        assert step.verifies_prompts == is_compiled
+    found, short = [], Step(target, NgramDrafter(), chain(3), runner=compiled_runner([target.model]))
+    runners = Runner(), compiled_runner([target.model]), compiled_runner([target.model], beside=short)
+    for runner in runners:
+        step = Step(target, NgramDrafter(), chain(160), runner=runner)
+        assert step.verifies_prompts == (runner is not runners[0])
         cache = step.new_state(1, 256, 256).cache
         target.prefill(cache, random_prompt(10, seed=1), torch.tensor([10]))
         tree = TokenTree.from_prompts(token_ids, torch.tensor([161]))
         tree.max_depth = 160
         found.append(step.verify(cache, tree, Span(10, 10)).logits)
-    torch.testing.assert_close(found[0], found[1])
+    for logits in found[1:]:
+        torch.testing.assert_close(logits, found[0])
 
 
 # Where torch.compile fails.

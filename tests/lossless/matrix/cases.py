@@ -114,18 +114,20 @@ def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outc
         script.texts = texts
         script.strangers.clear()
 
-    def watch(kept: list[int], num_drafted: int) -> None:
-        if kept[-1] in eos and num_drafted == len(kept):  # nothing but drafts: the step's own last token was cut off
-            within.append(kept)
-
     inputs = pad_prompts(prompts, case.padding)
     ids = inputs["input_ids"]
     options: dict[str, Any] = {"max_new_tokens": call.max_new_tokens, "eos_token_id": eos or None, "pad_token_id": PAD}
     options |= SAMPLING[case.sampling]
     seed = [row.seed for row in call.rows] if do_sample(case.sampling) else None
-    on_step = watch if len(prompts) == 1 else None
     with patch("draftsmith.inference.prefill.PREFILL_CHUNK", case.prefill_chunk), watch_commits(outcome.commits):
-        output = decoder.generate(**inputs, do_sample=do_sample(case.sampling), seed=seed, on_step=on_step, **options)
+        options |= {"do_sample": do_sample(case.sampling), "seed": seed}
+        if len(prompts) > 1:
+            output = decoder.generate(**inputs, **options)
+        else:
+            stream = decoder.stream(**inputs, **options)
+            for kept in stream:  # nothing but drafts before the end: the step's own last token was cut off
+                within += [kept] if kept[-1] in eos and kept.num_drafted == len(kept) else []
+            output = stream.output
 
     assert torch.equal(output.sequences[:, : ids.shape[1]], ids), "the prompts came back changed"
     new = output.sequences[:, ids.shape[1] :]

@@ -420,14 +420,13 @@ def test_acceptance_is_that_of_greedy_chains(kind: str, target: Target) -> None:
     lengths = []
     for text in seen:
         for size in range(text.num_prompt, len(text.token_ids) - 1):
-            drafted: list[int] = []
-            Decoder(target, heads, tree="chain:2").generate(
+            stream = Decoder(target, heads, tree="chain:2").stream(
                 torch.tensor([text.token_ids[:size]]),
                 torch.ones(1, size, dtype=torch.long),
                 max_new_tokens=4,
                 do_sample=False,
-                on_step=lambda tokens, num, drafted=drafted: drafted.append(num),
             )
+            drafted = [tokens.num_drafted for tokens in stream]
             lengths.append(1 + min(drafted[1], len(text.token_ids) - 1 - size))
     assert measured > 1.2
     assert measured == pytest.approx(sum(lengths) / len(lengths))
