@@ -276,7 +276,11 @@ def test_folders_of_others_are_refused(target: Target, tmp_path: Path) -> None:
         OnlineLearner(target, make("mtp", target), folder=tmp_path)
     with pytest.raises(ValueError, match="is a file"):
         OnlineLearner(target, make("mtp", target), folder=tmp_path / "file")
+    (tmp_path / "mtp").mkdir()
+    left = tmp_path / "mtp" / ".learner.safetensors.7.tmp"  # by a process that was killed
+    left.write_bytes(b"half")
     OnlineLearner(target, make("mtp", target), folder=tmp_path / "mtp").save()
+    assert not left.exists()
     others = make("mtp", target)
     with torch.no_grad():
         next(others.parameters()).add_(1.0)
