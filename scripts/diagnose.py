@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, fit_tree
 from draftsmith.training.data.options import option
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
+from draftsmith.training.run.progress import describe_time
 from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
 from draftsmith.training.whole_files import write_text
 
@@ -47,6 +49,11 @@ GROUPS = {
     "output": "html",
 }
 MAX_LENGTH = 2048  # of a training row, where no training_config.yaml says it
+MOST_PROMPTS, FEWEST_PROMPTS = 16, 4
+SECONDS = 120.0  # of the whole, if the number of prompts is free
+# What the rest takes, in times of the first text, decoded alone: with any number of prompts, and with each of them.
+FIXED_COST, PROMPT_COST = 13.0, 0.6
+TEXTS_OF_CONVENTIONS, PROMPTS_OF_SPEED = 6, 3
 
 
 @dataclass
@@ -65,7 +72,10 @@ class DiagnoseArguments:
         help="Prompts like yours: conversations, or JSON lines of {'turns': [...]}; none = those of the training "
         "conversations, or a few questions.",
     )
-    num_prompts: int = option(default=16, help="Prompts to decode.")
+    num_prompts: int | None = option(
+        default=None,
+        help=f"Prompts to decode; none = as many as two minutes allow, {FEWEST_PROMPTS} to {MOST_PROMPTS}.",
+    )
     max_new_tokens: int = option(default=96, help="Tokens to decode for each prompt, at T = 0 and at T = 1.")
     tree: str | None = option(default=None, help="The tree that you decode with, to compare with the default one.")
     draft_vocab_size: int | None = option(default=None, help=SIZE_HELP)
@@ -77,8 +87,8 @@ class DiagnoseArguments:
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"got {name} {getattr(self, name)}: give 1 or more")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"got {name} {value}: give 1 or more")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,12 +113,21 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
     record, config = _read_record(args.heads), _read_config(args.heads)
     data = _find_data(args, config, target, tokenizer)
     prompts, system = _find_prompts(args, data, tokenizer)
-    print(f"decoding {len(prompts)} prompts of up to {args.max_new_tokens} tokens ...", file=sys.stderr)
-    evidence = gather_evidence(target, view, prompts, max_new_tokens=args.max_new_tokens)
-    texts = [text.ids[None].to(target.device) for text in evidence.texts]
-    conventions = compare_conventions(heads, target, texts, [text.prompt_length for text in evidence.texts])
+    evidence = gather_evidence(
+        target,
+        view,
+        prompts,
+        max_new_tokens=args.max_new_tokens,
+        choose_number=partial(_choose_number, args, num_prompts=len(prompts)),
+    )
+    compared = evidence.texts[:TEXTS_OF_CONVENTIONS]
+    conventions = compare_conventions(
+        heads,
+        target,
+        [text.ids[None].to(target.device) for text in compared],
+        [text.prompt_length for text in compared],
+    )
     tree = None if args.tree is None else fit_tree(args.tree, heads.max_depth)
-    measured = prompts[: max(1, len(prompts) // 2)]
     case = Case(
         target,
         view,
@@ -122,11 +141,21 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
         system=system,
         data=data,
         max_length=config.get("max_length"),
-        speed=measure_speed(target, heads, measured, max_new_tokens=args.max_new_tokens, tree=tree)
+        speed=measure_speed(target, heads, prompts[:PROMPTS_OF_SPEED], max_new_tokens=args.max_new_tokens, tree=tree)
         if args.speed
         else None,
     )
     return describe(case, find_faults(case), break_down(evidence, tokenizer))
+
+
+def _choose_number(args: DiagnoseArguments, seconds: float, *, num_prompts: int) -> int:
+    """How many prompts to decode, given the seconds of the first; says it, and how long the whole takes."""
+    if args.num_prompts is None:
+        allowed = int((SECONDS / seconds - FIXED_COST) / PROMPT_COST)
+        num_prompts = min(num_prompts, max(FEWEST_PROMPTS, allowed))
+    about = describe_time(seconds * (FIXED_COST + PROMPT_COST * num_prompts))
+    print(f"{num_prompts} prompts of up to {args.max_new_tokens} tokens: about {about} in all ...", file=sys.stderr)
+    return num_prompts
 
 
 def _read_record(heads: str) -> dict[str, Any]:
@@ -155,11 +184,12 @@ def _find_data(args: Any, config: dict[str, Any], target: Target, tokenizer: Any
 
 def _find_prompts(args: Any, data: TrainingData | None, tokenizer: Any) -> tuple[list[Tensor], str]:
     """The prompts, [1, L] int64 each, and their system prompt."""
+    most = args.num_prompts or MOST_PROMPTS
     if args.prompts is None and (data is None or not data.prompts):
-        return question_prompts(tokenizer)[: args.num_prompts], ""
+        return question_prompts(tokenizer)[:most], ""
     chosen = data.prompts if args.prompts is None and data is not None else read_prompts(args.prompts)
     rejected: list[str] = []
-    encoded = list(islice(encode_prompts(chosen, tokenizer, rejected), args.num_prompts))
+    encoded = list(islice(encode_prompts(chosen, tokenizer, rejected), most))
     report_rejected(args.prompts or "the training conversations", rejected, num_left=len(encoded))
     systems = [system_of(conversation.messages_before_reply()) for conversation, _ in encoded]
     return [torch.tensor([ids]) for _, ids in encoded], max(set(systems), key=systems.count)

@@ -94,7 +94,8 @@ def find_faults(case: Case) -> list[Finding]:
 
 def check_paths(case: Case) -> Iterator[Finding]:
     share, steps = case.evidence.agreement
-    if steps >= MIN_STEPS and share < MIN_AGREEMENT:
+    chance = 2 * (MIN_AGREEMENT * (1 - MIN_AGREEMENT) / max(steps, 1)) ** 0.5  # two standard errors
+    if steps >= MIN_STEPS and share < MIN_AGREEMENT - chance:
         yield Finding(
             "Training and decoding draft different tokens",
             f"in {1 - share:.0%} of {steps} steps the decoder accepted another number of drafts than the training "

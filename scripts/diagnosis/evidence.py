@@ -10,18 +10,24 @@ d from it is meant for the token r + d.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.heads import DraftHeads
-from draftsmith.inference import Decoder, GenerationStats, Target
+from draftsmith.inference import Decoder, GenerationOutput, GenerationStats, Target
+from draftsmith.scripts.measuring.contenders import OurDecoding
+from draftsmith.scripts.measuring.measure import Batch, Prompt, Settings
 from draftsmith.training.features.encoding import encode
 
 DEPTH = 4  # of the chains that are decoded
+STEPS_ALONE = 40  # of texts that are decoded one by one
+ROWS = 16  # decoded together
 
 
 @dataclass(frozen=True)
@@ -99,35 +105,70 @@ class Evidence:
 
 
 @torch.no_grad()
-def gather_evidence(target: Target, heads: DraftHeads, prompts: Sequence[Tensor], *, max_new_tokens: int) -> Evidence:
-    """Decodes the prompts, [1, L] int64 each, greedily and at T = 1."""
+def gather_evidence(
+    target: Target,
+    heads: DraftHeads,
+    prompts: Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    choose_number: Callable[[float], int] | None = None,
+) -> Evidence:
+    """Decodes the prompts, [1, L] int64 each, greedily and at T = 1.
+
+    The first ones are decoded one by one, until their steps are enough to compare the decoder with the training
+    forward; the others together.
+
+    Args:
+        choose_number: how many of the prompts to take, given the seconds that the first text took; None = all.
+    """
     depth = min(DEPTH, heads.max_depth or DEPTH)
-    decoder, texts, greedy, sampled, losses = Decoder(target, heads, tree=f"chain:{depth}"), [], [], [], []
+    decode = OurDecoding(target, heads, tree=f"chain:{depth}")
     options = {"max_new_tokens": max_new_tokens, "repetition_penalty": 1.0}
-    for number, prompt in enumerate(prompts):
-        accepted: dict[int, int] = {}
-        end = prompt.shape[1]
-        stream = decoder.stream(prompt.to(target.device), do_sample=False, **options)
-        for tokens in stream:
-            accepted[end - 1] = tokens.num_drafted
-            end += len(tokens)
-        output = stream.output
-        accepted.pop(prompt.shape[1] - 1, None)  # the token after the prompt is not drafted
-        texts.append(read_text(target, heads, output.sequences, prompt.shape[1], accepted, depth))
-        greedy.append(output.stats)
-        sample = decoder.generate(
-            prompt.to(target.device), do_sample=True, temperature=1.0, top_k=0, top_p=1.0, seed=number, **options
-        )
-        sampled.append(sample.stats)
-        losses.append(score(target, sample.sequences)[0][prompt.shape[1] :].mean())
-    return Evidence(
-        depth,
-        texts,
-        sum(greedy, GenerationStats()),
-        sum(sampled, GenerationStats()),
-        torch.stack(losses),
-        find_coverage(heads, texts),
-    )
+    named = [Prompt(str(place), place, ids.to(target.device)) for place, ids in enumerate(prompts)]
+    texts, stats, num_steps = [], GenerationStats(), 0
+    while named[len(texts) :] and num_steps < STEPS_ALONE:
+        start = time.perf_counter()
+        ids = named[len(texts)].input_ids
+        output, accepted = _decode_alone(decode.decoder, ids, do_sample=False, **options)
+        texts.append(read_text(target, heads, output.sequences, ids.shape[1], accepted, depth))
+        stats += output.stats
+        num_steps += len(accepted)
+        if len(texts) == 1 and choose_number is not None:
+            named = named[: choose_number(time.perf_counter() - start)]
+    for prompt, ids, more in _decode_together(decode, named[len(texts) :], Settings(**options)):
+        texts.append(read_text(target, heads, ids, prompt.input_ids.shape[1], {}, depth))
+        stats += more
+    sampled, losses = GenerationStats(), []
+    for prompt, ids, more in _decode_together(decode, named, Settings(**options, temperature=1.0)):
+        losses.append(score(target, ids)[0][prompt.input_ids.shape[1] :].mean())
+        sampled += more
+    return Evidence(depth, texts, stats, sampled, torch.stack(losses), find_coverage(heads, texts))
+
+
+def _decode_alone(decoder: Decoder, ids: Tensor, **options: Any) -> tuple[GenerationOutput, dict[int, int]]:
+    """The output of a prompt [1, L], and how many drafts were accepted after each root."""
+    accepted: dict[int, int] = {}
+    end = ids.shape[1]
+    stream = decoder.stream(ids, **options)
+    for tokens in stream:
+        accepted[end - 1] = tokens.num_drafted
+        end += len(tokens)
+    accepted.pop(ids.shape[1] - 1, None)  # the token after the prompt is not drafted
+    return stream.output, accepted
+
+
+def _decode_together(
+    decode: OurDecoding, prompts: Sequence[Prompt], settings: Settings
+) -> Iterator[tuple[Prompt, Tensor, GenerationStats]]:
+    """Each prompt with its whole text [1, T], and the counts of its batch, once."""
+    for first in range(0, len(prompts), ROWS):
+        batch = Batch.of(*prompts[first : first + ROWS])
+        run = decode(batch, settings)
+        stats = run.stats or GenerationStats()
+        for prompt, text in zip(batch.prompts, run.texts, strict=True):
+            new = torch.tensor([text], dtype=torch.long, device=prompt.input_ids.device)
+            yield prompt, torch.cat([prompt.input_ids, new], dim=1), stats
+            stats = GenerationStats()
 
 
 def read_text(

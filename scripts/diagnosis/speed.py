@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, Target
+from draftsmith.scripts.measuring.measure import WARM_UP_TOKENS
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,13 @@ def measure_speed(
     """Decodes the prompts, [1, L] int64 each, greedily: plain, with the default tree, and with another one."""
     decoders = [Decoder(target, None), Decoder(target, heads), *([Decoder(target, heads, tree=tree)] if tree else [])]
     seconds = [0.0] * len(decoders)
-    for number, prompt in enumerate([prompts[0], *prompts]):
+    for decoder in decoders:
+        decoder.generate(prompts[0].to(target.device), do_sample=False, max_new_tokens=WARM_UP_TOKENS)
+    for prompt in prompts:
         for place, decoder in enumerate(decoders):
             start = time.perf_counter()
             output = decoder.generate(prompt.to(target.device), do_sample=False, max_new_tokens=max_new_tokens)
-            if number:  # the first text warms up
-                seconds[place] += (time.perf_counter() - start) / output.stats.num_new_tokens
+            seconds[place] += (time.perf_counter() - start) / output.stats.num_new_tokens
     planner, costs = decoders[1].planner, []
     if planner is not None:
         ratios = planner.costs(1, max(prompt.shape[1] for prompt in prompts) + max_new_tokens, do_sample=False)

@@ -211,5 +211,36 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
         program.main(["--target", "T", "--heads", "H", "--num_prompts", "0"])
 
 
+@pytest.mark.parametrize(("seconds", "number"), [(0.5, 16), (6.0, 11), (60.0, 4)])
+def test_prompts_that_two_minutes_allow(seconds: float, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    args = program.DiagnoseArguments(target="T", heads="H")
+    assert program._choose_number(args, seconds, num_prompts=16) == number
+    assert f"{number} prompts of up to 96 tokens: about" in capsys.readouterr().err
+    args.num_prompts = 12
+    assert program._choose_number(args, seconds, num_prompts=12) == 12
+
+
+def test_texts_decoded_together_are_those_decoded_alone(
+    chat_target: Any, chat_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target.of(chat_target)
+    heads = load_heads(str(HEADS / "mtp"), target).for_target(target)
+    prompts = [encode_messages(chat_tokenizer, [{"role": "user", "content": question}]) for question in QUESTIONS]
+    alone, together = (
+        _gather(steps, target, heads, prompts, monkeypatch)
+        for steps in (10_000, 1)  # the first prompt alone, then two rows, then one
+    )
+    assert [text.ids.tolist() for text in alone.texts] == [text.ids.tolist() for text in together.texts]
+    assert [bool(text.accepted) for text in together.texts] == [True, False, False, False]
+    assert alone.greedy.accepted_histogram == together.greedy.accepted_histogram
+    assert alone.sampled.accepted_histogram == together.sampled.accepted_histogram
+
+
+def _gather(steps: int, target: Any, heads: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch) -> Evidence:
+    monkeypatch.setattr(gathering, "STEPS_ALONE", steps)
+    monkeypatch.setattr(gathering, "ROWS", 2)
+    return gathering.gather_evidence(target, heads, prompts, max_new_tokens=24)
+
+
 def test_evidence_without_texts_has_no_agreement() -> None:
     assert Evidence(4, [], None, None, torch.zeros(0), 1.0).agreement == (0.0, 0)  # type: ignore[arg-type]
