@@ -22,6 +22,7 @@ from draftsmith.inference.emitted_scores import EmittedScores
 from draftsmith.inference.engine import Engine, GenerationOutput, StepTokens
 from draftsmith.inference.learning import Learner, TextStates
 from draftsmith.inference.noise import row_seeds
+from draftsmith.inference.openmp import release_workers
 from draftsmith.inference.planning.memory import memory_file
 from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.prefill import finish, prefill
@@ -146,6 +147,7 @@ class Decoder:
         self.planner = self._new_planner()
         self._state: DecodeState | None = None  # kept between calls; with the texts of the last one, if it is whole
         self._is_free = threading.Lock()
+        release_workers()  # those that loaded the target; the texts may be decoded in another thread
 
     def _new_planner(self) -> Planner | None:
         if not isinstance(self.policy, CandidateTrees):
@@ -356,6 +358,7 @@ class Decoder:
             )
         busy = ExitStack()
         busy.callback(self._is_free.release)
+        busy.callback(release_workers)
         if (learner := self.learner) is not None:
             learner.num_decoding += 1
             busy.callback(lambda: setattr(learner, "num_decoding", learner.num_decoding - 1))

@@ -20,6 +20,7 @@ from functools import partial
 from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafters.base import PREFILL_CHUNK, Drafter
 from draftsmith.inference.learning import Learner
+from draftsmith.inference.openmp import release_workers
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.metrics import Metrics
 from draftsmith.inference.serving.reply import Reply
@@ -126,6 +127,7 @@ class Scheduler:
         return self._thread.is_alive()
 
     def start(self) -> None:
+        release_workers()  # those that loaded the target
         self._thread.start()
 
     def submit(self, replies: Sequence[Reply], lane: LaneName) -> None:

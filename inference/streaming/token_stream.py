@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from draftsmith.inference.openmp import release_workers
+
 if TYPE_CHECKING:
     from draftsmith.inference.engine import GenerationOutput, StepTokens
 
@@ -51,13 +53,20 @@ class TokenStream:
 
     async def __anext__(self) -> StepTokens:
         try:
-            tokens = await asyncio.to_thread(self._steps.advance)
+            tokens = await asyncio.to_thread(self._advance_in_thread)
         except asyncio.CancelledError:
             self.close()
             raise
         if tokens is None:
             raise StopAsyncIteration
         return tokens
+
+    def _advance_in_thread(self) -> StepTokens | None:
+        """A step in any thread, since the next one may run in another."""
+        try:
+            return self._steps.advance()
+        finally:
+            release_workers()
 
     def close(self) -> None:
         """Ends the text and frees the decoder, which can continue it later (`reuse_cache`).

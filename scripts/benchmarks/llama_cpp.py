@@ -1,10 +1,13 @@
-"""llama.cpp as a contender, through the package xllamacpp: its server decodes the same prompts in this process."""
+"""llama.cpp as a contender, through the package xllamacpp: its server decodes the same prompts."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -16,6 +19,7 @@ from draftsmith.heads.formats.gguf_file import write_gguf
 from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import to_pairs, write_rope
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
+from draftsmith.scripts.benchmarks import llama_process
 from draftsmith.scripts.measuring.measure import Batch, Run, Settings
 
 # A layer's tensors: transformers' name -> llama.cpp's.
@@ -98,7 +102,8 @@ def write_heads(folder: Path, heads: DraftHeads, target: Target, tokenizer_gguf:
 
 
 class LlamaCppDecoding:
-    """A llama.cpp server in this process, on torch's number of threads, which takes prompts of token ids one at a time.
+    """A llama.cpp server in another process, on torch's number of threads, which takes prompts of token ids one at a
+    time.
 
     Args:
         model: the target's GGUF file.
@@ -110,23 +115,21 @@ class LlamaCppDecoding:
     """
 
     def __init__(self, model: Path, heads: Path | None = None, *, depth: int = 3, context: int = 4096) -> None:
-        try:
-            import xllamacpp
-        except ImportError as error:
-            raise ValueError("llama.cpp needs xllamacpp: pip install xllamacpp") from error
-        params = xllamacpp.CommonParams()
-        params.model.path = str(model)
-        params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = context, 1, 0, -1
-        draft = params.speculative.draft
-        if heads is not None:
-            params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_EAGLE3]
-            draft.mparams.path, draft.n_max, draft.p_min = str(heads), depth, 0.0
-        for pool in (params.cpuparams, params.cpuparams_batch, draft.cpuparams, draft.cpuparams_batch):
-            pool.n_threads = torch.get_num_threads()
-        try:
-            self.server = xllamacpp.Server(params)
-        except RuntimeError as error:
-            raise ValueError(f"llama.cpp cannot load {model} with {heads or 'no heads'}: {error}") from error
+        if find_spec("xllamacpp") is None:
+            raise ValueError("llama.cpp needs xllamacpp: pip install xllamacpp")
+        options = {"depth": depth, "context": context, "threads": torch.get_num_threads()}
+        files = {"model": str(model), "heads": None if heads is None else str(heads)}
+        program = [sys.executable, llama_process.__file__, json.dumps({**files, **options})]
+        self.process = Popen(program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
+        assert self.process.stdout is not None
+        lines = []
+        for line in self.process.stdout:
+            lines.append(line.strip())
+            if line.startswith("http"):
+                break
+        else:
+            raise ValueError(f"llama.cpp cannot load {model} with {heads or 'no heads'}: {' '.join(lines)}")
+        self.address = lines[-1]
 
     def __call__(self, batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
         request: dict[str, Any] = {
@@ -140,9 +143,8 @@ class LlamaCppDecoding:
         if settings.is_sampled:
             request |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
         body, header = json.dumps(request).encode(), {"Content-Type": "application/json"}
-        address = f"{self.server.listening_address}/completion"
         start = time.perf_counter()
-        with urlopen(Request(address, body, header)) as answer:
+        with urlopen(Request(f"{self.address}/completion", body, header)) as answer:
             found = json.load(answer)
         seconds = time.perf_counter() - start
         tokens: list[int] = found["tokens"]

@@ -26,6 +26,7 @@ from draftsmith.heads import DraftHeads
 from draftsmith.heads.modules.host_tensors import OnHost
 from draftsmith.heads.modules.vocabulary import keep_rows
 from draftsmith.inference.learning import Learner, LearningProgress, SeenText, Trial
+from draftsmith.inference.openmp import release_workers
 from draftsmith.inference.targets.model_config import has_fast_bfloat16
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.learning.buffer import TextBatch, TextBuffer, join_texts
@@ -293,6 +294,7 @@ class OnlineLearner(Learner):
                 begin, busy = time.perf_counter(), time.thread_time()
                 try:
                     self.work()
+                    release_workers()
                 except Exception:  # decoding goes on without
                     self._has_failed = True
                     logger.exception("learning ends: a step failed. Decoding goes on with the weights in use")
