@@ -30,7 +30,15 @@ from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.serving.server import bind, new_server
 from draftsmith.inference.targets.target import Target
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
-from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP, load_drafter, load_target
+from draftsmith.scripts.shared.model_loading import (
+    DTYPE_HELP,
+    DTYPES,
+    PACK_HELP,
+    TREE_HELP,
+    load_drafter,
+    load_target,
+    packs_weights,
+)
 from draftsmith.training.data.options import option
 from draftsmith.training.learning.learner import OnlineLearner
 from draftsmith.training.options.one_line_errors import one_line_errors
@@ -65,9 +73,7 @@ class ServeArguments:
     )
     dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
     device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
-    pack_weights: bool = option(
-        default=False, help="On a CPU: pack the weights for faster steps. It takes their memory once more."
-    )
+    pack_weights: bool | None = option(default=None, help=PACK_HELP, metadata={"nargs": "?", "const": True})
     batch_invariant: bool = option(
         default=False, help="Score tokens alike in passes of any width: other rows then change no bit. It is slower."
     )
@@ -143,7 +149,7 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
         assert drafter is not None
         drafters[name] = drafter
     learner = start_learner(args, target, next(iter(drafters.values()))) if args.learn else None
-    if args.pack_weights:
+    if packs_weights(target, args.pack_weights):
         _note("packing the weights")
         target = target.with_packed_weights()
     target = target.batch_invariant() if args.batch_invariant else target

@@ -89,6 +89,11 @@ def has_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def can_pack(module: nn.Module) -> bool:
+    """Whether a part of `module` can have packed weights."""
+    return any(_can_pack(part) for part in module.modules())
+
+
 def is_packed(module: nn.Module) -> bool:
     """Whether a part of `module` has packed weights."""
     return any(type(part) is PackedLinear for part in module.modules())

@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.inference.acceptance.rules import RULES
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
-from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, TREE_HELP
+from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, PACK_HELP, TREE_HELP
 from draftsmith.training.data.options import option
 
 DRAFTERS = "--heads, --drafter_model or --ngrams"
@@ -43,9 +43,7 @@ class GenerateArguments:
     dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
     device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
     compile: bool = option(default=False, help="Compile the decoding: a slow start, then faster steps.")
-    pack_weights: bool = option(
-        default=False, help="On a CPU: pack the weights for faster steps. It takes their memory once more."
-    )
+    pack_weights: bool | None = option(default=None, help=PACK_HELP, metadata={"nargs": "?", "const": True})
     batch_invariant: bool = option(
         default=False,
         help="Score tokens alike in passes of any width, so that drafts change no bit of a text. It is slower.",
@@ -86,7 +84,7 @@ class GenerateArguments:
                 f"got --acceptance {self.acceptance} for greedy decoding, where all rules are the same: give a "
                 "--temperature above 0 too"
             )
-        own = {"tree": None, "acceptance": "exact", "compile": False, "pack_weights": False, "batch_invariant": False}
+        own = {"tree": None, "acceptance": "exact", "compile": False, "pack_weights": None, "batch_invariant": False}
         if self.distributed and (given := [name for name, value in own.items() if getattr(self, name) != value]):
             raise ValueError(f"got --distributed with --{given[0]}: servers verify chains, exactly and eagerly")
         if self.distributed and not has_drafter:

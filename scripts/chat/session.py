@@ -21,7 +21,13 @@ from draftsmith.inference.request.model_settings import describe_model_settings,
 from draftsmith.scripts.chat.arguments import GenerateArguments
 from draftsmith.scripts.chat.comparison import Reply, compare_with_plain
 from draftsmith.scripts.chat.printer import ReplyPrinter, describe, speed_of, without_escapes
-from draftsmith.scripts.shared.model_loading import choose_device, encode_messages, load_drafter, load_target
+from draftsmith.scripts.shared.model_loading import (
+    choose_device,
+    encode_messages,
+    load_drafter,
+    load_target,
+    packs_weights,
+)
 
 
 class Conversation:
@@ -91,12 +97,10 @@ class ChatSession:
             decoder = DistributedDecoder(self.target, drafter, link=self._link)
             self._link = decoder.link
             return decoder
-        return self._new_local_decoder(args, drafter)
-
-    def _new_local_decoder(self, args: GenerateArguments, drafter: Drafter | None) -> Decoder:
-        execution = {name: getattr(args, name) for name in ("compile", "pack_weights", "batch_invariant")}
+        execution = {name: getattr(args, name) for name in ("compile", "batch_invariant")}
+        is_packed = bool(args.pack_weights) if args.compile else packs_weights(self.target, args.pack_weights)
         drafting = {} if drafter is None else {"tree": args.tree, "acceptance": args.acceptance}
-        return Decoder(self.target, drafter, **drafting, **execution)
+        return Decoder(self.target, drafter, **drafting, **execution, pack_weights=is_packed)
 
     def change(self, **options: Any) -> None:
         """Goes on with other options (names as in `GenerateArguments`), in the same conversation.
@@ -107,7 +111,7 @@ class ChatSession:
         args = replace(self.args, **options)
         drafter = self._load_drafter(args) if args.heads != self.args.heads else self.drafter
         if {"heads", "tree"} & options.keys():
-            self.decoder = self._new_decoder(args, drafter)
+            self.decoder, self._plain = self._new_decoder(args, drafter), None
         self.args, self.drafter = args, drafter
 
     def change_heads(self, heads: str | None) -> None:
@@ -199,7 +203,9 @@ class ChatSession:
             missing = "a drafter: choose one with /heads" if self.drafter is None else "a reply: ask something first"
             raise ValueError(f"/compare needs {missing}")
         if self._plain is None:
-            self._plain = self._new_local_decoder(self.args, None)
+            beside = self.decoder  # whose weights it reads, packed or not, and whose graphs
+            is_local = isinstance(beside, Decoder)
+            self._plain = Decoder(beside.target if is_local else self.target, compile=self.args.compile and beside)
         found = compare_with_plain(self._last, self._plain, self.tokenizer)
         self._plain_speed = speed_of(found.stats)
         keeps_text = self.args.acceptance == "exact" or not self._last.options["do_sample"]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
@@ -21,7 +22,7 @@ from draftsmith.inference import Drafter, DynamicTree, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
-from draftsmith.inference.kernels.packed_weights import has_bfloat16
+from draftsmith.inference.kernels.packed_weights import can_pack, has_bfloat16
 from draftsmith.inference.request.chat_template import encode_prompt
 from draftsmith.inference.targets.files import is_gguf, is_missing, load_causal_lm, read_config, read_tokenizer
 from draftsmith.inference.trees.options import resolve_policy
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_HELP = "Dtype of the weights; auto = as saved, or float32 on a CPU without bfloat16."
+PACK_HELP = (
+    "On a CPU: pack the weights for faster steps, which takes their memory once more; none = where that is less than a "
+    "quarter of what is free."
+)
 TREE_HELP = (
     "auto (the default) chooses the fastest size of a tree, gamma that of a chain; dynamic, dynamic:DEPTH,TOP_K,NODES, "
     "chain and chain:LENGTH are fixed, and so are files (configs/trees)"
@@ -64,6 +69,14 @@ def load_target(
         dtype = resolve_dtype(name, dtype, device)
     model = load_causal_lm(name, dtype=dtype).requires_grad_(False).eval().to(device)
     return Target(model), read_tokenizer(name)
+
+
+def packs_weights(target: Target, choice: bool | None) -> bool:
+    """Whether to decode with packed weights; choice: None = where it is possible, and memory is plenty."""
+    if choice is not None or not can_pack(target.model):
+        return bool(choice)
+    num_bytes: int = target.model.get_memory_footprint()
+    return num_bytes < psutil.virtual_memory().available / 4
 
 
 def resolve_dtype(name: str, dtype: str, device: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,3 +123,15 @@ def test_processes_of_one_run_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_loading.resolve_dtype(str(CHAT_TARGET), "auto", "cpu") == "float32"
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert model_loading.resolve_dtype(str(CHAT_TARGET), "auto", "cpu") == "auto"
+
+
+def test_weights_are_packed_where_memory_is_plenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_target("llama"))
+    assert model_loading.packs_weights(target, None)
+    assert not model_loading.packs_weights(target, choice=False)
+    half = Target(tiny_target("llama").half())  # which oneDNN's packed kernels do not take
+    assert not model_loading.packs_weights(half, None)
+    memory = 3 * target.model.get_memory_footprint()
+    monkeypatch.setattr(model_loading.psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
+    assert not model_loading.packs_weights(target, None)
+    assert model_loading.packs_weights(target, choice=True)
