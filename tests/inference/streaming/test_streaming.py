@@ -12,6 +12,7 @@ import torch
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import Decoder, SmallModelDrafter, Target, TokenStream, chain, generate, stream
+from draftsmith.inference.streaming import token_stream
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
 
@@ -108,6 +109,23 @@ def test_async_streams_run_side_by_side() -> None:
         return await asyncio.gather(*(read() for _ in range(3)))
 
     assert asyncio.run(read_all()) == [NEW] * 3
+
+
+def test_async_steps_leave_no_workers_in_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped: list[int] = []
+    released: list[int] = []
+
+    def note(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        stepped.append(threading.get_ident())
+        return scores
+
+    async def read() -> list[int]:
+        tokens = Decoder(MODEL, None).stream(PROMPT, logits_processor=[note], **GREEDY)
+        return [token async for step in tokens for token in step]
+
+    monkeypatch.setattr(token_stream, "release_workers", lambda: released.append(threading.get_ident()))
+    assert asyncio.run(read()) == NEW
+    assert released[: len(stepped)] == stepped
 
 
 @pytest.mark.parametrize("attempt", range(5))
