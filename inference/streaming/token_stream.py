@@ -53,20 +53,13 @@ class TokenStream:
 
     async def __anext__(self) -> StepTokens:
         try:
-            tokens = await asyncio.to_thread(self._advance_in_thread)
+            tokens = await asyncio.to_thread(self._steps.advance_in_thread)
         except asyncio.CancelledError:
             self.close()
             raise
         if tokens is None:
             raise StopAsyncIteration
         return tokens
-
-    def _advance_in_thread(self) -> StepTokens | None:
-        """A step in any thread, since the next one may run in another."""
-        try:
-            return self._steps.advance()
-        finally:
-            release_workers()
 
     def close(self) -> None:
         """Ends the text and frees the decoder, which can continue it later (`reuse_cache`).
@@ -107,6 +100,13 @@ class _Steps:
         finally:
             if self._is_to_close:
                 self.close()
+
+    def advance_in_thread(self) -> StepTokens | None:
+        """`advance` in a thread that may not run the next step."""
+        try:
+            return self.advance()
+        finally:
+            release_workers()
 
     def close(self) -> None:
         """Ends the text; a running step does so when it ends."""
