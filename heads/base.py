@@ -37,6 +37,7 @@ from draftsmith.heads.importing import check_kind, import_heads
 from draftsmith.heads.modules.draft_step import DraftStep, unroll_documents
 from draftsmith.heads.modules.host_tensors import OnHost, read_on_host
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference.openmp import release_workers
 from draftsmith.inference.targets.model_config import WITH_AUTOCAST
 from draftsmith.inference.targets.target import Target
 
@@ -449,4 +450,5 @@ class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[mis
         heads.token_counts = read_counts(path, **hub) if token_counts is None else token_counts
         if draft_vocab_size is not None:
             heads.limit_vocabulary(draft_vocab_size)
+        release_workers()  # those that loaded the target and the heads; another thread may decode
         return (heads, info) if wants_info else heads
