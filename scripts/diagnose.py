@@ -52,8 +52,8 @@ MAX_LENGTH = 2048  # of a training row, where no training_config.yaml says it
 MOST_PROMPTS, FEWEST_PROMPTS = 16, 4
 SECONDS = 120.0  # of the whole, if the number of prompts is free
 # What the rest takes, in times of the first text, decoded alone: with any number of prompts, and with each of them.
-FIXED_COST, PROMPT_COST = 13.0, 0.6
-TEXTS_OF_CONVENTIONS, PROMPTS_OF_SPEED = 6, 3
+FIXED_COST, SPEED_COST, PROMPT_COST = 6.0, 7.0, 0.6
+TEXTS_OF_CONVENTIONS, PROMPTS_OF_SPEED = 6, 3  # if the number of prompts is free
 
 
 @dataclass
@@ -120,7 +120,9 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
         max_new_tokens=args.max_new_tokens,
         choose_number=partial(_choose_number, args, num_prompts=len(prompts)),
     )
-    compared = evidence.texts[:TEXTS_OF_CONVENTIONS]
+    is_free = args.num_prompts is None
+    compared = evidence.texts[: TEXTS_OF_CONVENTIONS if is_free else None]
+    measured = prompts[: PROMPTS_OF_SPEED if is_free else None]
     conventions = compare_conventions(
         heads,
         target,
@@ -141,7 +143,7 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
         system=system,
         data=data,
         max_length=config.get("max_length"),
-        speed=measure_speed(target, heads, prompts[:PROMPTS_OF_SPEED], max_new_tokens=args.max_new_tokens, tree=tree)
+        speed=measure_speed(target, heads, measured, max_new_tokens=args.max_new_tokens, tree=tree)
         if args.speed
         else None,
     )
@@ -149,11 +151,12 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
 
 
 def _choose_number(args: DiagnoseArguments, seconds: float, *, num_prompts: int) -> int:
-    """How many prompts to decode, given the seconds of the first; says it, and how long the whole takes."""
+    """How many prompts to decode, given the seconds of one alone; says it, and how long the whole takes."""
+    fixed = FIXED_COST + SPEED_COST * args.speed
     if args.num_prompts is None:
-        allowed = int((SECONDS / seconds - FIXED_COST) / PROMPT_COST)
+        allowed = int((SECONDS / seconds - fixed) / PROMPT_COST)
         num_prompts = min(num_prompts, max(FEWEST_PROMPTS, allowed))
-    about = describe_time(seconds * (FIXED_COST + PROMPT_COST * num_prompts))
+    about = describe_time(seconds * (fixed + PROMPT_COST * num_prompts))
     print(f"{num_prompts} prompts of up to {args.max_new_tokens} tokens: about {about} in all ...", file=sys.stderr)
     return num_prompts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import weakref
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
@@ -110,6 +111,9 @@ class LlamaCppDecoding:
         heads: EAGLE-3 heads in GGUF, which draft chains of `depth` tokens; None = plain decoding.
         context: the most tokens of a text, its prompt included.
 
+    Attributes:
+        close: ends the server, as the end of this object does.
+
     Raises:
         ValueError: xllamacpp is not installed, or it cannot load a file.
     """
@@ -123,12 +127,14 @@ class LlamaCppDecoding:
         self.process = Popen(program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
         assert self.process.stdout is not None
         lines = []
+        self.close = weakref.finalize(self, _end, self.process)
         for line in self.process.stdout:
             lines.append(line.strip())
             if line.startswith("http"):
                 break
         else:
-            raise ValueError(f"llama.cpp cannot load {model} with {heads or 'no heads'}: {' '.join(lines)}")
+            reason = " ".join(lines) or f"its process ended with {self.process.wait()}"
+            raise ValueError(f"llama.cpp cannot load {model} with {heads or 'no heads'}: {reason}")
         self.address = lines[-1]
 
     def __call__(self, batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
@@ -149,3 +155,8 @@ class LlamaCppDecoding:
         seconds = time.perf_counter() - start
         tokens: list[int] = found["tokens"]
         return Run([tokens], seconds, len(tokens) - found["timings"].get("draft_n_accepted", 0))
+
+
+def _end(process: Popen[str]) -> None:
+    """Closes the input that keeps the server running."""
+    process.communicate()

@@ -31,8 +31,8 @@ def start(*, model: str, heads: str | None, depth: int, context: int, threads: i
 if __name__ == "__main__":
     try:
         server = start(**json.loads(sys.argv[1]))
-    except RuntimeError as error:
-        print(error)
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        print(f"{type(error).__name__}: {error}")
         sys.exit(1)
     print(server.listening_address, flush=True)
     sys.stdin.read()

@@ -85,7 +85,9 @@ class GenerateArguments:
                 "--temperature above 0 too"
             )
         own = {"tree": None, "acceptance": "exact", "compile": False, "pack_weights": None, "batch_invariant": False}
-        if self.distributed and (given := [name for name, value in own.items() if getattr(self, name) != value]):
+        if self.distributed and (
+            given := [name for name, value in own.items() if getattr(self, name) not in (value, False)]
+        ):
             raise ValueError(f"got --distributed with --{given[0]}: servers verify chains, exactly and eagerly")
         if self.distributed and not has_drafter:
             raise ValueError(f"got --distributed without {DRAFTERS}: there is nothing to verify")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import Tensor
 
-from draftsmith.inference import Decoder, DistributedDecoder, Drafter, GenerationStats
+from draftsmith.inference import Decoder, DistributedDecoder, Drafter, GenerationStats, Target
 from draftsmith.inference.distributed.gloo_link import GlooLink
 from draftsmith.inference.request.model_settings import describe_model_settings, find_model_settings
 from draftsmith.scripts.chat.arguments import GenerateArguments
@@ -24,6 +24,7 @@ from draftsmith.scripts.chat.printer import ReplyPrinter, describe, speed_of, wi
 from draftsmith.scripts.shared.model_loading import (
     choose_device,
     encode_messages,
+    find_merged_adapter,
     load_drafter,
     load_target,
     packs_weights,
@@ -70,6 +71,8 @@ class ChatSession:
         self.notes = Console(stderr=True, no_color=console.no_color, highlight=False)
         device = choose_device(args.device) if args.distributed else args.device
         self.target, self.tokenizer = load_target(args.target, dtype=args.dtype, device=device)
+        self._is_packed = bool(args.pack_weights) if args.compile else packs_weights(self.target, args.pack_weights)
+        self._packed: Target | None = None  # kept from decoder to decoder
         self.drafter = self._load_drafter(args)
         self._link: GlooLink | None = None
         self.decoder = self._new_decoder(args, self.drafter)
@@ -81,7 +84,8 @@ class ChatSession:
         self._set_aside: dict[str, Any] = {}  # options of heads, while there are none
 
     def _load_drafter(self, args: GenerateArguments) -> Drafter | None:
-        return load_drafter(
+        adapter = find_merged_adapter(self.target)
+        drafter = load_drafter(
             self.target,
             self.tokenizer,
             heads=args.heads,
@@ -90,6 +94,9 @@ class ChatSession:
             ngrams=args.ngrams,
             vocabulary=args.vocabulary,
         )
+        if find_merged_adapter(self.target) != adapter:  # these weights are no longer the packed ones
+            self._packed = None
+        return drafter
 
     def _new_decoder(self, args: GenerateArguments, drafter: Drafter | None) -> Decoder | DistributedDecoder:
         if args.distributed:
@@ -98,9 +105,10 @@ class ChatSession:
             self._link = decoder.link
             return decoder
         execution = {name: getattr(args, name) for name in ("compile", "batch_invariant")}
-        is_packed = bool(args.pack_weights) if args.compile else packs_weights(self.target, args.pack_weights)
         drafting = {} if drafter is None else {"tree": args.tree, "acceptance": args.acceptance}
-        return Decoder(self.target, drafter, **drafting, **execution, pack_weights=is_packed)
+        if self._is_packed and self._packed is None:
+            self._packed = self.target.with_packed_weights()
+        return Decoder(self._packed or self.target, drafter, **drafting, **execution)
 
     def change(self, **options: Any) -> None:
         """Goes on with other options (names as in `GenerateArguments`), in the same conversation.

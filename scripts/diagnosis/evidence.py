@@ -26,7 +26,7 @@ from draftsmith.scripts.measuring.measure import Batch, Prompt, Settings
 from draftsmith.training.features.encoding import encode
 
 DEPTH = 4  # of the chains that are decoded
-STEPS_ALONE = 40  # of texts that are decoded one by one
+STEPS_ALONE = 80  # of texts that are decoded one by one
 ROWS = 16  # decoded together
 
 
@@ -119,7 +119,8 @@ def gather_evidence(
     forward; the others together.
 
     Args:
-        choose_number: how many of the prompts to take, given the seconds that the first text took; None = all.
+        choose_number: how many of the prompts to take, given the seconds that a text of all new tokens takes; None =
+            all.
     """
     depth = min(DEPTH, heads.max_depth or DEPTH)
     decode = OurDecoding(target, heads, tree=f"chain:{depth}")
@@ -134,7 +135,8 @@ def gather_evidence(
         stats += output.stats
         num_steps += len(accepted)
         if len(texts) == 1 and choose_number is not None:
-            named = named[: choose_number(time.perf_counter() - start)]
+            share = max(1, output.stats.num_new_tokens) / max_new_tokens
+            named = named[: choose_number((time.perf_counter() - start) / share)]
     for prompt, ids, more in _decode_together(decode, named[len(texts) :], Settings(**options)):
         texts.append(read_text(target, heads, ids, prompt.input_ids.shape[1], {}, depth))
         stats += more

@@ -6,10 +6,10 @@ import itertools
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import psutil  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
@@ -33,13 +33,16 @@ logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_HELP = "Dtype of the weights; auto = as saved, or float32 on a CPU without bfloat16."
 PACK_HELP = (
-    "On a CPU: pack the weights for faster steps, which takes their memory once more; none = where that is less than a "
-    "quarter of what is free."
+    "On a CPU: pack the weights for faster steps, which takes their memory once more; none = where they have 100 MB or "
+    "more, and less than a quarter of what is free (compiled steps pack by themselves)."
 )
 TREE_HELP = (
     "auto (the default) chooses the fastest size of a tree, gamma that of a chain; dynamic, dynamic:DEPTH,TOP_K,NODES, "
     "chain and chain:LENGTH are fixed, and so are files (configs/trees)"
 )
+
+LEAST_PACKED = 100_000_000  # bytes of weights; smaller ones stay in the processor's caches
+CGROUP = Path("/sys/fs/cgroup")
 
 # By model: the adapter that is merged into its weights; None = some heads need the model without an adapter.
 _ADAPTERS: WeakKeyDictionary[Any, str | None] = WeakKeyDictionary()
@@ -72,11 +75,25 @@ def load_target(
 
 
 def packs_weights(target: Target, choice: bool | None) -> bool:
-    """Whether to decode with packed weights; choice: None = where it is possible, and memory is plenty."""
+    """Whether to decode with packed weights; choice: None = where it gains, and memory is plenty."""
     if choice is not None or not can_pack(target.model):
         return bool(choice)
     num_bytes: int = target.model.get_memory_footprint()
-    return num_bytes < psutil.virtual_memory().available / 4
+    return LEAST_PACKED <= num_bytes < _find_free_memory() / 4
+
+
+def _find_free_memory() -> int:
+    """Bytes that this process may still take; 0 = not known."""
+    try:
+        import psutil  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        return 0
+    free: int = psutil.virtual_memory().available
+    try:  # a container's own limit
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # there is none
+        return free
+    return min(free, limit - used)
 
 
 def resolve_dtype(name: str, dtype: str, device: str) -> str:
@@ -156,6 +173,11 @@ def bind_heads(heads: DraftHeads, target: Target) -> DraftHeads:
     heads.bind(target)
     _ADAPTERS[target.model] = adapter
     return heads
+
+
+def find_merged_adapter(target: Target) -> str | None:
+    """The folder of the adapter that heads have merged into the target's weights."""
+    return _ADAPTERS.get(target.model)
 
 
 def load_drafter_model(name: str, target: Target, tokenizer: Any) -> SmallModelDrafter:

@@ -4,47 +4,66 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-import torch
 
-from draftsmith.inference import Decoder
-from draftsmith.inference.openmp import _find_openmp, release_workers
+from draftsmith.inference.openmp import _find_openmp
+from tests.conftest import REPOSITORY
 
-PROGRAM = """
+COUNT = """
 import os, torch
-from draftsmith.inference.openmp import release_workers
 count = lambda: len(os.listdir("/proc/self/task"))
-work = lambda: torch.ones(512, 512) @ torch.ones(512, 512)
 torch.set_num_threads(3)
-work()
+torch.ones(512, 512) @ torch.ones(512, 512)
+"""
+RELEASE = """
+from draftsmith.inference.openmp import release_workers
 before = count()
 release_workers()
 after = count()
-work()
+torch.ones(512, 512) @ torch.ones(512, 512)
 print(before - after, count() - after)
+"""
+DECODE = """
+import signal, sys
+from draftsmith.inference import Decoder
+from tests.tiny_targets import tiny_target
+before = count()
+decoder = Decoder(tiny_target("llama", hidden_size=512, intermediate_size=2048))
+made = count()
+prompt, options = torch.ones(1, 40, dtype=torch.long), {"do_sample": False, "max_new_tokens": 4}
+decoder.generate(prompt, **options)
+stream = decoder.stream(prompt, **options)
+next(stream)
+open_ = count()
+if (child := os.fork()) == 0:
+    signal.alarm(60)
+    del stream
+    os._exit(0)
+forked = os.waitpid(child, 0)[1]
+stream.close()
+print(before - made, open_ - made, count() - made, forked)
+unfinished = decoder.stream(prompt, **options)
+next(unfinished)  # the interpreter ends with it
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists() or _find_openmp() is None, reason="counts threads of Linux")
+def run(program: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", COUNT + program], capture_output=True, text=True, cwd=REPOSITORY)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split()
+
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/task").exists() or _find_openmp() is None, reason="counts threads of Linux"
+)
+
+
 def test_workers_end_and_come_back() -> None:
-    run = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["2", "2"]
+    assert run(RELEASE) == ["2", "2"]
 
 
-def test_decoding_in_another_thread(chat_target: torch.nn.Module) -> None:
-    decoder, texts = Decoder(chat_target), []
-    prompt = torch.tensor([[1, 2, 3]])
-
-    def decode() -> None:
-        texts.append(decoder.generate(prompt, do_sample=False, max_new_tokens=4).sequences.tolist())
-
-    thread = threading.Thread(target=decode)
-    thread.start()
-    thread.join()
-    decode()
-    release_workers()  # twice in a row
-    release_workers()
-    assert texts[0] == texts[1]
+def test_decoding_leaves_no_workers() -> None:
+    """Nor does a fork or the interpreter's end wait for them."""
+    assert run(DECODE) == ["2", "2", "0", "0"]

@@ -18,7 +18,7 @@ from draftsmith.inference.request.chat_template import render_probe
 from draftsmith.scripts import diagnose as program
 from draftsmith.scripts.conversion.conventions import compare_conventions, find_better
 from draftsmith.scripts.diagnosis import evidence as gathering
-from draftsmith.scripts.diagnosis.checks import check_depths
+from draftsmith.scripts.diagnosis.checks import check_depths, check_paths
 from draftsmith.scripts.diagnosis.evidence import Evidence, Text
 from draftsmith.scripts.diagnosis.speed import Speed
 from draftsmith.scripts.shared.model_loading import encode_messages, load_heads
@@ -204,6 +204,13 @@ def test_a_slow_machine_and_the_page(
         assert "1. The tree chain:4 does not fit this machine" in text
         assert "2. Drafting gains nothing on this machine" in text
         assert "2 nodes 1.50" in text
+
+
+@pytest.mark.parametrize(("same", "is_fault"), [(32, True), (33, False)])
+def test_agreement_may_be_low_by_chance(same: int, *, is_fault: bool) -> None:
+    """Of 40 steps, 0.9 less two standard errors are 32.2."""
+    case = SimpleNamespace(evidence=SimpleNamespace(agreement=(same / 40, 40)))
+    assert bool(list(check_paths(case))) == is_fault  # type: ignore[arg-type]
 
 
 def test_numbers_that_make_no_sense_are_refused() -> None:

@@ -125,13 +125,22 @@ def test_processes_of_one_run_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model_loading.resolve_dtype(str(CHAT_TARGET), "auto", "cpu") == "auto"
 
 
-def test_weights_are_packed_where_memory_is_plenty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_packed_where_memory_is_plenty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     target = Target(tiny_target("llama"))
+    assert not model_loading.packs_weights(target, None)  # it stays in the processor's caches
+    monkeypatch.setattr(model_loading, "LEAST_PACKED", 0)
     assert model_loading.packs_weights(target, None)
     assert not model_loading.packs_weights(target, choice=False)
     half = Target(tiny_target("llama").half())  # which oneDNN's packed kernels do not take
     assert not model_loading.packs_weights(half, None)
     memory = 3 * target.model.get_memory_footprint()
-    monkeypatch.setattr(model_loading.psutil, "virtual_memory", lambda: SimpleNamespace(available=memory))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=memory))
     assert not model_loading.packs_weights(target, None)
     assert model_loading.packs_weights(target, choice=True)
+    monkeypatch.undo()
+    monkeypatch.setattr(model_loading, "LEAST_PACKED", 0)
+    monkeypatch.setattr(model_loading, "CGROUP", tmp_path)
+    for limit, used, fits in ((memory, 0, False), (9 * memory, 0, True), (9 * memory, 8 * memory, False)):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+        assert model_loading.packs_weights(target, None) == fits
