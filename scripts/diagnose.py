@@ -52,7 +52,7 @@ MAX_LENGTH = 2048  # of a training row, where no training_config.yaml says it
 MOST_PROMPTS, FEWEST_PROMPTS = 16, 4
 SECONDS = 120.0  # of the whole, if the number of prompts is free
 # What the rest takes, in times of the first text, decoded alone: with any number of prompts, and with each of them.
-FIXED_COST, SPEED_COST, PROMPT_COST = 6.0, 7.0, 0.6
+FIXED_COST, SPEED_COST, PROMPT_COST = 8.0, 9.0, 0.6
 TEXTS_OF_CONVENTIONS, PROMPTS_OF_SPEED = 6, 3  # if the number of prompts is free
 
 

@@ -218,7 +218,7 @@ def test_numbers_that_make_no_sense_are_refused() -> None:
         program.main(["--target", "T", "--heads", "H", "--num_prompts", "0"])
 
 
-@pytest.mark.parametrize(("seconds", "number"), [(0.5, 16), (6.0, 11), (60.0, 4)])
+@pytest.mark.parametrize(("seconds", "number"), [(0.5, 16), (6.0, 5), (60.0, 4)])
 def test_prompts_that_two_minutes_allow(seconds: float, number: int, capsys: pytest.CaptureFixture[str]) -> None:
     args = program.DiagnoseArguments(target="T", heads="H")
     assert program._choose_number(args, seconds, num_prompts=16) == number
