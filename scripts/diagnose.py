@@ -51,8 +51,9 @@ GROUPS = {
 MAX_LENGTH = 2048  # of a training row, where no training_config.yaml says it
 MOST_PROMPTS, FEWEST_PROMPTS = 16, 4
 SECONDS = 120.0  # of the whole, if the number of prompts is free
-# What the rest takes, in times of the first text, decoded alone: with any number of prompts, and with each of them.
-FIXED_COST, SPEED_COST, PROMPT_COST = 8.0, 9.0, 0.6
+# What the whole takes, in times of a text decoded alone: always; for each prompt; for each text whose conventions are
+# compared; for each prompt that measures speed with each decoder.
+FIXED_COST, PROMPT_COST, CONVENTION_COST, SPEED_COST = 4.0, 0.6, 0.5, 1.6
 TEXTS_OF_CONVENTIONS, PROMPTS_OF_SPEED = 6, 3  # if the number of prompts is free
 
 
@@ -152,11 +153,20 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
 
 def _choose_number(args: DiagnoseArguments, seconds: float, *, num_prompts: int) -> int:
     """How many prompts to decode, given the seconds of one alone; says it, and how long the whole takes."""
-    fixed = FIXED_COST + SPEED_COST * args.speed
+
+    def estimate(number: int) -> float:
+        compared, measured = (
+            min(number, most) if args.num_prompts is None else number
+            for most in (TEXTS_OF_CONVENTIONS, PROMPTS_OF_SPEED)
+        )
+        num_decoders = args.speed * (2 if args.tree is None else 3)
+        costs = FIXED_COST, PROMPT_COST * number, CONVENTION_COST * compared, SPEED_COST * measured * num_decoders
+        return seconds * sum(costs)
+
     if args.num_prompts is None:
-        allowed = int((SECONDS / seconds - fixed) / PROMPT_COST)
-        num_prompts = min(num_prompts, max(FEWEST_PROMPTS, allowed))
-    about = describe_time(seconds * (fixed + PROMPT_COST * num_prompts))
+        fits = (number for number in range(num_prompts, FEWEST_PROMPTS, -1) if estimate(number) <= SECONDS)
+        num_prompts = next(fits, min(num_prompts, FEWEST_PROMPTS))
+    about = describe_time(estimate(num_prompts))
     print(f"{num_prompts} prompts of up to {args.max_new_tokens} tokens: about {about} in all ...", file=sys.stderr)
     return num_prompts
 

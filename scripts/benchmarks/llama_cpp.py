@@ -8,7 +8,7 @@ import time
 import weakref
 from importlib.util import find_spec
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -159,4 +159,8 @@ class LlamaCppDecoding:
 
 def _end(process: Popen[str]) -> None:
     """Closes the input that keeps the server running."""
-    process.communicate()
+    try:
+        process.communicate(timeout=10)
+    except TimeoutExpired:
+        process.kill()
+        process.wait()

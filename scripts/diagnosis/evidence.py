@@ -135,7 +135,7 @@ def gather_evidence(
         stats += output.stats
         num_steps += len(accepted)
         if len(texts) == 1 and choose_number is not None:
-            share = max(1, output.stats.num_new_tokens) / max_new_tokens
+            share = max(0.25, output.stats.num_new_tokens / max_new_tokens)  # its prompt takes time, too
             named = named[: choose_number((time.perf_counter() - start) / share)]
     for prompt, ids, more in _decode_together(decode, named[len(texts) :], Settings(**options)):
         texts.append(read_text(target, heads, ids, prompt.input_ids.shape[1], {}, depth))

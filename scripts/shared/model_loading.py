@@ -83,17 +83,16 @@ def packs_weights(target: Target, choice: bool | None) -> bool:
 
 
 def _find_free_memory() -> int:
-    """Bytes that this process may still take; 0 = not known."""
-    try:
-        import psutil  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:
-        return 0
+    """Bytes that this process may still take."""
+    import psutil  # type: ignore[import-untyped, unused-ignore]
+
     free: int = psutil.virtual_memory().available
-    try:  # a container's own limit
+    try:  # a container's own limit (control groups, version 2)
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # there is none
         return free
-    return min(free, limit - used)
+    return min(free, limit - used + int(counts.get("inactive_file", 0)))  # pages of files are given up
 
 
 def resolve_dtype(name: str, dtype: str, device: str) -> str:

@@ -142,5 +142,6 @@ def test_weights_are_packed_where_memory_is_plenty(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(model_loading, "CGROUP", tmp_path)
     for limit, used, fits in ((memory, 0, False), (9 * memory, 0, True), (9 * memory, 8 * memory, False)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / "memory.current").write_text(f"{used}\n")
+        (tmp_path / "memory.current").write_text(f"{used + 100}\n")
+        (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100\n")
         assert model_loading.packs_weights(target, None) == fits
