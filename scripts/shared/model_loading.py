@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_HELP = "Dtype of the weights; auto = as saved, or float32 on a CPU without bfloat16."
 PACK_HELP = (
-    "On a CPU: pack the weights for faster steps, which takes their memory once more; none = where they have 100 MB or "
+    "On a CPU: pack the weights for faster steps. It takes their memory once more; none = where they have 100 MB or "
     "more, and less than a quarter of what is free (compiled steps pack by themselves)."
 )
 TREE_HELP = (
