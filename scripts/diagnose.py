@@ -51,10 +51,10 @@ GROUPS = {
 MAX_LENGTH = 2048  # of a training row, where no training_config.yaml says it
 MOST_PROMPTS, FEWEST_PROMPTS = 16, 4
 SECONDS = 120.0  # of the whole, if the number of prompts is free
-# What the whole takes, in times of a text decoded alone: always; for each prompt; for each text whose conventions are
-# compared; for each prompt that measures speed with each decoder.
-FIXED_COST, PROMPT_COST, CONVENTION_COST, SPEED_COST = 4.0, 0.6, 0.5, 1.6
-TEXTS_OF_CONVENTIONS, PROMPTS_OF_SPEED = 6, 3  # if the number of prompts is free
+# What the whole takes, in times of a text decoded alone: always, for each prompt, and for each decoder whose speed is
+# measured.
+FIXED_COST, PROMPT_COST, SPEED_COST = 7.0, 0.6, 4.8
+TEXTS_OF_CONVENTIONS, PROMPTS_OF_SPEED = 6, 3
 
 
 @dataclass
@@ -121,9 +121,7 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
         max_new_tokens=args.max_new_tokens,
         choose_number=partial(_choose_number, args, num_prompts=len(prompts)),
     )
-    is_free = args.num_prompts is None
-    compared = evidence.texts[: TEXTS_OF_CONVENTIONS if is_free else None]
-    measured = prompts[: PROMPTS_OF_SPEED if is_free else None]
+    compared = evidence.texts[:TEXTS_OF_CONVENTIONS]
     conventions = compare_conventions(
         heads,
         target,
@@ -144,7 +142,7 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
         system=system,
         data=data,
         max_length=config.get("max_length"),
-        speed=measure_speed(target, heads, measured, max_new_tokens=args.max_new_tokens, tree=tree)
+        speed=measure_speed(target, heads, prompts[:PROMPTS_OF_SPEED], max_new_tokens=args.max_new_tokens, tree=tree)
         if args.speed
         else None,
     )
@@ -153,20 +151,11 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
 
 def _choose_number(args: DiagnoseArguments, seconds: float, *, num_prompts: int) -> int:
     """How many prompts to decode, given the seconds of one alone; says it, and how long the whole takes."""
-
-    def estimate(number: int) -> float:
-        compared, measured = (
-            min(number, most) if args.num_prompts is None else number
-            for most in (TEXTS_OF_CONVENTIONS, PROMPTS_OF_SPEED)
-        )
-        num_decoders = args.speed * (2 if args.tree is None else 3)
-        costs = FIXED_COST, PROMPT_COST * number, CONVENTION_COST * compared, SPEED_COST * measured * num_decoders
-        return seconds * sum(costs)
-
+    fixed = FIXED_COST + SPEED_COST * args.speed * (2 if args.tree is None else 3)
     if args.num_prompts is None:
-        fits = (number for number in range(num_prompts, FEWEST_PROMPTS, -1) if estimate(number) <= SECONDS)
-        num_prompts = next(fits, min(num_prompts, FEWEST_PROMPTS))
-    about = describe_time(estimate(num_prompts))
+        allowed = int((SECONDS / seconds - fixed) / PROMPT_COST)
+        num_prompts = min(num_prompts, max(FEWEST_PROMPTS, allowed))
+    about = describe_time(seconds * (fixed + PROMPT_COST * num_prompts))
     print(f"{num_prompts} prompts of up to {args.max_new_tokens} tokens: about {about} in all ...", file=sys.stderr)
     return num_prompts
 

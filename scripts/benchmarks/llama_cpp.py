@@ -104,15 +104,12 @@ def write_heads(folder: Path, heads: DraftHeads, target: Target, tokenizer_gguf:
 
 class LlamaCppDecoding:
     """A llama.cpp server in another process, on torch's number of threads, which takes prompts of token ids one at a
-    time.
+    time. It ends with this object.
 
     Args:
         model: the target's GGUF file.
         heads: EAGLE-3 heads in GGUF, which draft chains of `depth` tokens; None = plain decoding.
         context: the most tokens of a text, its prompt included.
-
-    Attributes:
-        close: ends the server, as the end of this object does.
 
     Raises:
         ValueError: xllamacpp is not installed, or it cannot load a file.
@@ -127,7 +124,7 @@ class LlamaCppDecoding:
         self.process = Popen(program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
         assert self.process.stdout is not None
         lines = []
-        self.close = weakref.finalize(self, _end, self.process)
+        weakref.finalize(self, _end, self.process)
         for line in self.process.stdout:
             lines.append(line.strip())
             if line.startswith("http"):

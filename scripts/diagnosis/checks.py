@@ -26,7 +26,7 @@ from draftsmith.training.run.pace import CHAIN, describe_expected
 MIN_AGREEMENT = 0.9  # of steps; near-ties of bfloat16 fall another way in some of them
 MIN_STEPS = 20
 MIN_COVERAGE = 0.97
-UNTRAINED, TRAINED = 0.1, 0.3  # right drafts of a depth that learned nothing, and of one that did
+UNTRAINED = 0.1  # right drafts of a depth that learned nothing
 STRANGER = 0.1  # right drafts of depth 1 of heads that were trained for another target
 OTHER_AUTHOR = 0.3  # nats a token above the target's own replies
 MIN_TRAINED_SHARE = 0.1
@@ -131,10 +131,11 @@ def check_owner(case: Case) -> Iterator[Finding]:
 
 
 def check_depths(case: Case) -> Iterator[Finding]:
-    before = TRAINED
+    before = 0.0
     for depth in range(1, case.evidence.num_depths + 1):
         accuracy, known = case.evidence.accuracy(depth)
-        if known >= MIN_STEPS and accuracy < UNTRAINED and before >= TRAINED and depth > 1:
+        most = accuracy * known + 2 * (accuracy * known + 1) ** 0.5  # right drafts, if few were so by chance
+        if known >= MIN_STEPS and accuracy < UNTRAINED and most < before * known / 2:
             yield Finding(
                 f"Depth {depth} was not trained",
                 f"{accuracy:.0%} of its drafts are right where those before it are, and {before:.0%} at depth "

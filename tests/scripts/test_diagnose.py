@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.inference import Decoder, GenerationStats, Target
+from draftsmith.inference import Decoder, Target
 from draftsmith.inference.request.chat_template import render_probe
 from draftsmith.scripts import diagnose as program
 from draftsmith.scripts.conversion.conventions import compare_conventions, find_better
 from draftsmith.scripts.diagnosis import evidence as gathering
-from draftsmith.scripts.diagnosis.checks import check_depths, check_paths
-from draftsmith.scripts.diagnosis.evidence import Evidence, Text
+from draftsmith.scripts.diagnosis.checks import check_paths
+from draftsmith.scripts.diagnosis.evidence import Evidence
 from draftsmith.scripts.diagnosis.speed import Speed
 from draftsmith.scripts.shared.model_loading import encode_messages, load_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
@@ -75,6 +75,14 @@ def plant(tmp_path: Path, chat_tokenizer: Any) -> Callable[..., Path]:
         return folder
 
     return copy_heads
+
+
+def _add_pirate(messages: list[dict[str, Any]]) -> None:
+    messages.insert(0, {"role": "system", "content": "You are a pirate."})
+
+
+def _turn_words(messages: list[dict[str, Any]]) -> None:
+    messages[1].update(content=" ".join(messages[1]["content"].split()[::-1]))
 
 
 def diagnose(heads: Path, dataset: Path, **options: Any) -> list[str]:
@@ -142,13 +150,13 @@ def test_heads_of_a_sister_model(plant: Callable[..., Path], replies: Path) -> N
     assert diagnose(folder, replies)[0] == "The heads do not know this target's states"
 
 
-def test_untrained_depths() -> None:
-    """Half of the drafts of depth 1 are right, and of depth 2 none."""
-    hits = torch.tensor([[True, False] * 60, [False] * 120])
-    text = Text(torch.arange(120), 1, hits, torch.ones_like(hits), {}, torch.zeros(120))
-    found = Evidence(2, [text], GenerationStats(), GenerationStats(), torch.zeros(1), 1.0)
-    (finding,) = check_depths(SimpleNamespace(evidence=found))  # type: ignore[arg-type]
-    assert finding.fault == "Depth 2 was not trained"
+def test_untrained_depths(plant: Callable[..., Path], replies: Path) -> None:
+    """The second of Medusa's heads knows nothing."""
+    folder = plant("medusa")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["heads.1.lm_head.weight"] = tensors["heads.1.lm_head.weight"].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert diagnose(folder, replies, num_prompts=4, max_new_tokens=96)[0] == "Depth 2 was not trained"
 
 
 def test_a_vocabulary_of_other_data(plant: Callable[..., Path], replies: Path) -> None:
@@ -157,20 +165,29 @@ def test_a_vocabulary_of_other_data(plant: Callable[..., Path], replies: Path) -
     assert found[0] == "The draft vocabulary lacks tokens that the target writes"
 
 
-def test_faults_that_change_no_draft(plant: Callable[..., Path], replies: Path) -> None:
-    """Each by itself would be found alone: all checks run, and without a fault none says anything."""
-
-    def edit(messages: list[dict[str, Any]]) -> None:
-        messages[1].update(content=" ".join(messages[1]["content"].split()[::-1]))
-        messages.insert(0, {"role": "system", "content": "You are a pirate."})
-
-    other = {"chat_format": "<|user|>A<|assistant|>B<|user|>C<|assistant|>", "training": {"tokens": TOKENS // 2}}
-    assert diagnose(plant("mtp", other), change(replies, edit), prompts=str(replies)) == [
-        "Prompts are written in another chat format than in training",
-        "The training conversations have another system prompt",
-        "Someone else wrote the training replies",
-        "The heads have seen few tokens",
-    ]
+@pytest.mark.parametrize(
+    ("record", "edit", "fault"),
+    [
+        (
+            {"chat_format": "<|user|>A<|assistant|>B<|user|>C<|assistant|>"},
+            None,
+            "Prompts are written in another chat format than in training",
+        ),
+        ({}, _add_pirate, "The training conversations have another system prompt"),
+        ({}, _turn_words, "Someone else wrote the training replies"),
+        ({"training": {"tokens": TOKENS // 2}}, None, "The heads have seen few tokens"),
+    ],
+    ids=["template", "system prompt", "author", "tokens"],
+)
+def test_faults_that_change_no_draft(
+    record: dict[str, Any],
+    edit: Callable[[list[dict[str, Any]]], None] | None,
+    fault: str,
+    plant: Callable[..., Path],
+    replies: Path,
+) -> None:
+    dataset = replies if edit is None else change(replies, edit)
+    assert diagnose(plant("mtp", record), dataset, prompts=str(replies)) == [fault]
 
 
 def test_a_decoder_that_drafts_otherwise(
