@@ -16,6 +16,8 @@ Conditions = tuple[bool, int, int]
 """Whether the texts are sampled; the binary orders of magnitude of the rows; half of those of the length."""
 
 LEVEL_COST = 0.15  # a first guess of what drafting a level takes, in plain steps
+PRIOR = 0.5  # weight of the guesses: that of a measured step of a policy which takes half a plain step more
+SURPRISE = 1.25  # a single time tells at most this multiple of what was expected
 NUM_MEASURED = 4  # steps after a change of the policy that tell its cost
 NUM_KEPT = 9  # times that a ratio, or the present speed, is the median of: other work adds to some of them
 
@@ -35,6 +37,7 @@ class StepCosts:
         self._sizes = [(policy.max_depth, policy.num_nodes - 1) for policy in policies]
         self._node_cost = node_cost
         self._known = {conditions: [*ratios] for conditions, ratios in stored.items()}
+        self._guessed: dict[Conditions, list[float]] = {}  # what was expected before something was measured
         self._measured: dict[Conditions, list[deque[float]]] = {}
         self._at: tuple[Conditions, int] = ((False, 1, 1), 1)  # the present conditions and rows
         self._units: deque[float] = deque(maxlen=NUM_KEPT)  # seconds that the last steps took, in those of a plain one
@@ -51,6 +54,7 @@ class StepCosts:
         if conditions not in self._measured:
             if conditions not in self._known:
                 self._known[conditions] = self._guess(conditions)
+            self._guessed[conditions] = [*self._known[conditions]]
             self._measured[conditions] = [deque(maxlen=NUM_KEPT) for _ in range(1 + len(self._sizes))]
 
     def _guess(self, conditions: Conditions) -> list[float]:
@@ -80,14 +84,32 @@ class StepCosts:
         ratios, is_other = self.expect(), place != self._unit_place
         if is_other and self.is_ready and self._num_others < NUM_MEASURED:
             self._num_others += 1
-            measured = self._measured[self._at[0]][place]
-            measured.append(seconds / median(self._units))
-            ratios[place] = median(measured)
+            ratio = seconds / median(self._units)
+            if place == 0:  # a plain step is 1: what differs is the policy that the units are of
+                place, ratio = self._unit_place, ratios[self._unit_place] / ratio
+            self._measured[self._at[0]][place].append(ratio)
+            self._estimate(ratios)
             return
         if is_other:
             self._units.clear()
         self._unit_place, self._num_others = place, 0
         self._units.append(seconds / ratios[place])
+
+    def _estimate(self, ratios: list[float]) -> None:
+        """The ratios, from what was measured. Policies that have not run miss their guesses as the smaller ones do:
+        otherwise a machine whose passes are flatter than the guess would never try its larger trees."""
+        guessed, unit = self._guessed[self._at[0]], ratios[self._unit_place]
+        added = found = PRIOR
+        for place, measured in enumerate(self._measured[self._at[0]]):
+            guess = 1.0 + (guessed[place] - 1.0) * found / added
+            if len(measured) > 1 or place in (0, self._unit_place):
+                ratios[place] = median(measured or [ratios[place]])
+            else:  # other work only adds to times: a single long one may be by chance
+                ratios[place] = min([SURPRISE * guess, *measured]) if measured else guess
+            added += len(measured) * max(0.0, guessed[place] - 1.0)
+            found += len(measured) * max(0.0, ratios[place] - 1.0)
+        scale = unit / ratios[self._unit_place]
+        self._units = deque((scale * one for one in self._units), maxlen=NUM_KEPT)
 
     def learned(self) -> dict[Conditions, list[float]]:
         """The ratios under all conditions under which something was measured."""

@@ -39,12 +39,32 @@ def test_a_trial_is_measured_beside_the_steps_around_it() -> None:
 
 def test_plain_steps_are_measured_beside_drafting() -> None:
     costs = costs_at()
-    guess = costs.expect()[1]
     run(costs, 1, *[3.0] * 4)
     run(costs, 0, 2.0, 2.0)
-    ratios = costs.expect()
-    assert ratios[1] == guess
-    assert ratios[1] / ratios[0] == pytest.approx(1.5)
+    assert costs.expect()[:2] == pytest.approx([1.0, 1.5])
+    run(costs, 1, *[3.0] * 4)
+    run(costs, 2, 4.0, 4.0)
+    assert costs.expect()[2] == pytest.approx(2.0), "beside plain steps, by way of those with the first policy"
+
+
+def test_policies_that_have_not_run_miss_their_guesses_as_others_do() -> None:
+    costs = costs_at()
+    guesses = costs.expect()[:]
+    run(costs, 0, *[1.0] * 3)
+    run(costs, 3, *[1.0] * 4)
+    assert costs.expect()[4] - 1.0 < 0.7 * (guesses[4] - 1.0)
+    assert costs.expect()[5] - 1.0 < 0.7 * (guesses[5] - 1.0)
+
+
+def test_one_long_step_does_not_end_a_policy() -> None:
+    costs = costs_at()
+    guess = costs.expect()[2]
+    run(costs, 0, *[1.0] * 3)
+    run(costs, 2, 9.0)
+    assert costs.expect()[2] < 1.5 * guess
+    run(costs, 0, 1.0)
+    run(costs, 2, 9.0, 9.0)
+    assert costs.expect()[2] == pytest.approx(9.0), "it was not by chance"
 
 
 def test_new_conditions_begin_with_what_is_known_nearby() -> None:
@@ -59,7 +79,7 @@ def test_a_first_time_replaces_what_was_stored() -> None:
     costs = costs_at(1, 100, stored)
     assert costs.learned() == {}, "nothing that was not measured here is stored again with today's date"
     run(costs, 0, 1.0, 1.0)
-    run(costs, 5, 4.0)
+    run(costs, 5, 4.0, 4.0)
     assert costs.expect() == pytest.approx([1.0, 1.1, 1.2, 1.3, 1.4, 4.0])
     assert [*costs.learned()] == [(False, 1, 3)]
 

@@ -56,7 +56,10 @@ QUICK = {"compiled medusa 4", "flat best 1"}
 
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 def test_it_decodes_nearly_as_fast_as_the_best_fixed_choice(case: str) -> None:
-    """Texts of 64 tokens, after the first eight. Times have a spread of 6%, and the simulated speeds one of 1%."""
+    """Texts of 64 tokens, after the first eight. Times have a spread of 6%, and the simulated speeds one of 1%.
+
+    Where the largest trees are the best, they are found late: they are tried last.
+    """
     costs, chances, rows = case.split()
     num_rows, fixed = int(rows), []
     for place in range(6):
@@ -73,7 +76,21 @@ def test_it_decodes_nearly_as_fast_as_the_best_fixed_choice(case: str) -> None:
                 tokens, seconds = tokens - planned.tokens, seconds - planned.seconds
         tokens, seconds = tokens + planned.tokens, seconds + planned.seconds
     assert tokens / seconds > 0.97 * fixed[0]
-    assert tokens / seconds > 0.95 * max(fixed)
+    assert tokens / seconds > (0.88 if chances == "best" else 0.95) * max(fixed)
+
+
+def test_larger_trees_run_where_passes_are_flatter_than_the_guess() -> None:
+    """A CPU with matrix units: a node takes a tenth of the guess."""
+    costs, heads, rate = steps_of(0.08, 0.006, 0.006), CHANCES["best"], []
+    for seed in range(6):
+        simulation = Simulation(TREES, costs, heads, seed=seed)
+        for _ in range(24):
+            simulation.decode()
+        rate.append(simulation.tokens / simulation.seconds)
+    largest = Simulation(TREES, costs, heads)
+    for _ in range(130):
+        largest.decode(fixed=5)
+    assert sum(rate) / 6 > 0.8 * largest.tokens / largest.seconds
 
 
 @pytest.mark.parametrize("chances", ["medusa", "mtp", "best"])
