@@ -69,10 +69,10 @@ class TextBuffer:
         num_read: tokens taken so far, the ends of prompts included.
     """
 
-    def __init__(self, num_bytes: int, seed: int = 0) -> None:
+    def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.num_texts = self.num_tokens = self.num_read = 0
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._recent, self._old, self._held = Texts(), Texts(), Texts()
         self._unseen: deque[SeenText] = deque()  # those of the recent ones that no batch had
         self._num_old = 0  # texts that have left the recent ones

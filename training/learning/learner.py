@@ -45,6 +45,7 @@ TRIAL_RATIO = 3  # tokens that are learned between two trials, for each token of
 PATIENCE = 3  # trials in a row without a gain, after which what was learned is dropped
 MAX_PASSES = 4  # over what was read; then learning waits for new texts
 MAX_TRIALS = 1000  # that are remembered
+TRIAL_TOKENS = 2048  # of a trial, at most
 VOCABULARY_TOKENS = 4096  # of replies, between two looks at the draft vocabulary: at first,
 MOST_TOKENS = 65_536  # and at most
 MOST_MISSED = 0.01  # of the replies' tokens, that a draft vocabulary may lack
@@ -73,7 +74,6 @@ class OnlineLearner(Learner):
             ever written, only how often the texts have each token.
         trial_seconds: between two comparisons.
         tokens_per_step: tokens of a step of learning.
-        held_back_tokens: tokens of a comparison, at most.
         muon_learning_rate, learning_rate: of hidden matrices, and of all other weights (`MuonWithAdamW`).
 
     Attributes:
@@ -95,15 +95,12 @@ class OnlineLearner(Learner):
         folder: Path | str | None = None,
         trial_seconds: float = 60.0,
         tokens_per_step: int = 512,
-        held_back_tokens: int = 2048,
         muon_learning_rate: float = 0.03,
         learning_rate: float = 3e-4,
-        seed: int = 0,
     ) -> None:
-        counts = {"num_bytes": num_bytes, "tokens_per_step": tokens_per_step, "held_back_tokens": held_back_tokens}
         if not 0 < share <= 1:
             raise ValueError(f"got share {share}: give more than 0 and at most 1")
-        for name, value in counts.items():
+        for name, value in (("num_bytes", num_bytes), ("tokens_per_step", tokens_per_step)):
             if value < 1:
                 raise ValueError(f"got {name} {value}: give at least 1")
         if trial_seconds < 0:
@@ -119,8 +116,7 @@ class OnlineLearner(Learner):
         self.heads, self.share, self.folder = heads, share, None if folder is None else Path(folder)
         self.feature_layers = heads.feature_layers
         self.trial_seconds, self.tokens_per_step = trial_seconds, tokens_per_step
-        self.held_back_tokens = held_back_tokens
-        self.buffer = TextBuffer(num_bytes, seed)
+        self.buffer = TextBuffer(num_bytes)
         self.trials: deque[Trial] = deque(maxlen=MAX_TRIALS)
         self.num_learned = 0
         self._student = copy.deepcopy(heads).float().bind(self.target).eval()  # eval: no dropout
@@ -129,7 +125,7 @@ class OnlineLearner(Learner):
         if getattr(self._student.config, "ttt_steps", 0) > MOST_DEPTHS:
             self._student.config.ttt_steps = MOST_DEPTHS
         self._new_optimizer = partial(MuonWithAdamW, muon_learning_rate=muon_learning_rate, learning_rate=learning_rate)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(0)
         self._lock = threading.Lock()  # of the buffer
         self._better: deque[dict[str, Tensor]] = deque(maxlen=1)  # to be used from the next step on
         self._has_failed = False
@@ -342,7 +338,7 @@ class OnlineLearner(Learner):
 
     def _held_back(self) -> list[SeenText]:
         with self._lock:
-            return self.buffer.held_back(self.held_back_tokens)
+            return self.buffer.held_back(TRIAL_TOKENS)
 
     def _forward(self, batch: TextBatch, loss_fn: Callable[..., Any] | None) -> Any:
         """The student's pass over a batch."""
