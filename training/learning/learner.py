@@ -219,7 +219,11 @@ class OnlineLearner(Learner):
         least = TRIAL_RATIO * sum(len(text.token_ids) for text in texts)
         is_late = time.perf_counter() - seconds >= self.trial_seconds
         if texts and is_late and self.num_learned - learned >= max(least, TRIAL_RATIO * self.tokens_per_step):
-            self._hold_trial()
+            self.compare()
+            try:
+                self.save()
+            except OSError as error:
+                logger.warning("what was learned could not be written: %s. Learning goes on", error)
 
     def compare(self) -> Trial | None:
         """Compares the learned weights, and the first ones, with those in use on the texts that were held back; None =
@@ -237,6 +241,11 @@ class OnlineLearner(Learner):
         is_swapped, is_undone = after > before and after >= first, first > max(before, after)
         trial = Trial(time.time(), *counts, before, after, first, is_swapped, is_undone)
         self.trials.append(trial)
+        what = "the learned" if is_swapped else "the first" if is_undone else "the same"
+        logger.info(
+            "after %d tokens %s weights are in use (acceptance length in use %.3f, learned %.3f, first %.3f)",
+            *(trial.num_tokens, what, before, after, first),
+        )
         self._last_trial = time.perf_counter(), self.num_learned
         self._num_trials, self._num_swaps = self._num_trials + 1, self._num_swaps + (is_swapped or is_undone)
         self._num_failed = 0 if is_swapped or is_undone else self._num_failed + 1
@@ -279,19 +288,6 @@ class OnlineLearner(Learner):
                     logger.exception("learning ends: a step failed. Decoding goes on with the weights in use")
                     return
                 self._rest(begin + (time.thread_time() - busy) / self.share)
-
-    def _hold_trial(self) -> None:
-        trial = self.compare()
-        if trial is not None:
-            what = "the learned" if trial.is_swapped else "the first" if trial.is_undone else "the same"
-            logger.info(
-                "after %d tokens %s weights are in use (acceptance length in use %.3f, learned %.3f, first %.3f)",
-                *(trial.num_tokens, what, trial.before, trial.after, trial.first),
-            )
-            try:
-                self.save()
-            except OSError as error:
-                logger.warning("what was learned could not be written: %s. Learning goes on", error)
 
     def _rest(self, until: float) -> None:
         """Waits while texts are decoded, until this moment."""
