@@ -32,7 +32,7 @@ from draftsmith.inference.serving.protocol import ChatRequest, CompletionOptions
 from draftsmith.inference.serving.replies import ReplyWriter
 from draftsmith.inference.serving.reply import Piece, Reply
 from draftsmith.inference.serving.reply_maker import ReplyMaker
-from draftsmith.inference.serving.scheduler import QueueFullError, Scheduler, StoppingError
+from draftsmith.inference.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -228,13 +228,7 @@ async def _reply(
         raise RequestError(f"the request asks for more than {most} replies: send several", param="n")
     lane = server.maker.choose_lane(body)
     replies = await run_in_threadpool(make_replies)
-    try:
-        server.scheduler.submit(replies, lane)
-    except QueueFullError as error:
-        headers = {"Retry-After": str(error.retry_seconds)}
-        raise RequestError(f"{error}: try again later", status=429, headers=headers) from error
-    except StoppingError as error:
-        raise RequestError(str(error), status=503) from error
+    server.scheduler.submit(replies, lane)
     writer = ReplyWriter(body, replies, server.model, server.maker.token_texts, server.metrics)
     if body.stream:
         return StreamingResponse(_stream(writer, replies, events), media_type="text/event-stream")

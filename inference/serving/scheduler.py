@@ -21,6 +21,7 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafters.base import PREFILL_CHUNK, Drafter
 from draftsmith.inference.learning import Learner
 from draftsmith.inference.openmp import release_workers
+from draftsmith.inference.serving.errors import RequestError
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.metrics import Metrics
 from draftsmith.inference.serving.reply import Reply
@@ -34,19 +35,6 @@ LaneName = tuple[str, str | None]
 PLAIN = "none"
 INTERNAL_ERROR = "internal error: see the server's log"
 PATIENCE_SECONDS = 5.0  # how long replies of other lanes may pass a reply for which there is no lane
-IDLE_SECONDS = 0.5  # how often an idle engine looks whether it is to stop
-
-
-class QueueFullError(Exception):
-    """Too many replies wait. `retry_seconds` is about how long until some have started."""
-
-    def __init__(self, retry_seconds: int) -> None:
-        super().__init__("the server's queue is full")
-        self.retry_seconds = retry_seconds
-
-
-class StoppingError(Exception):
-    """The server takes no more requests."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,6 @@ class Scheduler:
         self._reading: tuple[Reply, LaneName, Generator[int]] | None = None
         self._changed = threading.Condition()
         self._deadline: float | None = None  # set while stopping
-        self._mean_seconds = 1.0  # of replies
         # All drafters, the default one last: what cannot be served shows now.
         for name, drafter in reversed(self.drafters.items()):
             if drafter is not None or name == self.default_name:
@@ -134,17 +121,15 @@ class Scheduler:
         """Queues the replies of one request. For any thread.
 
         Raises:
-            QueueFullError: they do not all fit.
-            StoppingError: the server is about to end.
+            RequestError: they do not all fit, or the server is about to end.
         """
         with self._changed:
             if self._deadline is not None or not self.is_running:
-                raise StoppingError("the server is shutting down")
+                raise RequestError("the server is shutting down", status=503)
             if len(self._waiting) + len(replies) > self.limits.max_waiting:
-                num_turns = 1 + len(self._waiting) // self.limits.max_rows
-                raise QueueFullError(min(60, max(1, round(self._mean_seconds * num_turns))))
+                raise RequestError("the server's queue is full: try again later", status=429)
             for reply in replies:
-                reply.on_end = self._count
+                reply.on_end = self.metrics.count_reply
             self._waiting.extend((reply, lane) for reply in replies)
             self._replies.extend(replies)
             self._changed.notify_all()
@@ -175,8 +160,7 @@ class Scheduler:
         """Whether there is something to do; False when the thread is to end."""
         with self._changed:
             self._tell_learner(is_decoding=bool(self._replies))
-            while not self._replies and self._deadline is None:
-                self._changed.wait(IDLE_SECONDS)
+            self._changed.wait_for(lambda: self._replies or self._deadline is not None)
             self._tell_learner(is_decoding=True)
             if self._deadline is None:
                 return True
@@ -280,12 +264,6 @@ class Scheduler:
             for reply in replies:
                 reply.fail(INTERNAL_ERROR)
             return None
-
-    def _count(self, reply: Reply) -> None:
-        """Counts a reply that ends."""
-        self.metrics.count_reply(reply)
-        if reply.started is not None and reply.ended is not None:
-            self._mean_seconds += 0.1 * (reply.ended - reply.started - self._mean_seconds)
 
     def _forget_ended(self) -> None:
         with self._changed:

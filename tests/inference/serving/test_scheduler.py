@@ -20,8 +20,9 @@ from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.planning.costs import StepCosts
 from draftsmith.inference.planning.planner import Planner
+from draftsmith.inference.serving.errors import RequestError
 from draftsmith.inference.serving.lane import Lane
-from draftsmith.inference.serving.scheduler import Limits, QueueFullError, Scheduler, StoppingError
+from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.state import CATCH_UP, DecodeState
 from draftsmith.inference.step import Step
 from tests.heads.tiny_heads import tiny_heads
@@ -382,9 +383,10 @@ def test_the_queue_is_bounded(oracle: Scheduler) -> None:
     oracle.start()
     options = {"max_new_tokens": 2, "do_sample": False}
     rows = [Arrival(oracle.target, [3], options).make_row() for _ in range(21)]
-    with pytest.raises(QueueFullError) as caught:
+    with pytest.raises(RequestError, match="queue is full") as caught:
         oracle.submit(rows, ("draft", None))
-    assert caught.value.retry_seconds >= 1
+    assert caught.value.status == 429
+    assert "Retry-After" in caught.value.headers
 
 
 def test_stopping_lets_rows_end_for_a_while(oracle: Scheduler) -> None:
@@ -395,7 +397,7 @@ def test_stopping_lets_rows_end_for_a_while(oracle: Scheduler) -> None:
     oracle.submit([short.make_row(started.set)], ("draft", None))
     assert started.wait(SECONDS)
     oracle.stop(SECONDS)
-    with pytest.raises(StoppingError):
+    with pytest.raises(RequestError, match="shutting down"):
         oracle.submit([short.make_row()], ("draft", None))
     oracle.join(SECONDS)
     assert short.pieces[-1].finish_reason == "length"
