@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -199,7 +199,7 @@ async def _read_body(request: Request, kind: type[Body]) -> Body:
 
 
 async def _reply(
-    server: Server, request: Request, body: CompletionOptions, encode: Callable[[], list[list[int]]]
+    server: Server, request: Request, body: CompletionOptions, encode: Callable[[], Iterable[list[int]]]
 ) -> Response:
     if body.model is not None and body.model != server.model:
         raise RequestError(
@@ -220,12 +220,11 @@ async def _reply(
     def make_replies() -> list[Reply]:
         replies: list[Reply] = []
         for prompt in encode():
+            if len(replies) + body.n > (most := server.scheduler.limits.max_waiting):
+                raise RequestError(f"the request asks for more than {most} replies: send several", param="n")
             replies += server.maker.make_replies(prompt, body, partial(send, len(replies)))
         return replies
 
-    most = server.scheduler.limits.max_waiting
-    if body.num_prompts * body.n > most:
-        raise RequestError(f"the request asks for more than {most} replies: send several", param="n")
     lane = server.maker.choose_lane(body)
     replies = await run_in_threadpool(make_replies)
     server.scheduler.submit(replies, lane)

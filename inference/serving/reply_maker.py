@@ -6,7 +6,7 @@ import math
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -71,16 +71,17 @@ class ReplyMaker:
         except ValueError as error:
             raise RequestError(str(error), param=getattr(error, "field", "messages")) from error
 
-    def encode_prompts(self, body: CompletionRequest) -> list[list[int]]:
+    def encode_prompts(self, body: CompletionRequest) -> Iterator[list[int]]:
         """The prompts of a completion, as token ids."""
         is_one = isinstance(body.prompt, str) or (bool(body.prompt) and isinstance(body.prompt[0], int))
         given = cast(list[str | list[int]], [body.prompt] if is_one else body.prompt)
-        prompts = [list(self.tokenizer(each)["input_ids"]) if isinstance(each, str) else each for each in given]
-        if not prompts or not all(prompts):
-            raise RequestError("the prompt is empty: give at least one token", param="prompt")
-        for token in (token for prompt in prompts for token in prompt):
-            self._check_token(token, "prompt")
-        return prompts
+        for each in given or [[]]:
+            prompt = list(self.tokenizer(each)["input_ids"]) if isinstance(each, str) else each
+            if not prompt:
+                raise RequestError("the prompt is empty: give at least one token", param="prompt")
+            for token in prompt:
+                self._check_token(token, "prompt")
+            yield prompt
 
     def _check_token(self, token: int, param: str) -> None:
         if not 0 <= token < self.target.num_embeddings:

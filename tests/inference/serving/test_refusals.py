@@ -47,6 +47,7 @@ def assert_refused(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"nonsense": 1}, "nonsense"),
         ({"temperature": -0.1}, "temperature"),
         ({"max_tokens": 1000}, "max_tokens"),
+        ({"n": 13}, "n"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages"),
         ({"stop": ["x"] * 17}, "stop"),
