@@ -29,7 +29,7 @@ from draftsmith.inference.serving.protocol import (
     CompletionRequest,
 )
 from draftsmith.inference.serving.reply import Piece, Reply, StopStrings
-from draftsmith.inference.serving.scheduler import PLAIN, LaneName
+from draftsmith.inference.serving.scheduler import LaneName
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.inference.streaming.token_texts import TokenTexts
 from draftsmith.inference.targets.target import Target
@@ -257,10 +257,3 @@ class ReplyMaker:
             )
             processors.append(least)
         return [*processors, *self.grammars.read(body.response_format)]
-
-
-def name_drafters(heads: Mapping[str, Drafter]) -> dict[str, Drafter | None]:
-    """The drafters of a server by name: the heads, and plain decoding."""
-    if PLAIN in heads:
-        raise ValueError(f"heads are called {PLAIN!r}, which means plain decoding: rename their folder")
-    return {**heads, PLAIN: None}

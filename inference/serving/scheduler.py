@@ -58,7 +58,7 @@ class Scheduler:
     """Decodes replies in a thread of its own.
 
     Args:
-        drafters: by name, the default one first; None = plain decoding.
+        drafters: by name, the default one first. Plain decoding is the last one, "none".
         tree: of lanes whose requests name no tree, as in `Decoder`.
         limits: decided here, because caches are allocated once.
         learner: improves the default drafter with the replies.
@@ -70,11 +70,10 @@ class Scheduler:
     def __init__(
         self,
         target: Target,
-        drafters: Mapping[str, Drafter | None],
+        drafters: Mapping[str, Drafter],
         *,
         tree: str | None = None,
-        limits: Limits | None = None,
-        metrics: Metrics | None = None,
+        limits: Limits,
         learner: Learner | None = None,
     ) -> None:
         if target.is_encoder_decoder:
@@ -82,8 +81,11 @@ class Scheduler:
         target.refuse_recurrent(
             "replies cannot join a running batch", "decode with generate, or serve with vLLM or SGLang"
         )
-        self.target, self.drafters, self.tree = target, dict(drafters), tree
-        self.limits, self.metrics = limits or Limits(), metrics or Metrics()
+        if PLAIN in drafters:
+            raise ValueError(f"heads are called {PLAIN!r}, which means plain decoding: rename their folder")
+        self.target, self.tree = target, tree
+        self.drafters: dict[str, Drafter | None] = {**drafters, PLAIN: None}
+        self.limits, self.metrics = limits, Metrics()
         self.default_name, self.learner = next(iter(self.drafters)), learner
         if learner is not None:
             self.metrics.watch_learning(lambda: learner.progress)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference import Drafter, Target, generate
+from draftsmith.inference import Target, generate
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.serving.reply import Piece, Reply, StopStrings
@@ -116,7 +116,3 @@ def end(scheduler: Scheduler) -> None:
     scheduler.stop(0.0)
     scheduler.join(SECONDS)
     assert not scheduler.is_running
-
-
-def drafters_of(drafter: Drafter | None) -> dict[str, Drafter | None]:
-    return {"draft": drafter, "none": None}

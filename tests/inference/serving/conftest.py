@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.inference import Target
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.serving.app import create_app
-from draftsmith.inference.serving.reply_maker import name_drafters
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.serving.server import DrainingServer, bind, new_server
 from tests.inference.serving.arrivals import SECONDS
@@ -61,8 +60,7 @@ class Running:
 @contextmanager
 def running(target: Target, tokenizer: Any, *, limits: Limits, **options: Any) -> Iterator[Running]:
     """options: as in `create_app`."""
-    drafters = name_drafters({"oracle": SmallModelDrafter(target)})
-    scheduler = Scheduler(target, drafters, tree="chain:3", limits=limits)
+    scheduler = Scheduler(target, {"oracle": SmallModelDrafter(target)}, tree="chain:3", limits=limits)
     with serve_in_thread(scheduler, tokenizer, **options) as one:
         yield one
 

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import Target
-from draftsmith.inference.serving.reply_maker import name_drafters
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.training.learning.learner import OnlineLearner
 from tests.inference.serving.arrivals import SECONDS
@@ -26,7 +25,7 @@ def test_heads_learn_from_replies_and_texts_stay(
     before = {name: parameter.clone() for name, parameter in heads.named_parameters()}
     learner = OnlineLearner(served_target, heads, share=0.5, trial_seconds=0.0, learning_rate=3e-3, tokens_per_step=64)
     limits = Limits(max_rows=4, max_length=200, max_waiting=12, max_lanes=2)
-    scheduler = Scheduler(served_target, name_drafters({"own": heads}), tree="chain:2", limits=limits, learner=learner)
+    scheduler = Scheduler(served_target, {"own": heads}, tree="chain:2", limits=limits, learner=learner)
     ids = chat_tokenizer(PROMPT)["input_ids"]
     wanted = texts_alone(served_target, chat_tokenizer, ids, max_new_tokens=40)[0]
     options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
@@ -49,7 +48,7 @@ def test_heads_learn_from_replies_and_texts_stay(
 
 
 def test_a_server_without_a_learner_says_so(served_target: Target, chat_tokenizer: PreTrainedTokenizerBase) -> None:
-    scheduler = Scheduler(served_target, name_drafters({}), limits=Limits(max_rows=1, max_length=64))
+    scheduler = Scheduler(served_target, {}, limits=Limits(max_rows=1, max_length=64))
     with serve_in_thread(scheduler, chat_tokenizer) as one:
         assert httpx.get(f"{one.url}/learning").json() == {"learning": None}
         assert one.metric("learning_texts_total") is None

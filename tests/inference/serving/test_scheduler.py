@@ -26,7 +26,7 @@ from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.state import CATCH_UP, DecodeState
 from draftsmith.inference.step import Step
 from tests.heads.tiny_heads import tiny_heads
-from tests.inference.serving.arrivals import SECONDS, Arrival, drafters_of, draw_options, end, serve
+from tests.inference.serving.arrivals import SECONDS, Arrival, draw_options, end, serve
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 
@@ -47,7 +47,7 @@ LIMITS = Limits(max_rows=3, max_length=200, max_waiting=20)
 @pytest.fixture
 def oracle() -> Iterator[Scheduler]:
     target = target_of("llama")
-    scheduler = Scheduler(target, drafters_of(SmallModelDrafter(target)), limits=LIMITS)
+    scheduler = Scheduler(target, {"draft": SmallModelDrafter(target)}, limits=LIMITS)
     yield scheduler
     if scheduler.is_running:
         end(scheduler)
@@ -70,8 +70,8 @@ def test_a_text_depends_on_nobody_else_in_the_batch(name: str) -> None:
     family, make = DRAFTERS[name]
     target = target_of(family)
     drafter = make(target)
-    tree = "chain:3" if name == "staged" else "dynamic"
-    scheduler = Scheduler(target, drafters_of(drafter), tree=tree if drafter else None, limits=LIMITS)
+    tree = None if drafter is None else "chain:3" if name == "staged" else "dynamic"
+    scheduler = Scheduler(target, {} if drafter is None else {"draft": drafter}, tree=tree, limits=LIMITS)
     arrivals = draw_arrivals(target, 12)
     for arrival in arrivals[4::5]:
         arrival.lane = ("none", None)
@@ -89,7 +89,7 @@ def test_a_text_depends_on_nobody_else_in_the_batch(name: str) -> None:
 def test_texts_of_a_batch_invariant_target_in_bfloat16() -> None:
     """Where other rows in a pass would change the rounding, and with it texts."""
     target = Target(tiny_target("llama", dtype=torch.bfloat16)).batch_invariant()
-    scheduler = Scheduler(target, drafters_of(SmallModelDrafter(target)), limits=LIMITS)
+    scheduler = Scheduler(target, {"draft": SmallModelDrafter(target)}, limits=LIMITS)
     arrivals = draw_arrivals(target, 8)
     serve(scheduler, arrivals)
     end(scheduler)
@@ -156,7 +156,7 @@ def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: py
             held.append(int(state.num_pending.max()))
 
     monkeypatch.setattr(DecodeState, "append", note)
-    scheduler = Scheduler(target, drafters_of(tiny_heads("eagle3", target)), tree="auto", limits=LIMITS)
+    scheduler = Scheduler(target, {"draft": tiny_heads("eagle3", target)}, tree="auto", limits=LIMITS)
     draws = random.Random(2)
     options = [{"max_new_tokens": draws.randrange(5, 90), "do_sample": bool(draws.randrange(2))} for _ in range(7)]
     arrivals = [Arrival(target, [3 + number], each, seed=number) for number, each in enumerate(options)]
@@ -226,7 +226,7 @@ def test_long_prompts_are_read_between_the_steps_of_others(monkeypatch: pytest.M
     target = Target(tiny_target("llama", max_position_embeddings=4 * PREFILL_CHUNK))
     drafter = SmallModelDrafter(target)
     limits = Limits(max_rows=2, max_length=3 * PREFILL_CHUNK, max_waiting=4)
-    scheduler = Scheduler(target, drafters_of(drafter), tree="chain:1", limits=limits)
+    scheduler = Scheduler(target, {"draft": drafter}, tree="chain:1", limits=limits)
     long = random_prompt(2 * PREFILL_CHUNK + 9, seed=3)[0].tolist()
     arrivals = [
         Arrival(target, [4, 5, 6], {"max_new_tokens": 30, "do_sample": False}),
@@ -402,7 +402,7 @@ def test_stopping_lets_rows_end_for_a_while(oracle: Scheduler) -> None:
     oracle.join(SECONDS)
     assert short.pieces[-1].finish_reason == "length"
 
-    scheduler = Scheduler(oracle.target, drafters_of(None), limits=LIMITS)
+    scheduler = Scheduler(oracle.target, {}, limits=LIMITS)
     long = Arrival(oracle.target, [3], {"max_new_tokens": 190, "do_sample": False})
     scheduler.start()
     scheduler.submit([long.make_row(lambda: ended.set())], ("draft", None))
@@ -416,4 +416,4 @@ def test_what_cannot_be_served_is_refused() -> None:
         can_copy_rows = False
 
     with pytest.raises(ValueError, match="cannot copy rows"):
-        Scheduler(target_of("llama"), drafters_of(Fixed()), limits=LIMITS)
+        Scheduler(target_of("llama"), {"draft": Fixed()}, limits=LIMITS)
