@@ -26,7 +26,7 @@ from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.request.model_settings import describe_model_settings, find_model_settings
 from draftsmith.inference.serving.app import create_app
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
-from draftsmith.inference.serving.server import bind, new_server
+from draftsmith.inference.serving.server import DrainingServer, address_of, bind
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import (
     DTYPE_HELP,
@@ -187,7 +187,7 @@ def run(args: ServeArguments) -> None:
         api_key=args.api_key or os.environ.get(API_KEY_VARIABLE),
         metrics=args.per_request_spec_decode_metrics,
     )
-    server = new_server(app, drain_seconds=args.drain_seconds)
+    server = DrainingServer(app, drain_seconds=args.drain_seconds)
     size = scheduler.num_bytes / 1e6
     print(
         f"{model} with {', '.join(scheduler.drafters)}: at most {args.max_batch_size} replies of "
@@ -197,7 +197,7 @@ def run(args: ServeArguments) -> None:
     )
     if own := find_model_settings(scheduler.target.model.generation_config, {"do_sample": True}):
         print(f"what requests leave out comes {describe_model_settings(own)}", flush=True)
-    server.announce = lambda address: print(f"serving at {address}/v1 (Ctrl-C ends)", flush=True)
+    print(f"serving at {address_of(port)}/v1 (Ctrl-C ends)", flush=True)  # connections wait until the server runs
     with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when all is over
         server.run(sockets=[port])
     if isinstance(scheduler.learner, OnlineLearner):
