@@ -273,4 +273,3 @@ class Scheduler:
             self.metrics.waiting.set(len(self._waiting))
         num_running = sum(len(lane.replies) for lane in self._lanes.values())
         self.metrics.running.set(num_running + (self._reading is not None))
-        self.metrics.cache_rows.set(num_running)

@@ -43,12 +43,12 @@ def test_heads_learn_from_replies_and_texts_stay(
         progress = httpx.get(f"{one.url}/learning").json()["learning"]
         assert progress["num_texts"] > 8
         assert progress["trials"][0].keys() >= {"before", "after", "is_swapped", "num_tokens"}
-        assert one.metric("learning_texts_total") >= progress["num_texts"]
-        assert one.metric("learning_swaps_total") >= 1.0
+        assert one.metric("learning_texts") >= progress["num_texts"]
+        assert one.metric("learning_swaps") >= 1.0
 
 
 def test_a_server_without_a_learner_says_so(served_target: Target, chat_tokenizer: PreTrainedTokenizerBase) -> None:
     scheduler = Scheduler(served_target, {}, limits=Limits(max_rows=1, max_length=64))
     with serve_in_thread(scheduler, chat_tokenizer) as one:
         assert httpx.get(f"{one.url}/learning").json() == {"learning": None}
-        assert one.metric("learning_texts_total") is None
+        assert one.metric("learning_texts") is None

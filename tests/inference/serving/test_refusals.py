@@ -115,7 +115,7 @@ def test_malformed_bodies(served: Running) -> None:
     assert set(statuses) <= {200, 400, 404}
     assert statuses.count(400) > 75
     served.wait_until_idle()
-    assert served.metric("cache_rows_used") == 0
+    assert served.metric("num_requests_running") == 0
 
 
 def test_a_client_that_goes_away_frees_its_rows(served: Running) -> None:
@@ -135,7 +135,7 @@ def test_a_client_that_goes_away_frees_its_rows(served: Running) -> None:
                 client.post(f"{served.url}/completions", json=endless | {"n": 12})
         served.wait_until_idle()
     assert served.metric("request_success_total", finished_reason="abort") >= before + 6
-    assert served.metric("cache_rows_used") == 0
+    assert served.metric("num_requests_running") == 0
 
 
 def test_keys(served_target: Target, chat_tokenizer: PreTrainedTokenizerBase) -> None:
