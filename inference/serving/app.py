@@ -86,8 +86,7 @@ def create_app(
             if not hmac.compare_digest(given, f"Bearer {server.api_key}".encode()):
                 raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
-    no_docs: dict[str, Any] = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
-    app = FastAPI(title="draftsmith", lifespan=run_engine, dependencies=[Depends(check_key)], **no_docs)
+    app = FastAPI(lifespan=run_engine, dependencies=[Depends(check_key)], openapi_url=None)  # and so no page of its own
     app.state.server = server
     _add_error_handlers(app, server)
     _add_routes(app, server)
@@ -140,7 +139,7 @@ def _add_routes(app: FastAPI, server: Server) -> None:
             "max_model_len": server.maker.max_length,
             "draft_heads": list(server.maker.drafters),
         }
-        return JSONResponse({"object": "list", "data": [entry], "draft_heads": entry["draft_heads"]})
+        return JSONResponse({"object": "list", "data": [entry]})
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:

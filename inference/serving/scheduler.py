@@ -107,11 +107,6 @@ class Scheduler:
         return self.limits.max_lanes * max(lane.num_bytes for lane in self._lanes.values())
 
     @property
-    def num_replies(self) -> int:
-        """Rows that have been submitted and have not ended."""
-        return len(self._replies)
-
-    @property
     def is_running(self) -> bool:
         return self._thread.is_alive()
 
@@ -242,9 +237,6 @@ class Scheduler:
             if not idle:
                 return None
             del self._lanes[min(idle, key=lambda other: self._lanes[other].last_used)]
-        return self._open_lane(name)
-
-    def _open_lane(self, name: LaneName) -> Lane:
         drafter, tree = self.drafters.get(name[0]), name[1] or self.tree
         learner = self.learner if name[0] == self.default_name else None
         decoder = Decoder(self.target, drafter, tree=tree if drafter is not None else None, learner=learner)

@@ -46,7 +46,7 @@ class Running:
     def wait_until_idle(self) -> None:
         """Until no row runs or waits."""
         end = time.monotonic() + SECONDS
-        while self.scheduler.num_replies:
+        while self.scheduler._replies:
             assert time.monotonic() < end, "rows are left"
             time.sleep(0.01)
 
