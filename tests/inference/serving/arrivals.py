@@ -37,7 +37,6 @@ class Arrival:
     options: dict[str, Any]
     seed: int = 0
     lane: LaneName = ("draft", None)
-    stops: tuple[str, ...] = ()
     num_top: int | None = None
     pieces: list[Piece] = field(default_factory=list)
     row: Reply | None = None
@@ -60,7 +59,7 @@ class Arrival:
             request,
             row_seeds(self.seed, 1, "cpu"),
             IncrementalDetokenizer(Words()),
-            StopStrings(self.stops),
+            StopStrings(()),
             take,
             num_top=self.num_top,
         )

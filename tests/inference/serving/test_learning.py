@@ -30,9 +30,8 @@ def test_heads_learn_from_replies_and_texts_stay(
     wanted = texts_alone(served_target, chat_tokenizer, ids, max_new_tokens=40)[0]
     options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
     with learner, serve_in_thread(scheduler, chat_tokenizer) as one, one.client() as client:
-        for _ in range(3):
-            client.completions.create(**options, extra_body={"learn": False})
-            client.completions.create(**options, extra_body={"heads": "none"})
+        client.completions.create(**options, extra_body={"learn": False})
+        client.completions.create(**options, extra_body={"heads": "none"})
         assert learner.progress.num_texts == 0
         end = time.monotonic() + SECONDS
         while not any(trial.is_swapped for trial in learner.progress.trials):

@@ -54,7 +54,6 @@ def assert_refused(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"heads": "absent"}, "heads"),
         ({"heads": "none", "tree": "chain"}, "tree"),
         ({"tree": "/etc/passwd"}, "tree"),
-        ({"tree": "configs/trees/medusa.yaml"}, "tree"),
         ({"tree": "dynamic:9,9,999"}, "tree"),
         ({"tree": "chain:0"}, "tree"),
         ({"tree": "dynamic:16,9999,64"}, "tree"),
@@ -106,14 +105,14 @@ def test_malformed_bodies(served: Running) -> None:
     bodies = [("chat/completions", CHAT | options), ("completions", PLAIN | options | {"prompt": [5, 6, 7]})]
     statuses: list[int] = []
     with httpx.Client(base_url=served.url, timeout=SECONDS, headers={"content-type": "application/json"}) as client:
-        for _ in range(150):
+        for _ in range(60):
             path, body = draws.choice(bodies)
             reply = client.post(f"/{path}", content=spoil(json.dumps(body).encode(), draws))
             statuses.append(reply.status_code)
             if reply.status_code != 200:
                 assert_refused(reply, reply.status_code)
     assert set(statuses) <= {200, 400, 404}
-    assert statuses.count(400) > 75
+    assert statuses.count(400) > 30
     served.wait_until_idle()
     assert served.metric("num_requests_running") == 0
 

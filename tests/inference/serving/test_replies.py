@@ -77,11 +77,6 @@ def test_streams_join_to_the_same_text(served: Running) -> None:
         assert not chunks[-1].choices
         ends = [(c.index, c.finish_reason) for chunk in chunks for c in chunk.choices if c.finish_reason]
         assert sorted(ends) == [(0, "length"), (1, "length")]
-        pieces = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=9, temperature=0, stream=True)
-        text = "".join(piece.choices[0].text for piece in pieces)
-        assert (
-            text == client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=9, temperature=0).choices[0].text
-        )
 
 
 def test_many_async_clients_get_their_own_texts(
@@ -194,8 +189,6 @@ def test_penalties_and_biases_change_a_text_as_generate_does(
         ({"repetition_penalty": 1.9}, {"repetition_penalty": 1.0}, {}),
         ({"sequence_bias": [[[77], 50.0]]}, {"logit_bias": {}}, {}),
         ({"min_p": 0.9}, {"min_p": 0}, SAMPLED),
-        ({"top_p": 0.1}, {"top_p": 1}, {"temperature": 0.9, "seed": 5}),
-        ({"top_k": 1}, {"top_k": 0}, SAMPLED),
         ({"top_k": 1}, {"top_k": -1}, SAMPLED),
         ({"temperature": 0.01}, {"temperature": 1}, {"seed": 5}),
     ],
