@@ -197,14 +197,14 @@ class DistributedDecoder:
         for accepted in chain.round_lengths:
             stats.count_step(accepted)
         stats.num_new_tokens = request.num_new_tokens
-        stats.num_drafted = len(self.timeline.drafts)
+        stats.num_drafted = self.timeline.num_drafted
         stats.num_verify_passes = len(self.timeline.verifications)
         stats.num_target_forwards += stats.num_verify_passes
-        stats.seconds["draft"] = sum(one.ended - one.began for one in self.timeline.drafts)
+        stats.seconds["draft"] = self.timeline.draft_seconds
 
     @property
     def timeline(self) -> Timeline:
-        """Who drafted and verified when, in the last call."""
+        """Who verified what and when, in the last call."""
         return self._coordinator.timeline
 
     def close(self) -> None:
