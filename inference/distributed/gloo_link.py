@@ -179,16 +179,10 @@ def serve_target(target: Target | Any) -> None:
         ValueError: this is rank 0.
         RuntimeError: rank 0 has died, or sent what cannot be read.
     """
-    server = TargetServer(target)
-    serve(server, Greeting.of_target(server.target))
-
-
-def serve(server: TargetServer, greeting: Greeting) -> None:
-    """Lets rank 0 use a server until rank 0 says goodbye; errors as in `serve_target`."""
-    channel = Channel()
+    server, channel = TargetServer(target), Channel()
     if channel.rank == 0:
         raise ValueError("this is rank 0, which drafts and decides: the other ranks call serve_target")
-    sending = channel.send(0, greeting)
+    sending = channel.send(0, Greeting.of_target(server.target))
     while (message := channel.receive(0)) is not None:
         if isinstance(message, Prompt):
             server.begin(message)
