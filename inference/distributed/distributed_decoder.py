@@ -44,7 +44,6 @@ class DistributedDecoder:
         drafter: any `Drafter`.
         lookahead: drafts that wait before a free server verifies them; None = chosen from measured times.
         max_ahead: the most drafts after the committed text. The drafter's buffers hold twice as many.
-        is_coupled: as in `Decoder`.
         timeout: seconds to wait for a server's answer.
         link: another decoder's `link`, whose servers then serve both, one text at a time; None = make one.
 
@@ -62,7 +61,6 @@ class DistributedDecoder:
         *,
         lookahead: int | None = None,
         max_ahead: int = 32,
-        is_coupled: bool = True,
         timeout: float = 300.0,
         link: GlooLink | None = None,
     ) -> None:
@@ -79,7 +77,7 @@ class DistributedDecoder:
         self.target.refuse_recurrent("servers cannot cut their caches back to any length", "use generate")
         self.drafter = drafter.for_target(self.target)
         depth = 2 * max_ahead if self.drafter.max_depth is None else min(2 * max_ahead, self.drafter.max_depth)
-        self._step = Step(self.target, self.drafter, chain_policy(depth), is_coupled=is_coupled)
+        self._step = Step(self.target, self.drafter, chain_policy(depth))
         self.link = link or GlooLink(Greeting.of_target(self.target), timeout=timeout)
         self._coordinator = Coordinator(self.link, lookahead=lookahead, max_ahead=max_ahead, timeout=timeout)
 
