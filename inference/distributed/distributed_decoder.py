@@ -100,15 +100,10 @@ class DistributedDecoder:
             RuntimeError, TimeoutError: a server has died or does not answer.
         """
         with ending(streamer):
-            request, prompt = self._read_call(input_ids, attention_mask, seed, {"streamer": streamer, **options})
-            clock = PhaseClock(GenerationStats(), self.target.device)
-            if streamer is not None:
-                streamer.put(request.given_ids.cpu())
-            with self.target.without_autograd():
-                for _ in self._steps(request, prompt, clock):
-                    pass
-            clock.pause()
-            return GenerationOutput(request.sequences(), clock.stats)
+            stream = self.stream(input_ids, attention_mask, seed=seed, streamer=streamer, **options)
+            for _ in stream:
+                pass
+            return stream.output
 
     def stream(
         self,
@@ -123,19 +118,6 @@ class DistributedDecoder:
 
         Read the stream to its end, or close it, before the next call.
         """
-        request, prompt = self._read_call(input_ids, attention_mask, seed, options)
-        clock = PhaseClock(GenerationStats(), self.target.device)
-        clock.pause()
-        steps = self._stream_steps(self._steps(request, prompt, clock), clock)
-        return TokenStream(steps, lambda: GenerationOutput(request.sequences(), clock.stats), lambda: None)
-
-    def _read_call(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        seed: int | Sequence[int] | None,
-        options: dict[str, Any],
-    ) -> tuple[Request, Prompt]:
         request = make_request(self.target, input_ids, attention_mask, **options)
         request.refuse_media("distributed decoding")
         if request.batch_size > 1:
@@ -143,7 +125,11 @@ class DistributedDecoder:
         if request.keeps_scores or request.keeps_logits:
             raise ValueError("servers send tokens, not scores: leave output_scores and output_logits out")
         seeds = row_seeds(seed, 1, self.target.device).tolist() if request.do_sample else [None]
-        return request, Prompt.of_request(request, seeds[0], self.drafter.feature_layers)
+        prompt = Prompt.of_request(request, seeds[0], self.drafter.feature_layers)
+        clock = PhaseClock(GenerationStats(), self.target.device)
+        clock.pause()
+        steps = self._stream_steps(self._steps(request, prompt, clock), clock)
+        return TokenStream(steps, lambda: GenerationOutput(request.sequences(), clock.stats), lambda: None)
 
     def _stream_steps(self, steps: Iterator[StepTokens], clock: PhaseClock) -> Iterator[StepTokens]:
         with closing(steps):  # type: ignore[type-var]  # a generator
@@ -159,6 +145,8 @@ class DistributedDecoder:
     def _steps(self, request: Request, prompt: Prompt, clock: PhaseClock) -> Iterator[StepTokens]:
         """Yields what the prompt and each answer commit."""
         (row,) = request.rows
+        if request.streamer is not None:
+            request.streamer.put(request.given_ids.cpu())
         state = self._step.new_state(1, request.max_length + self._step.num_slots_after, request.max_padded)
         sampler = prompt.make_sampler(self.target, state.cache.capacity)
         self._coordinator.begin(prompt)
