@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.modules.host_tensors import OnHost
@@ -371,9 +372,9 @@ class OnlineLearner(Learner):
             loss.backward()
         norm = nn.utils.clip_grad_norm_(self._student.parameters(), 1.0)
         if torch.isfinite(norm):  # a target may give states that are not
-            self._warm_up()
             with self._autocast():  # Muon's products
                 self._optimizer.step()
+            self._schedule.step()
         self._optimizer.zero_grad()
         self.num_learned += batch.input_ids.numel()
         return float(loss.detach())
@@ -394,11 +395,4 @@ class OnlineLearner(Learner):
 
     def _restart_optimizer(self) -> None:
         self._optimizer = self._new_optimizer(self._student.named_parameters())
-        self._peaks = [group["lr"] for group in self._optimizer.param_groups]
-        self._num_steps = 0
-
-    def _warm_up(self) -> None:
-        self._num_steps += 1
-        scale = min(1.0, self._num_steps / WARMUP_STEPS)
-        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = scale * peak
+        self._schedule = LinearLR(self._optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS - 1)
