@@ -76,14 +76,14 @@ def test_learning_improves_the_heads_and_never_changes_the_text(kind: str, targe
     decoder = Decoder(target, heads, learner=learner, tree="chain:2")
     options = {"max_new_tokens": 24, "do_sample": False}
     wanted = [Decoder(target).generate(torch.tensor([prompt]), **options).sequences[0].tolist() for prompt in PROMPTS]
-    for number in range(18):
+    for number in range(14):
         prompt = PROMPTS[number % 3]
         text = list(prompt)
         for tokens in decoder.stream(torch.tensor([prompt]), **options):
             text += tokens
             learner.swap()
             if number >= 8 and len(text) == len(prompt) + 4:
-                learner.learn(4)
+                learner.learn(5)
                 learner.compare()
         assert text == wanted[number % 3]
     assert any(trial.is_swapped for trial in learner.progress.trials)
@@ -162,7 +162,7 @@ def test_of_a_prompt_the_end_is_kept(target: Target) -> None:
         assert kept.untyped_storage().nbytes() == kept.nbytes
 
 
-@pytest.mark.parametrize(("kind", "is_fast"), [("eagle3", True), ("kangaroo", True), ("dflash2", False)])
+@pytest.mark.parametrize(("kind", "is_fast"), [("kangaroo", True), ("dflash2", False)])
 def test_with_a_target_in_bfloat16_the_learned_weights_are_float32(
     kind: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +261,7 @@ def test_a_folder_keeps_what_was_learned(target: Target, tmp_path: Path) -> None
     heads = make("mtp", target)
     learner = OnlineLearner(target, heads, folder=tmp_path / "learned", muon_learning_rate=0.05)
     decoder = Decoder(target, heads, learner=learner, tree="chain:2")
-    for number in range(16):
+    for number in range(8):
         decode(decoder, PROMPTS[0] + [number])
     learner.learn(6)
     assert learner.compare() is not None
