@@ -40,7 +40,7 @@ def main() -> None:
     timeline = decoder.timeline
     print(
         f"{output.stats.num_new_tokens} tokens; {len(timeline.verifications)} verifications, of which "
-        f"{timeline.num_wasted} were wasted; {timeline.overlap:.0%} of the drafting was hidden behind them"
+        f"{timeline.num_wasted} were wasted"
     )
 
 

@@ -25,10 +25,8 @@ from draftsmith.heads import DraftHeads
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.request.model_settings import describe_model_settings, find_model_settings
 from draftsmith.inference.serving.app import create_app
-from draftsmith.inference.serving.reply_maker import name_drafters
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
-from draftsmith.inference.serving.server import bind, new_server
-from draftsmith.inference.targets.target import Target
+from draftsmith.inference.serving.server import DrainingServer, address_of, bind
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import (
     DTYPE_HELP,
@@ -148,7 +146,19 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
         drafter = load_drafter(target, tokenizer, **source)
         assert drafter is not None
         drafters[name] = drafter
-    learner = start_learner(args, target, next(iter(drafters.values()))) if args.learn else None
+    learner: OnlineLearner | None = None
+    if args.learn:
+        heads = next(iter(drafters.values()))
+        assert isinstance(heads, DraftHeads)
+        learner = OnlineLearner(
+            target,
+            heads,
+            share=args.learn_share,
+            num_bytes=args.learn_memory << 20,
+            folder=args.learn_dir,
+            trial_seconds=args.learn_seconds,
+        )
+        learner.start()
     if packs_weights(target, args.pack_weights):
         _note("packing the weights")
         target = target.with_packed_weights()
@@ -156,22 +166,7 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     length = min(args.max_length, target.max_length or args.max_length)
     limits = Limits(args.max_batch_size, length, args.max_queue, args.max_lanes)
     _note("allocating the caches")
-    return Scheduler(target, name_drafters(drafters), tree=args.tree, limits=limits, learner=learner), tokenizer
-
-
-def start_learner(args: ServeArguments, target: Target, heads: Drafter) -> OnlineLearner:
-    """Lets heads learn, beside the server, until the program ends."""
-    assert isinstance(heads, DraftHeads)
-    learner = OnlineLearner(
-        target,
-        heads,
-        share=args.learn_share,
-        num_bytes=args.learn_memory << 20,
-        folder=args.learn_dir,
-        trial_seconds=args.learn_seconds,
-    )
-    learner.start()
-    return learner
+    return Scheduler(target, drafters, tree=args.tree, limits=limits, learner=learner), tokenizer
 
 
 def _note(what: str) -> None:
@@ -192,7 +187,7 @@ def run(args: ServeArguments) -> None:
         api_key=args.api_key or os.environ.get(API_KEY_VARIABLE),
         metrics=args.per_request_spec_decode_metrics,
     )
-    server = new_server(app, drain_seconds=args.drain_seconds)
+    server = DrainingServer(app, drain_seconds=args.drain_seconds)
     size = scheduler.num_bytes / 1e6
     print(
         f"{model} with {', '.join(scheduler.drafters)}: at most {args.max_batch_size} replies of "
@@ -202,7 +197,7 @@ def run(args: ServeArguments) -> None:
     )
     if own := find_model_settings(scheduler.target.model.generation_config, {"do_sample": True}):
         print(f"what requests leave out comes {describe_model_settings(own)}", flush=True)
-    server.announce = lambda address: print(f"serving at {address}/v1 (Ctrl-C ends)", flush=True)
+    print(f"serving at {address_of(port)}/v1 (Ctrl-C ends)", flush=True)  # connections wait until the server runs
     with suppress(KeyboardInterrupt):  # uvicorn raises the signal again when all is over
         server.run(sockets=[port])
     if isinstance(scheduler.learner, OnlineLearner):

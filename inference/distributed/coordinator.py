@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from draftsmith.inference.distributed.chain import DraftChain
 from draftsmith.inference.distributed.gloo_link import GlooLink
 from draftsmith.inference.distributed.messages import Answer, Prompt
-from draftsmith.inference.distributed.timeline import Draft, Timeline, Verification
+from draftsmith.inference.distributed.timeline import Timeline, Verification
 
 SMOOTHING = 0.9  # of the measured times that choose the lookahead: a text's typical task outlives one odd one
 
@@ -98,10 +98,11 @@ class Coordinator:
         token = draft(chain)
         if token is None:
             return False
-        now = self.link.now()
-        self.timeline.drafts.append(Draft(chain.end, chain.version, began, now))
+        seconds = self.link.now() - began
+        self.timeline.num_drafted += 1
+        self.timeline.draft_seconds += seconds
         chain.drafts.append(token)
-        self._measure("draft", now - began)
+        self._measure("draft", seconds)
         return True
 
     def _ask(self, chain: DraftChain) -> None:

@@ -44,7 +44,6 @@ class DistributedDecoder:
         drafter: any `Drafter`.
         lookahead: drafts that wait before a free server verifies them; None = chosen from measured times.
         max_ahead: the most drafts after the committed text. The drafter's buffers hold twice as many.
-        is_coupled: as in `Decoder`.
         timeout: seconds to wait for a server's answer.
         link: another decoder's `link`, whose servers then serve both, one text at a time; None = make one.
 
@@ -62,7 +61,6 @@ class DistributedDecoder:
         *,
         lookahead: int | None = None,
         max_ahead: int = 32,
-        is_coupled: bool = True,
         timeout: float = 300.0,
         link: GlooLink | None = None,
     ) -> None:
@@ -79,7 +77,7 @@ class DistributedDecoder:
         self.target.refuse_recurrent("servers cannot cut their caches back to any length", "use generate")
         self.drafter = drafter.for_target(self.target)
         depth = 2 * max_ahead if self.drafter.max_depth is None else min(2 * max_ahead, self.drafter.max_depth)
-        self._step = Step(self.target, self.drafter, chain_policy(depth), is_coupled=is_coupled)
+        self._step = Step(self.target, self.drafter, chain_policy(depth))
         self.link = link or GlooLink(Greeting.of_target(self.target), timeout=timeout)
         self._coordinator = Coordinator(self.link, lookahead=lookahead, max_ahead=max_ahead, timeout=timeout)
 
@@ -102,15 +100,10 @@ class DistributedDecoder:
             RuntimeError, TimeoutError: a server has died or does not answer.
         """
         with ending(streamer):
-            request, prompt = self._read_call(input_ids, attention_mask, seed, {"streamer": streamer, **options})
-            clock = PhaseClock(GenerationStats(), self.target.device)
-            if streamer is not None:
-                streamer.put(request.given_ids.cpu())
-            with self.target.without_autograd():
-                for _ in self._steps(request, prompt, clock):
-                    pass
-            clock.pause()
-            return GenerationOutput(request.sequences(), clock.stats)
+            stream = self.stream(input_ids, attention_mask, seed=seed, streamer=streamer, **options)
+            for _ in stream:
+                pass
+            return stream.output
 
     def stream(
         self,
@@ -125,19 +118,6 @@ class DistributedDecoder:
 
         Read the stream to its end, or close it, before the next call.
         """
-        request, prompt = self._read_call(input_ids, attention_mask, seed, options)
-        clock = PhaseClock(GenerationStats(), self.target.device)
-        clock.pause()
-        steps = self._stream_steps(self._steps(request, prompt, clock), clock)
-        return TokenStream(steps, lambda: GenerationOutput(request.sequences(), clock.stats), lambda: None)
-
-    def _read_call(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        seed: int | Sequence[int] | None,
-        options: dict[str, Any],
-    ) -> tuple[Request, Prompt]:
         request = make_request(self.target, input_ids, attention_mask, **options)
         request.refuse_media("distributed decoding")
         if request.batch_size > 1:
@@ -145,7 +125,11 @@ class DistributedDecoder:
         if request.keeps_scores or request.keeps_logits:
             raise ValueError("servers send tokens, not scores: leave output_scores and output_logits out")
         seeds = row_seeds(seed, 1, self.target.device).tolist() if request.do_sample else [None]
-        return request, Prompt.of_request(request, seeds[0], self.drafter.feature_layers)
+        prompt = Prompt.of_request(request, seeds[0], self.drafter.feature_layers)
+        clock = PhaseClock(GenerationStats(), self.target.device)
+        clock.pause()
+        steps = self._stream_steps(self._steps(request, prompt, clock), clock)
+        return TokenStream(steps, lambda: GenerationOutput(request.sequences(), clock.stats), lambda: None)
 
     def _stream_steps(self, steps: Iterator[StepTokens], clock: PhaseClock) -> Iterator[StepTokens]:
         with closing(steps):  # type: ignore[type-var]  # a generator
@@ -161,6 +145,8 @@ class DistributedDecoder:
     def _steps(self, request: Request, prompt: Prompt, clock: PhaseClock) -> Iterator[StepTokens]:
         """Yields what the prompt and each answer commit."""
         (row,) = request.rows
+        if request.streamer is not None:
+            request.streamer.put(request.given_ids.cpu())
         state = self._step.new_state(1, request.max_length + self._step.num_slots_after, request.max_padded)
         sampler = prompt.make_sampler(self.target, state.cache.capacity)
         self._coordinator.begin(prompt)
@@ -197,14 +183,14 @@ class DistributedDecoder:
         for accepted in chain.round_lengths:
             stats.count_step(accepted)
         stats.num_new_tokens = request.num_new_tokens
-        stats.num_drafted = len(self.timeline.drafts)
+        stats.num_drafted = self.timeline.num_drafted
         stats.num_verify_passes = len(self.timeline.verifications)
         stats.num_target_forwards += stats.num_verify_passes
-        stats.seconds["draft"] = sum(one.ended - one.began for one in self.timeline.drafts)
+        stats.seconds["draft"] = self.timeline.draft_seconds
 
     @property
     def timeline(self) -> Timeline:
-        """Who drafted and verified when, in the last call."""
+        """Who verified what and when, in the last call."""
         return self._coordinator.timeline
 
     def close(self) -> None:

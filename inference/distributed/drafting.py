@@ -32,7 +32,7 @@ class ChainDrafting:
         assert step.policy is not None
         self.drafter: Drafter = step.drafter
         self.reach = step.policy.num_scratch  # nodes that can be expanded
-        self.vocab_size, self.is_coupled = step.target.vocab_size, step.is_coupled
+        self.vocab_size = step.target.vocab_size
         self.sampler, self.cache, self.state = sampler, state.cache, state.draft
         self.device = step.target.device
         self.base, self.version = num_tokens, -1
@@ -89,9 +89,8 @@ class ChainDrafting:
 
     def _pick(self, position: int) -> int | None:
         """The best token at a position, as the target would pick its own."""
-        sampler, noise = self.sampler, None
-        if self.is_coupled:
-            noise = sampler.draw_noise(torch.tensor([position - 1], device=self.device), 1, self.vocab_size)
+        sampler = self.sampler
+        noise = sampler.draw_noise(torch.tensor([position - 1], device=self.device), 1, self.vocab_size)
         sampling = DraftSampling(warp=sampler.warp_draft if sampler.do_sample else None, noise=noise)
         scores, token_ids = sampling.take_best(self.scores, 1)
         score, token = scores.flatten().tolist(), token_ids.flatten().tolist()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.inference.distributed.messages import Answer, Greeting, Prompt, Task
 from draftsmith.inference.distributed.server import TargetServer
-from draftsmith.inference.distributed.wire import MAX_BYTES, Message, decode, encode
+from draftsmith.inference.distributed.wire import Message, decode, encode
 from draftsmith.inference.targets.target import Target
 
 IDLE = timedelta(days=365)  # servers wait for the next text: gloo's own timeout would end them
@@ -52,9 +52,6 @@ class Channel:
         size = torch.zeros(1, dtype=torch.long)
         with self._naming(rank):
             dist.recv(size, rank, group=self._group)
-        if not 0 < int(size) <= MAX_BYTES:
-            raise RuntimeError(f"from rank {rank}: a message of {int(size)} bytes; it has at most {MAX_BYTES}")
-        with self._naming(rank):
             data = torch.empty(int(size), dtype=torch.uint8)
             dist.recv(data, rank, group=self._group)
         try:
@@ -182,16 +179,10 @@ def serve_target(target: Target | Any) -> None:
         ValueError: this is rank 0.
         RuntimeError: rank 0 has died, or sent what cannot be read.
     """
-    server = TargetServer(target)
-    serve(server, Greeting.of_target(server.target))
-
-
-def serve(server: TargetServer, greeting: Greeting) -> None:
-    """Lets rank 0 use a server until rank 0 says goodbye; errors as in `serve_target`."""
-    channel = Channel()
+    server, channel = TargetServer(target), Channel()
     if channel.rank == 0:
         raise ValueError("this is rank 0, which drafts and decides: the other ranks call serve_target")
-    sending = channel.send(0, greeting)
+    sending = channel.send(0, Greeting.of_target(server.target))
     while (message := channel.receive(0)) is not None:
         if isinstance(message, Prompt):
             server.begin(message)

@@ -1,18 +1,8 @@
-"""Timeline: who drafted and who verified when, in one call, and what of it was dropped. Times are rank 0's clock."""
+"""Timeline: who verified what and when, in one call, and what of it was dropped. Times are rank 0's clock."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-
-@dataclass
-class Draft:
-    """A drafted token: its position, the version of the chain, and seconds."""
-
-    position: int
-    version: int
-    began: float
-    ended: float
 
 
 @dataclass
@@ -34,10 +24,12 @@ class Verification:
 @dataclass
 class Timeline:
     """Attributes:
+    num_drafted: drafted tokens; draft_seconds: the time that they took.
     rounds: by version, the position of the target's own token that ended it.
     """
 
-    drafts: list[Draft] = field(default_factory=list)
+    num_drafted: int = 0
+    draft_seconds: float = 0.0
     verifications: list[Verification] = field(default_factory=list)
     rounds: dict[int, int] = field(default_factory=dict)
 
@@ -45,24 +37,3 @@ class Timeline:
     def num_wasted(self) -> int:
         """Verifications that began after a wrong draft: no answer of theirs was used."""
         return sum(one.start >= self.rounds.get(one.version, one.start + 1) for one in self.verifications)
-
-    @property
-    def overlap(self) -> float:
-        """The share of the drafting time in which a server verified."""
-        verifying = [(one.sent, one.received) for one in self.verifications if one.received is not None]
-        drafting = [(one.began, one.ended) for one in self.drafts]
-        seconds = measure_union(drafting)
-        return (seconds + measure_union(verifying) - measure_union(drafting + verifying)) / seconds if seconds else 0.0
-
-
-def measure_union(spans: list[tuple[float, float]]) -> float:
-    """The time that spans cover together.
-
-    >>> measure_union([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0)])
-    3.0
-    """
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total

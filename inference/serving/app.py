@@ -12,7 +12,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,7 +32,7 @@ from draftsmith.inference.serving.protocol import ChatRequest, CompletionOptions
 from draftsmith.inference.serving.replies import ReplyWriter
 from draftsmith.inference.serving.reply import Piece, Reply
 from draftsmith.inference.serving.reply_maker import ReplyMaker
-from draftsmith.inference.serving.scheduler import QueueFullError, Scheduler, StoppingError
+from draftsmith.inference.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,7 @@ def create_app(
             if not hmac.compare_digest(given, f"Bearer {server.api_key}".encode()):
                 raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
-    no_docs: dict[str, Any] = dict.fromkeys(("docs_url", "redoc_url", "openapi_url"))
-    app = FastAPI(title="draftsmith", lifespan=run_engine, dependencies=[Depends(check_key)], **no_docs)
+    app = FastAPI(lifespan=run_engine, dependencies=[Depends(check_key)], openapi_url=None)  # and so no page of its own
     app.state.server = server
     _add_error_handlers(app, server)
     _add_routes(app, server)
@@ -140,7 +139,7 @@ def _add_routes(app: FastAPI, server: Server) -> None:
             "max_model_len": server.maker.max_length,
             "draft_heads": list(server.maker.drafters),
         }
-        return JSONResponse({"object": "list", "data": [entry], "draft_heads": entry["draft_heads"]})
+        return JSONResponse({"object": "list", "data": [entry]})
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -199,7 +198,7 @@ async def _read_body(request: Request, kind: type[Body]) -> Body:
 
 
 async def _reply(
-    server: Server, request: Request, body: CompletionOptions, encode: Callable[[], list[list[int]]]
+    server: Server, request: Request, body: CompletionOptions, encode: Callable[[], Iterable[list[int]]]
 ) -> Response:
     if body.model is not None and body.model != server.model:
         raise RequestError(
@@ -220,21 +219,14 @@ async def _reply(
     def make_replies() -> list[Reply]:
         replies: list[Reply] = []
         for prompt in encode():
+            if len(replies) + body.n > (most := server.scheduler.limits.max_waiting):
+                raise RequestError(f"the request asks for more than {most} replies: send several", param="n")
             replies += server.maker.make_replies(prompt, body, partial(send, len(replies)))
         return replies
 
-    most = server.scheduler.limits.max_waiting
-    if body.num_prompts * body.n > most:
-        raise RequestError(f"the request asks for more than {most} replies: send several", param="n")
     lane = server.maker.choose_lane(body)
     replies = await run_in_threadpool(make_replies)
-    try:
-        server.scheduler.submit(replies, lane)
-    except QueueFullError as error:
-        headers = {"Retry-After": str(error.retry_seconds)}
-        raise RequestError(f"{error}: try again later", status=429, headers=headers) from error
-    except StoppingError as error:
-        raise RequestError(str(error), status=503) from error
+    server.scheduler.submit(replies, lane)
     writer = ReplyWriter(body, replies, server.model, server.maker.token_texts, server.metrics)
     if body.stream:
         return StreamingResponse(_stream(writer, replies, events), media_type="text/event-stream")

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+RETRY_SECONDS = 5  # that clients are asked to wait when the server has too much to do; most replies end by then
+
 
 class RequestError(ValueError):
     """A request that is refused.
 
     Args:
         param: the field of the request that is wrong.
-        headers: of the response.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.param, self.code, self.headers = status, param, code, headers or {}
+        self.status, self.param, self.code = status, param, code
+        self.headers = {"Retry-After": str(RETRY_SECONDS)} if status == 429 else {}
 
     @property
     def body(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Grammars:
 
     def _compile(self, kind: str, response_format: dict[str, Any]) -> Any:
         if not self._lock.acquire(timeout=self.PATIENCE_SECONDS):
-            raise RequestError("other schemas are being compiled: try again", status=429, headers={"Retry-After": "5"})
+            raise RequestError("other schemas are being compiled: try again", status=429)
         try:
             if self._compiler is None:
                 self._compiler = self._new_compiler()

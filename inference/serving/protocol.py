@@ -96,10 +96,6 @@ class CompletionOptions(Strict):
     draft_report: bool = False
     learn: bool = True
 
-    @property
-    def num_prompts(self) -> int:
-        return 1
-
 
 class ChatRequest(CompletionOptions):
     """The body of /v1/chat/completions."""
@@ -125,11 +121,6 @@ class CompletionRequest(CompletionOptions):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: None = None
-
-    @property
-    def num_prompts(self) -> int:
-        is_list = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
-        return len(self.prompt) if is_list else 1
 
     @property
     def num_top(self) -> int | None:

@@ -6,7 +6,7 @@ import math
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,7 @@ from draftsmith.inference.serving.protocol import (
     CompletionRequest,
 )
 from draftsmith.inference.serving.reply import Piece, Reply, StopStrings
-from draftsmith.inference.serving.scheduler import PLAIN, LaneName
+from draftsmith.inference.serving.scheduler import LaneName
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.inference.streaming.token_texts import TokenTexts
 from draftsmith.inference.targets.target import Target
@@ -71,16 +71,17 @@ class ReplyMaker:
         except ValueError as error:
             raise RequestError(str(error), param=getattr(error, "field", "messages")) from error
 
-    def encode_prompts(self, body: CompletionRequest) -> list[list[int]]:
+    def encode_prompts(self, body: CompletionRequest) -> Iterator[list[int]]:
         """The prompts of a completion, as token ids."""
         is_one = isinstance(body.prompt, str) or (bool(body.prompt) and isinstance(body.prompt[0], int))
         given = cast(list[str | list[int]], [body.prompt] if is_one else body.prompt)
-        prompts = [list(self.tokenizer(each)["input_ids"]) if isinstance(each, str) else each for each in given]
-        if not prompts or not all(prompts):
-            raise RequestError("the prompt is empty: give at least one token", param="prompt")
-        for token in (token for prompt in prompts for token in prompt):
-            self._check_token(token, "prompt")
-        return prompts
+        for each in given or [[]]:
+            prompt = list(self.tokenizer(each)["input_ids"]) if isinstance(each, str) else each
+            if not prompt:
+                raise RequestError("the prompt is empty: give at least one token", param="prompt")
+            for token in prompt:
+                self._check_token(token, "prompt")
+            yield prompt
 
     def _check_token(self, token: int, param: str) -> None:
         if not 0 <= token < self.target.num_embeddings:
@@ -256,10 +257,3 @@ class ReplyMaker:
             )
             processors.append(least)
         return [*processors, *self.grammars.read(body.response_format)]
-
-
-def name_drafters(heads: Mapping[str, Drafter]) -> dict[str, Drafter | None]:
-    """The drafters of a server by name: the heads, and plain decoding."""
-    if PLAIN in heads:
-        raise ValueError(f"heads are called {PLAIN!r}, which means plain decoding: rename their folder")
-    return {**heads, PLAIN: None}

@@ -21,6 +21,7 @@ from draftsmith.inference.decoder import Decoder
 from draftsmith.inference.drafters.base import PREFILL_CHUNK, Drafter
 from draftsmith.inference.learning import Learner
 from draftsmith.inference.openmp import release_workers
+from draftsmith.inference.serving.errors import RequestError
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.metrics import Metrics
 from draftsmith.inference.serving.reply import Reply
@@ -34,19 +35,6 @@ LaneName = tuple[str, str | None]
 PLAIN = "none"
 INTERNAL_ERROR = "internal error: see the server's log"
 PATIENCE_SECONDS = 5.0  # how long replies of other lanes may pass a reply for which there is no lane
-IDLE_SECONDS = 0.5  # how often an idle engine looks whether it is to stop
-
-
-class QueueFullError(Exception):
-    """Too many replies wait. `retry_seconds` is about how long until some have started."""
-
-    def __init__(self, retry_seconds: int) -> None:
-        super().__init__("the server's queue is full")
-        self.retry_seconds = retry_seconds
-
-
-class StoppingError(Exception):
-    """The server takes no more requests."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +58,7 @@ class Scheduler:
     """Decodes replies in a thread of its own.
 
     Args:
-        drafters: by name, the default one first; None = plain decoding.
+        drafters: by name, the default one first. Plain decoding is the last one, "none".
         tree: of lanes whose requests name no tree, as in `Decoder`.
         limits: decided here, because caches are allocated once.
         learner: improves the default drafter with the replies.
@@ -82,11 +70,10 @@ class Scheduler:
     def __init__(
         self,
         target: Target,
-        drafters: Mapping[str, Drafter | None],
+        drafters: Mapping[str, Drafter],
         *,
         tree: str | None = None,
-        limits: Limits | None = None,
-        metrics: Metrics | None = None,
+        limits: Limits,
         learner: Learner | None = None,
     ) -> None:
         if target.is_encoder_decoder:
@@ -94,8 +81,11 @@ class Scheduler:
         target.refuse_recurrent(
             "replies cannot join a running batch", "decode with generate, or serve with vLLM or SGLang"
         )
-        self.target, self.drafters, self.tree = target, dict(drafters), tree
-        self.limits, self.metrics = limits or Limits(), metrics or Metrics()
+        if PLAIN in drafters:
+            raise ValueError(f"heads are called {PLAIN!r}, which means plain decoding: rename their folder")
+        self.target, self.tree = target, tree
+        self.drafters: dict[str, Drafter | None] = {**drafters, PLAIN: None}
+        self.limits, self.metrics = limits, Metrics()
         self.default_name, self.learner = next(iter(self.drafters)), learner
         if learner is not None:
             self.metrics.watch_learning(lambda: learner.progress)
@@ -105,7 +95,6 @@ class Scheduler:
         self._reading: tuple[Reply, LaneName, Generator[int]] | None = None
         self._changed = threading.Condition()
         self._deadline: float | None = None  # set while stopping
-        self._mean_seconds = 1.0  # of replies
         # All drafters, the default one last: what cannot be served shows now.
         for name, drafter in reversed(self.drafters.items()):
             if drafter is not None or name == self.default_name:
@@ -116,11 +105,6 @@ class Scheduler:
     def num_bytes(self) -> int:
         """The most bytes of the target's keys and values, in all lanes together."""
         return self.limits.max_lanes * max(lane.num_bytes for lane in self._lanes.values())
-
-    @property
-    def num_replies(self) -> int:
-        """Rows that have been submitted and have not ended."""
-        return len(self._replies)
 
     @property
     def is_running(self) -> bool:
@@ -134,17 +118,15 @@ class Scheduler:
         """Queues the replies of one request. For any thread.
 
         Raises:
-            QueueFullError: they do not all fit.
-            StoppingError: the server is about to end.
+            RequestError: they do not all fit, or the server is about to end.
         """
         with self._changed:
             if self._deadline is not None or not self.is_running:
-                raise StoppingError("the server is shutting down")
+                raise RequestError("the server is shutting down", status=503)
             if len(self._waiting) + len(replies) > self.limits.max_waiting:
-                num_turns = 1 + len(self._waiting) // self.limits.max_rows
-                raise QueueFullError(min(60, max(1, round(self._mean_seconds * num_turns))))
+                raise RequestError("the server's queue is full: try again later", status=429)
             for reply in replies:
-                reply.on_end = self._count
+                reply.on_end = self.metrics.count_reply
             self._waiting.extend((reply, lane) for reply in replies)
             self._replies.extend(replies)
             self._changed.notify_all()
@@ -175,8 +157,7 @@ class Scheduler:
         """Whether there is something to do; False when the thread is to end."""
         with self._changed:
             self._tell_learner(is_decoding=bool(self._replies))
-            while not self._replies and self._deadline is None:
-                self._changed.wait(IDLE_SECONDS)
+            self._changed.wait_for(lambda: self._replies or self._deadline is not None)
             self._tell_learner(is_decoding=True)
             if self._deadline is None:
                 return True
@@ -256,9 +237,6 @@ class Scheduler:
             if not idle:
                 return None
             del self._lanes[min(idle, key=lambda other: self._lanes[other].last_used)]
-        return self._open_lane(name)
-
-    def _open_lane(self, name: LaneName) -> Lane:
         drafter, tree = self.drafters.get(name[0]), name[1] or self.tree
         learner = self.learner if name[0] == self.default_name else None
         decoder = Decoder(self.target, drafter, tree=tree if drafter is not None else None, learner=learner)
@@ -281,16 +259,9 @@ class Scheduler:
                 reply.fail(INTERNAL_ERROR)
             return None
 
-    def _count(self, reply: Reply) -> None:
-        """Counts a reply that ends."""
-        self.metrics.count_reply(reply)
-        if reply.started is not None and reply.ended is not None:
-            self._mean_seconds += 0.1 * (reply.ended - reply.started - self._mean_seconds)
-
     def _forget_ended(self) -> None:
         with self._changed:
             self._replies = [reply for reply in self._replies if not reply.is_over]
             self.metrics.waiting.set(len(self._waiting))
         num_running = sum(len(lane.replies) for lane in self._lanes.values())
         self.metrics.running.set(num_running + (self._reading is not None))
-        self.metrics.cache_rows.set(num_running)

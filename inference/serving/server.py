@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
-
-from draftsmith.inference.serving.scheduler import Scheduler
 
 # After the replies have ended, their last events travel to the clients.
 LAST_EVENTS_SECONDS = 2
@@ -16,22 +13,21 @@ LAST_EVENTS_SECONDS = 2
 
 class DrainingServer(uvicorn.Server):
     """On SIGTERM or SIGINT takes no more requests, lets running replies end for some seconds, and ends the others with
-    an error event.
+    an error event. Call its `run(sockets=[bind(host, port)])`.
 
-    Attributes:
-        announce: called with the address when the server takes requests.
+    Args:
+        app: that `create_app` made.
     """
 
-    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, drain_seconds: float) -> None:
+    def __init__(self, app: FastAPI, *, drain_seconds: float = 10.0) -> None:
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=int(drain_seconds) + LAST_EVENTS_SECONDS,
+            server_header=False,
+        )
         super().__init__(config)
-        self._scheduler, self._drain_seconds = scheduler, drain_seconds
-        self.announce: Callable[[str], None] = lambda address: None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self.announce(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        self._scheduler, self._drain_seconds = app.state.server.scheduler, drain_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._scheduler.stop(self._drain_seconds)  # before the connections are waited for
@@ -39,7 +35,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that keeps the port for `run(sockets=[...])`. Until then connections wait.
+    """A socket that keeps the port for `DrainingServer.run(sockets=[...])`. Until then connections wait.
 
     Raises:
         ValueError: there is no such address, or another program has the port.
@@ -54,12 +50,7 @@ def bind(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def new_server(app: FastAPI, *, drain_seconds: float = 10.0) -> DrainingServer:
-    """A server of an application that `create_app` made; call its `run(sockets=[bind(host, port)])`."""
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        timeout_graceful_shutdown=int(drain_seconds) + LAST_EVENTS_SECONDS,
-        server_header=False,
-    )
-    return DrainingServer(config, app.state.server.scheduler, drain_seconds)
+def address_of(bound: socket.socket) -> str:
+    """The URL of a server on this socket."""
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

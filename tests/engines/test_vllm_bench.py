@@ -29,7 +29,7 @@ def read_counters(address: str) -> dict[str, float]:
     """The server's own counters of drafting, by their names without the prefix."""
     with urllib.request.urlopen(f"{address}/metrics") as answer:
         lines = [line.split() for line in answer.read().decode().splitlines()]
-    prefix, end = "draftsmith:spec_decode_", "_total"
+    prefix, end = "vllm:spec_decode_", "_total"
     totals = [(name.partition("{")[0], float(value)) for name, value in (one for one in lines if len(one) == 2)]
     return {name[len(prefix) : -len(end)]: n for name, n in totals if name.startswith(prefix) and name.endswith(end)}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,25 +36,6 @@ class TextBatch:
     document_ids: Tensor
 
 
-class Texts:
-    """Texts, and the bytes of their states."""
-
-    def __init__(self) -> None:
-        self.texts: deque[SeenText] = deque()
-        self.num_bytes = 0
-
-    def add(self, text: SeenText) -> None:
-        self.texts.append(text)
-        self.num_bytes += count_bytes(text)
-
-    def drop(self, place: int = 0) -> SeenText:
-        """Takes a text out, by default the oldest."""
-        text = self.texts[place]
-        del self.texts[place]
-        self.num_bytes -= count_bytes(text)
-        return text
-
-
 class TextBuffer:
     """Keeps texts in the memory that it is given.
 
@@ -69,11 +50,11 @@ class TextBuffer:
         num_read: tokens taken so far, the ends of prompts included.
     """
 
-    def __init__(self, num_bytes: int, seed: int = 0) -> None:
+    def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.num_texts = self.num_tokens = self.num_read = 0
-        self._random = random.Random(seed)
-        self._recent, self._old, self._held = Texts(), Texts(), Texts()
+        self._random = random.Random(0)
+        self._recent, self._held, self._old = deque[SeenText](), deque[SeenText](), list[SeenText]()
         self._unseen: deque[SeenText] = deque()  # those of the recent ones that no batch had
         self._num_old = 0  # texts that have left the recent ones
 
@@ -86,38 +67,31 @@ class TextBuffer:
         self.num_tokens += num_new
         self.num_read += len(text.token_ids)
         if self.num_texts % HELD_BACK == 0:
-            self._held.add(text)
-            self._shrink(self._held, HELD_SHARE * self.num_bytes)
+            self._held.append(text)
+            drop_oldest(self._held, HELD_SHARE * self.num_bytes)
             return
-        self._recent.add(text)
+        self._recent.append(text)
         self._unseen.append(text)
         room = (1 - HELD_SHARE) / 2 * self.num_bytes
-        for old in self._shrink(self._recent, room):
+        for old in drop_oldest(self._recent, room):
             self._retire(old, room)
-
-    def _shrink(self, kept: Texts, room: float) -> list[SeenText]:
-        """Drops the oldest texts until the others fit."""
-        dropped = []
-        while len(kept.texts) > 1 and kept.num_bytes > room:
-            dropped.append(kept.drop())
-        return dropped
 
     def _retire(self, text: SeenText, room: float) -> None:
         """Reservoir sampling."""
         if self._unseen and self._unseen[0] is text:
             self._unseen.popleft()
         self._num_old += 1
-        size = len(self._old.texts)
-        if self._old.num_bytes + count_bytes(text) > room and self._random.randrange(self._num_old) >= size:
+        is_full = count_bytes([*self._old, text]) > room
+        if is_full and self._random.randrange(self._num_old) >= len(self._old):
             return
-        self._old.add(text)
-        while len(self._old.texts) > 1 and self._old.num_bytes > room:
-            self._old.drop(self._random.randrange(len(self._old.texts) - 1))
+        self._old.append(text)
+        while len(self._old) > 1 and count_bytes(self._old) > room:
+            del self._old[self._random.randrange(len(self._old) - 1)]
 
     @property
     def num_trainable(self) -> int:
         """Texts to learn from."""
-        return len(self._recent.texts) + len(self._old.texts)
+        return len(self._recent) + len(self._old)
 
     def sample(self, num_tokens: int) -> list[SeenText]:
         """About so many tokens to learn from: half of them new, if there are so many, the rest of any age."""
@@ -126,11 +100,9 @@ class TextBuffer:
         while self._unseen and size < num_tokens / 2:
             chosen.append(self._unseen.popleft())
             size += len(chosen[-1].token_ids)
-        num_recent = len(self._recent.texts)
-        while self.num_trainable and size < num_tokens:
-            place = self._random.randrange(self.num_trainable)
-            known, place = (self._recent, place) if place < num_recent else (self._old, place - num_recent)
-            chosen.append(known.texts[place])
+        known = [*self._recent, *self._old]
+        while known and size < num_tokens:
+            chosen.append(known[self._random.randrange(len(known))])
             size += len(chosen[-1].token_ids)
         return chosen
 
@@ -138,7 +110,7 @@ class TextBuffer:
         """The newest texts that nobody learned from, about so many tokens."""
         chosen: list[SeenText] = []
         size = 0
-        for text in reversed(self._held.texts):
+        for text in reversed(self._held):
             if chosen and size + len(text.token_ids) > num_tokens:
                 break
             chosen.append(text)
@@ -146,10 +118,18 @@ class TextBuffer:
         return chosen
 
 
-def count_bytes(text: SeenText) -> int:
-    """Of its states."""
-    tensors = {id(tensor): tensor for tensor in (text.features, text.last_hidden)}
-    return sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+def count_bytes(texts: Iterable[SeenText]) -> int:
+    """Of their states."""
+    tensors = {id(tensor): tensor for text in texts for tensor in (text.features, text.last_hidden)}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def drop_oldest(texts: deque[SeenText], room: float) -> list[SeenText]:
+    """Takes out the oldest texts until the others fit, and returns them."""
+    dropped = []
+    while len(texts) > 1 and count_bytes(texts) > room:
+        dropped.append(texts.popleft())
+    return dropped
 
 
 def join_texts(texts: Sequence[SeenText], device: torch.device) -> TextBatch:

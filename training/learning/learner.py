@@ -21,6 +21,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.modules.host_tensors import OnHost
@@ -45,6 +46,7 @@ TRIAL_RATIO = 3  # tokens that are learned between two trials, for each token of
 PATIENCE = 3  # trials in a row without a gain, after which what was learned is dropped
 MAX_PASSES = 4  # over what was read; then learning waits for new texts
 MAX_TRIALS = 1000  # that are remembered
+TRIAL_TOKENS = 2048  # of a trial, at most
 VOCABULARY_TOKENS = 4096  # of replies, between two looks at the draft vocabulary: at first,
 MOST_TOKENS = 65_536  # and at most
 MOST_MISSED = 0.01  # of the replies' tokens, that a draft vocabulary may lack
@@ -69,11 +71,10 @@ class OnlineLearner(Learner):
         share: of the time, that learning may take while texts are decoded; otherwise it takes all, until it has gone
             four times over what was read.
         num_bytes: of states of decoded texts, in memory only.
-        folder: where the weights in use, the optimizer and counters are kept, and taken from at the start; None =
-            nowhere. No text is ever written, only how often the texts have each token.
+        folder: where the weights in use and counters are kept, and taken from at the start; None = nowhere. No text is
+            ever written, only how often the texts have each token.
         trial_seconds: between two comparisons.
         tokens_per_step: tokens of a step of learning.
-        held_back_tokens: tokens of a comparison, at most.
         muon_learning_rate, learning_rate: of hidden matrices, and of all other weights (`MuonWithAdamW`).
 
     Attributes:
@@ -95,15 +96,12 @@ class OnlineLearner(Learner):
         folder: Path | str | None = None,
         trial_seconds: float = 60.0,
         tokens_per_step: int = 512,
-        held_back_tokens: int = 2048,
         muon_learning_rate: float = 0.03,
         learning_rate: float = 3e-4,
-        seed: int = 0,
     ) -> None:
-        counts = {"num_bytes": num_bytes, "tokens_per_step": tokens_per_step, "held_back_tokens": held_back_tokens}
         if not 0 < share <= 1:
             raise ValueError(f"got share {share}: give more than 0 and at most 1")
-        for name, value in counts.items():
+        for name, value in (("num_bytes", num_bytes), ("tokens_per_step", tokens_per_step)):
             if value < 1:
                 raise ValueError(f"got {name} {value}: give at least 1")
         if trial_seconds < 0:
@@ -119,8 +117,7 @@ class OnlineLearner(Learner):
         self.heads, self.share, self.folder = heads, share, None if folder is None else Path(folder)
         self.feature_layers = heads.feature_layers
         self.trial_seconds, self.tokens_per_step = trial_seconds, tokens_per_step
-        self.held_back_tokens = held_back_tokens
-        self.buffer = TextBuffer(num_bytes, seed)
+        self.buffer = TextBuffer(num_bytes)
         self.trials: deque[Trial] = deque(maxlen=MAX_TRIALS)
         self.num_learned = 0
         self._student = copy.deepcopy(heads).float().bind(self.target).eval()  # eval: no dropout
@@ -129,7 +126,7 @@ class OnlineLearner(Learner):
         if getattr(self._student.config, "ttt_steps", 0) > MOST_DEPTHS:
             self._student.config.ttt_steps = MOST_DEPTHS
         self._new_optimizer = partial(MuonWithAdamW, muon_learning_rate=muon_learning_rate, learning_rate=learning_rate)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(0)
         self._lock = threading.Lock()  # of the buffer
         self._better: deque[dict[str, Tensor]] = deque(maxlen=1)  # to be used from the next step on
         self._has_failed = False
@@ -151,20 +148,13 @@ class OnlineLearner(Learner):
         if state is not None:
             self.heads.write_weights(state.in_use)
             self._student.write_weights(state.in_use)
+            counters = state.counters
+            self._before = counters["num_texts"], counters["num_tokens"], counters["num_learned"]
+            self._num_trials, self._num_swaps = counters["num_trials"], counters["num_swaps"]
+            self.trials.extend(Trial(**trial) for trial in counters["trials"])
         self._in_use = self._student.copy_weights()
         self._counts = self._student.token_counts
         self._restart_optimizer()
-        if state is None:
-            return
-        parameters = dict(self._student.named_parameters())
-        for name, value in state.optimizer.items():
-            parameter, _, kind = name.rpartition("/")
-            self._optimizer.state[parameters[parameter]][kind] = value.to(self.target.device)
-            self._num_steps = WARMUP_STEPS
-        counters = state.counters
-        self._before = counters["num_texts"], counters["num_tokens"], counters["num_learned"]
-        self._num_trials, self._num_swaps = counters["num_trials"], counters["num_swaps"]
-        self.trials.extend(Trial(**trial) for trial in counters["trials"])
 
     # Decoding's side.
 
@@ -230,7 +220,11 @@ class OnlineLearner(Learner):
         least = TRIAL_RATIO * sum(len(text.token_ids) for text in texts)
         is_late = time.perf_counter() - seconds >= self.trial_seconds
         if texts and is_late and self.num_learned - learned >= max(least, TRIAL_RATIO * self.tokens_per_step):
-            self._hold_trial()
+            self.compare()
+            try:
+                self.save()
+            except OSError as error:
+                logger.warning("what was learned could not be written: %s. Learning goes on", error)
 
     def compare(self) -> Trial | None:
         """Compares the learned weights, and the first ones, with those in use on the texts that were held back; None =
@@ -248,6 +242,11 @@ class OnlineLearner(Learner):
         is_swapped, is_undone = after > before and after >= first, first > max(before, after)
         trial = Trial(time.time(), *counts, before, after, first, is_swapped, is_undone)
         self.trials.append(trial)
+        what = "the learned" if is_swapped else "the first" if is_undone else "the same"
+        logger.info(
+            "after %d tokens %s weights are in use (acceptance length in use %.3f, learned %.3f, first %.3f)",
+            *(trial.num_tokens, what, before, after, first),
+        )
         self._last_trial = time.perf_counter(), self.num_learned
         self._num_trials, self._num_swaps = self._num_trials + 1, self._num_swaps + (is_swapped or is_undone)
         self._num_failed = 0 if is_swapped or is_undone else self._num_failed + 1
@@ -271,19 +270,9 @@ class OnlineLearner(Learner):
         return LearningProgress(*counts, self._num_trials, self._num_swaps, tuple(self.trials))
 
     def save(self) -> None:
-        """Writes the weights in use, the optimizer and the counters to the folder, if there is one: whole, or not at
-        all."""
-        if self.folder is None:
-            return
-        own = self._student.copy_weights()
-        is_same = all(torch.equal(own[n], self._in_use[n]) for n in self._student.vocabulary_buffers if n in own)
-        moments = {
-            f"{name}/{kind}": value
-            for name, parameter in self._student.named_parameters()
-            if is_same or "lm_head" not in name.split(".")
-            for kind, value in self._optimizer.state.get(parameter, {}).items()
-        }
-        write_state(self.folder, self.heads, LearnerState(self._in_use, moments, asdict(self.progress), self._origin))
+        """Writes the weights in use and the counters to the folder, if there is one."""
+        if self.folder is not None:
+            write_state(self.folder, self.heads, LearnerState(self._in_use, asdict(self.progress), self._origin))
 
     def _run(self) -> None:
         device = self.target.device
@@ -300,19 +289,6 @@ class OnlineLearner(Learner):
                     logger.exception("learning ends: a step failed. Decoding goes on with the weights in use")
                     return
                 self._rest(begin + (time.thread_time() - busy) / self.share)
-
-    def _hold_trial(self) -> None:
-        trial = self.compare()
-        if trial is not None:
-            what = "the learned" if trial.is_swapped else "the first" if trial.is_undone else "the same"
-            logger.info(
-                "after %d tokens %s weights are in use (acceptance length in use %.3f, learned %.3f, first %.3f)",
-                *(trial.num_tokens, what, trial.before, trial.after, trial.first),
-            )
-            try:
-                self.save()
-            except OSError as error:
-                logger.warning("what was learned could not be written: %s. Learning goes on", error)
 
     def _rest(self, until: float) -> None:
         """Waits while texts are decoded, until this moment."""
@@ -359,7 +335,7 @@ class OnlineLearner(Learner):
 
     def _held_back(self) -> list[SeenText]:
         with self._lock:
-            return self.buffer.held_back(self.held_back_tokens)
+            return self.buffer.held_back(TRIAL_TOKENS)
 
     def _forward(self, batch: TextBatch, loss_fn: Callable[..., Any] | None) -> Any:
         """The student's pass over a batch."""
@@ -396,9 +372,9 @@ class OnlineLearner(Learner):
             loss.backward()
         norm = nn.utils.clip_grad_norm_(self._student.parameters(), 1.0)
         if torch.isfinite(norm):  # a target may give states that are not
-            self._warm_up()
             with self._autocast():  # Muon's products
                 self._optimizer.step()
+            self._schedule.step()
         self._optimizer.zero_grad()
         self.num_learned += batch.input_ids.numel()
         return float(loss.detach())
@@ -419,11 +395,4 @@ class OnlineLearner(Learner):
 
     def _restart_optimizer(self) -> None:
         self._optimizer = self._new_optimizer(self._student.named_parameters())
-        self._peaks = [group["lr"] for group in self._optimizer.param_groups]
-        self._num_steps = 0
-
-    def _warm_up(self) -> None:
-        self._num_steps += 1
-        scale = min(1.0, self._num_steps / WARMUP_STEPS)
-        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = scale * peak
+        self._schedule = LinearLR(self._optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS - 1)

@@ -158,7 +158,7 @@ def test_what_is_counted() -> None:
     decoder = DistributedDecoder(target, drafter, lookahead=4, link=link)
     stats = decoder.generate(prompt, max_new_tokens=NUM_NEW, do_sample=False).stats
     timeline = decoder.timeline
-    assert stats.num_drafted == len(timeline.drafts)
+    assert stats.num_drafted == timeline.num_drafted > 0
     assert stats.num_verify_passes == len(timeline.verifications) == stats.num_target_forwards - 1
     assert stats.num_new_tokens == NUM_NEW
     assert timeline.num_wasted == 0, "all drafts are right"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference import Drafter, Target, generate
+from draftsmith.inference import Target, generate
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.serving.reply import Piece, Reply, StopStrings
@@ -37,7 +37,6 @@ class Arrival:
     options: dict[str, Any]
     seed: int = 0
     lane: LaneName = ("draft", None)
-    stops: tuple[str, ...] = ()
     num_top: int | None = None
     pieces: list[Piece] = field(default_factory=list)
     row: Reply | None = None
@@ -60,7 +59,7 @@ class Arrival:
             request,
             row_seeds(self.seed, 1, "cpu"),
             IncrementalDetokenizer(Words()),
-            StopStrings(self.stops),
+            StopStrings(()),
             take,
             num_top=self.num_top,
         )
@@ -116,7 +115,3 @@ def end(scheduler: Scheduler) -> None:
     scheduler.stop(0.0)
     scheduler.join(SECONDS)
     assert not scheduler.is_running
-
-
-def drafters_of(drafter: Drafter | None) -> dict[str, Drafter | None]:
-    return {"draft": drafter, "none": None}

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.inference import Target
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.serving.app import create_app
-from draftsmith.inference.serving.reply_maker import name_drafters
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
-from draftsmith.inference.serving.server import DrainingServer, bind, new_server
+from draftsmith.inference.serving.server import DrainingServer, address_of, bind
 from tests.inference.serving.arrivals import SECONDS
 from tests.tiny_targets import tiny_target
 
@@ -47,7 +46,7 @@ class Running:
     def wait_until_idle(self) -> None:
         """Until no row runs or waits."""
         end = time.monotonic() + SECONDS
-        while self.scheduler.num_replies:
+        while self.scheduler._replies:
             assert time.monotonic() < end, "rows are left"
             time.sleep(0.01)
 
@@ -61,28 +60,18 @@ class Running:
 @contextmanager
 def running(target: Target, tokenizer: Any, *, limits: Limits, **options: Any) -> Iterator[Running]:
     """options: as in `create_app`."""
-    drafters = name_drafters({"oracle": SmallModelDrafter(target)})
-    scheduler = Scheduler(target, drafters, tree="chain:3", limits=limits)
+    scheduler = Scheduler(target, {"oracle": SmallModelDrafter(target)}, tree="chain:3", limits=limits)
     with serve_in_thread(scheduler, tokenizer, **options) as one:
         yield one
 
 
 @contextmanager
 def serve_in_thread(scheduler: Scheduler, tokenizer: Any, **options: Any) -> Iterator[Running]:
-    server = new_server(create_app(scheduler, tokenizer, model=MODEL, **options), drain_seconds=0.0)
-    addresses: list[str] = []
-    started = threading.Event()
-
-    def announce(address: str) -> None:
-        addresses.append(address)
-        started.set()
-
-    server.announce = announce
-    sockets = [bind("127.0.0.1", 0)]
-    thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, daemon=True)
+    server = DrainingServer(create_app(scheduler, tokenizer, model=MODEL, **options), drain_seconds=0.0)
+    bound = bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
-    assert started.wait(SECONDS)
-    one = Running(addresses[0], scheduler, server, thread)
+    one = Running(address_of(bound), scheduler, server, thread)
     yield one
     one.end()
 

@@ -10,7 +10,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.inference import Target, generate
-from draftsmith.inference.serving.server import bind
 from tests.inference.serving.arrivals import SECONDS
 from tests.inference.serving.conftest import Running
 
@@ -39,13 +38,3 @@ def test_a_fault(
             refused = client.post("/difference", json={**body, "texts": texts})
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == "texts"
-
-
-def test_a_port_that_is_taken(served: Running) -> None:
-    port = int(served.address.rpartition(":")[2])
-    with pytest.raises(ValueError, match=f"--port {port}: .*--port 0"):
-        bind("127.0.0.1", port)
-    with pytest.raises(ValueError, match="--host nowhere"):
-        bind("nowhere.invalid", 0)
-    with bind("127.0.0.1", 0) as free:
-        assert free.getsockname()[1] > 0

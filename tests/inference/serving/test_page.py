@@ -10,7 +10,6 @@ import pytest
 from transformers import PreTrainedModel
 
 from draftsmith.inference import Target
-from draftsmith.inference.serving.reply_maker import name_drafters
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.scripts.shared.model_loading import load_heads
 from tests.conftest import REPOSITORY
@@ -81,7 +80,7 @@ def test_replies(browser: Any, chat_target: PreTrainedModel, chat_tokenizer: Any
     target = Target(chat_target)
     heads = load_heads(str(REPOSITORY / "examples" / "heads" / "eagle3"), target)
     limits = Limits(max_rows=2, max_length=1024, max_waiting=4, max_lanes=2)
-    scheduler = Scheduler(target, name_drafters({"eagle3": heads}), tree="dynamic:4,4,12", limits=limits)
+    scheduler = Scheduler(target, {"eagle3": heads}, tree="dynamic:4,4,12", limits=limits)
     with serve_in_thread(scheduler, chat_tokenizer) as served:
         for page in open_page(browser, served.address):
             page.get_by_label("Compare").check()

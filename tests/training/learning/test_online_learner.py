@@ -13,9 +13,10 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
+from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.inference import Decoder, Target
 from draftsmith.inference.learning import MAX_TOKENS, SeenText, TextStates
+from draftsmith.inference.runners.compiled import Compiler
 from draftsmith.training.features.sources import OnlineFeatures
 from draftsmith.training.learning.buffer import TextBuffer, join_texts
 from draftsmith.training.learning.learner import MOST_PROMPT, OnlineLearner
@@ -23,7 +24,6 @@ from draftsmith.training.learning.trial import measure_acceptance
 from tests.tiny_targets import tiny_target
 
 PROMPTS = [[5, 9, 2, 7], [3, 3, 8], [11, 4, 6, 2, 9, 1]]
-KINDS = sorted(HEAD_TYPES)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def decode(decoder: Decoder, prompt: list[int], **options: Any) -> list[int]:
     return output.sequences[0].tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "kangaroo"])
 def test_states_of_decoding_are_those_of_a_pass_over_the_text(kind: str, target: Target) -> None:
     """Whatever is drafted and accepted, in a batch with rows of their own lengths."""
     heads, seen = make(kind, target), list[SeenText]()
@@ -67,34 +67,33 @@ def test_states_of_decoding_are_those_of_a_pass_over_the_text(kind: str, target:
         assert text.token_ids[: text.num_prompt] in PROMPTS
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "hydra", "block"])
 def test_learning_improves_the_heads_and_never_changes_the_text(kind: str, target: Target) -> None:
-    """Weights change in the middle of streams, too."""
+    """Of heads that draft level by level, all depths at once, path by path, and blocks. Weights change in the middle of
+    streams, too."""
     heads = make(kind, target)
     learner = OnlineLearner(target, heads, muon_learning_rate=0.05, learning_rate=3e-3, tokens_per_step=128)
     decoder = Decoder(target, heads, learner=learner, tree="chain:2")
     options = {"max_new_tokens": 24, "do_sample": False}
     wanted = [Decoder(target).generate(torch.tensor([prompt]), **options).sequences[0].tolist() for prompt in PROMPTS]
-    for number in range(24):
+    for number in range(14):
         prompt = PROMPTS[number % 3]
         text = list(prompt)
         for tokens in decoder.stream(torch.tensor([prompt]), **options):
             text += tokens
             learner.swap()
             if number >= 8 and len(text) == len(prompt) + 4:
-                learner.learn(3)
+                learner.learn(5)
                 learner.compare()
         assert text == wanted[number % 3]
-    # From the first layers of a random target, Kangaroo's adapter learns next to nothing.
-    assert kind == "kangaroo" or any(trial.is_swapped for trial in learner.progress.trials)
+    assert any(trial.is_swapped for trial in learner.progress.trials)
     assert all(trial.after > trial.before for trial in learner.progress.trials if trial.is_swapped)
 
 
 @pytest.mark.parametrize("kind", ["mtp", "medusa", "eagle3", "eagle3-limited"])
-def test_the_draft_vocabulary_follows_the_texts(kind: str, tmp_path: Path) -> None:
+def test_the_draft_vocabulary_follows_the_texts(kind: str, target: Target, tmp_path: Path) -> None:
     """To tokens that the texts have and the training data had not, in the middle of a stream; heads from the folder
     draft them, too."""
-    target = Target.of(tiny_target("llama"))
     everything, size = torch.arange(target.vocab_size, 0, -1), 24
     torch.manual_seed(0)
     if kind == "eagle3":
@@ -163,19 +162,24 @@ def test_of_a_prompt_the_end_is_kept(target: Target) -> None:
         assert kept.untyped_storage().nbytes() == kept.nbytes
 
 
-def test_with_a_target_in_bfloat16_the_learned_weights_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "is_fast"), [("kangaroo", True), ("dflash2", False)])
+def test_with_a_target_in_bfloat16_the_learned_weights_are_float32(
+    kind: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whether this CPU has instructions for bfloat16 or not."""
-    monkeypatch.setattr("draftsmith.training.learning.learner.has_fast_bfloat16", lambda: True)
-    target = Target.of(tiny_target("llama").to(torch.bfloat16))
-    heads = make("eagle3", target)
+    monkeypatch.setattr("draftsmith.training.learning.learner.has_fast_bfloat16", lambda: is_fast)
+    target = Target.of(tiny_target("llama", num_hidden_layers=2).to(torch.bfloat16))
+    heads = make(kind, target).to(torch.bfloat16)
     learner = OnlineLearner(target, heads)
-    decode(Decoder(target, heads, learner=learner), PROMPTS[0])
-    assert learner.learn(2) > 0
+    decoder = Decoder(target, heads, learner=learner, tree="chain:2")
+    for number in range(8):
+        decode(decoder, PROMPTS[0] + [number])
+    assert learner.learn() > 0
+    assert learner.compare() is not None
     assert {parameter.dtype for parameter in learner._student.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "is_packed"), [(torch.float32, False), (torch.bfloat16, True)])
 def test_decoders_draft_with_the_new_weights(dtype: torch.dtype, is_packed: bool) -> None:
     """Also those that draft with copies: of another dtype, of some columns, with packed weights."""
     model = tiny_target("llama").to(dtype)
@@ -211,6 +215,11 @@ def test_decoders_draft_with_the_new_weights(dtype: torch.dtype, is_packed: bool
 def test_compiled_steps_read_the_new_weights(
     target: Target, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def compile_drafting(compiler: Compiler, function: Any, *, drafts: bool = False, **options: Any) -> Any:
+        return compile_all(compiler, function, drafts=True, **options) if drafts else function
+
+    compile_all = Compiler.compile
+    monkeypatch.setattr(Compiler, "compile", compile_drafting)  # the target's graphs would take most of the time
     heads = make("medusa", target)
     decoder = Decoder(target, heads, tree="chain:1", compile=True, learner=OnlineLearner(target, heads))
     eager = Decoder(target, heads, tree="chain:1")
@@ -252,7 +261,7 @@ def test_a_folder_keeps_what_was_learned(target: Target, tmp_path: Path) -> None
     heads = make("mtp", target)
     learner = OnlineLearner(target, heads, folder=tmp_path / "learned", muon_learning_rate=0.05)
     decoder = Decoder(target, heads, learner=learner, tree="chain:2")
-    for number in range(16):
+    for number in range(8):
         decode(decoder, PROMPTS[0] + [number])
     learner.learn(6)
     assert learner.compare() is not None
@@ -263,45 +272,28 @@ def test_a_folder_keeps_what_was_learned(target: Target, tmp_path: Path) -> None
     assert other.progress == learner.progress
     for name, parameter in heads.named_parameters():
         assert torch.equal(parameter, dict(again.named_parameters())[name])
-    for part in ("state", "param_groups"):
-        assert other._optimizer.state_dict()[part].__len__() == learner._optimizer.state_dict()[part].__len__()
     loaded = DraftHeads.from_pretrained(tmp_path / "learned" / "heads")
     assert decode(Decoder(target, loaded), PROMPTS[1]) == decode(Decoder(target), PROMPTS[1])
-    assert not any(b"token_ids" in file.read_bytes() for file in (tmp_path / "learned").glob("*.safetensors"))
+    assert {file.name for file in (tmp_path / "learned").iterdir()} == {"heads", "learner.json"}, "no texts"
 
 
 def test_folders_of_others_are_refused(target: Target, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds other files and no learner\.safetensors"):
+    with pytest.raises(ValueError, match=r"holds other files and no learner\.json"):
         OnlineLearner(target, make("mtp", target), folder=tmp_path)
     with pytest.raises(ValueError, match="is a file"):
         OnlineLearner(target, make("mtp", target), folder=tmp_path / "file")
     (tmp_path / "mtp").mkdir()
-    left = tmp_path / "mtp" / ".learner.safetensors.7.tmp"  # by a process that was killed
-    left.write_bytes(b"half")
-    OnlineLearner(target, make("mtp", target), folder=tmp_path / "mtp").save()
-    assert not left.exists()
+    for left in (".learner.json.7.tmp", "learner.json"):  # by a process that was killed
+        (tmp_path / "mtp" / left).write_bytes(b"half")
+        learner = OnlineLearner(target, make("mtp", target), folder=tmp_path / "mtp")
+    learner.save()
     others = make("mtp", target)
     with torch.no_grad():
         next(others.parameters()).add_(1.0)
     for heads in (make("medusa", target), others):
         with pytest.raises(ValueError, match="holds what other heads than these"):
             OnlineLearner(target, heads, folder=tmp_path / "mtp")
-    (tmp_path / "mtp" / "learner.safetensors").write_bytes(b"half")
-    with pytest.raises(ValueError, match="is damaged"):
-        OnlineLearner(target, make("mtp", target), folder=tmp_path / "mtp")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_heads_of_a_bfloat16_target_learn(kind: str) -> None:
-    target = Target.of(tiny_target("llama", num_hidden_layers=2).to(torch.bfloat16))
-    heads = make(kind, target).to(torch.bfloat16)
-    learner = OnlineLearner(target, heads)
-    decoder = Decoder(target, heads, learner=learner, tree="chain:2")
-    for number in range(8):
-        decode(decoder, PROMPTS[0] + [number])
-    assert learner.learn() > 0
-    assert learner.compare() is not None
 
 
 def test_decoding_goes_on_when_a_learner_fails(target: Target, caplog: pytest.LogCaptureFixture) -> None:
@@ -405,10 +397,9 @@ def test_a_batch_learns_replies_only() -> None:
     assert batch.features[0, :, 0].tolist() == [0] * 5 + [1, 1, 1, 0]
 
 
-@pytest.mark.parametrize("kind", ["mtp", "medusa"])
-def test_acceptance_is_that_of_greedy_chains(kind: str, target: Target) -> None:
+def test_acceptance_is_that_of_greedy_chains(target: Target) -> None:
     """On the target's own greedy texts the measured length is what a decoder has that begins at every slot."""
-    heads, seen = make(kind, target), list[SeenText]()
+    heads, seen = make("mtp", target), list[SeenText]()
     learner = OnlineLearner(target, heads, muon_learning_rate=0.05, learning_rate=3e-3)
     learner.see = lambda text: (seen.append(text), learner.buffer.add(text))  # type: ignore[method-assign]
     decoder = Decoder(target, heads, learner=learner, tree="chain:2")
