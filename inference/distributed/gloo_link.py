@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.inference.distributed.messages import Answer, Greeting, Prompt, Task
 from draftsmith.inference.distributed.server import TargetServer
-from draftsmith.inference.distributed.wire import Message, decode, encode
+from draftsmith.inference.distributed.wire import MAX_BYTES, Message, decode, encode
 from draftsmith.inference.targets.target import Target
 
 IDLE = timedelta(days=365)  # servers wait for the next text: gloo's own timeout would end them
@@ -52,6 +52,9 @@ class Channel:
         size = torch.zeros(1, dtype=torch.long)
         with self._naming(rank):
             dist.recv(size, rank, group=self._group)
+        if not 0 < int(size) <= MAX_BYTES:
+            raise RuntimeError(f"from rank {rank}: a message of {int(size)} bytes; it has at most {MAX_BYTES}")
+        with self._naming(rank):
             data = torch.empty(int(size), dtype=torch.uint8)
             dist.recv(data, rank, group=self._group)
         try:

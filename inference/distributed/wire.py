@@ -15,6 +15,7 @@ from draftsmith.inference.distributed.messages import Answer, Greeting, Prompt, 
 Message: TypeAlias = Greeting | Prompt | Task | Answer | None
 
 VERSION = 1
+MAX_BYTES = 2**31  # of a message; features of 32,768 tokens of a 70B model take 1.6 GB
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Greeting, Prompt, Task, Answer)}
 
 
@@ -24,7 +25,10 @@ def encode(message: Message) -> bytes:
     features = fields.pop("features", None)
     text = json.dumps([VERSION, type(message).__name__, fields]).encode()
     tensors = {"message": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
-    return save(tensors if features is None else {**tensors, "features": features.contiguous()})
+    data = save(tensors if features is None else {**tensors, "features": features.contiguous()})
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"a {type(message).__name__} of {len(data):,} bytes is too long; allowed are {MAX_BYTES:,}")
+    return data
 
 
 def decode(data: bytes) -> Message:

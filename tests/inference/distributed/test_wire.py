@@ -71,6 +71,16 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         decode(data)
 
 
-def test_an_answer_that_lacks_features_is_refused() -> None:
+def test_what_is_too_long_or_lacks_features_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="features of 2 of 3 tokens"):
         decode(encode(Answer(1, 5, [8, 9, 7], FEATURES.T[:2])))
+    monkeypatch.setattr("draftsmith.inference.distributed.wire.MAX_BYTES", 10)
+    with pytest.raises(ValueError, match=r"Task of .* bytes is too long"):
+        encode(Task(1, 4, 5, [7]))
+
+
+@pytest.mark.parametrize("size", [0, -1, 2**31 + 1, 2**62])
+def test_sizes_that_no_message_has_are_refused(channel: Channel, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.setattr(dist, "recv", lambda part, rank, group: part.fill_(size))
+    with pytest.raises(RuntimeError, match=f"rank 3: a message of {size} bytes"):
+        channel.receive(3)
