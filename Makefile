@@ -69,7 +69,7 @@ format: $(STAMP) ## let ruff format and fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lossless: $(STAMP) ## the lossless matrix (writes docs/lossless.md and .json; MATRIX= selects cells), 500 random cases, trained heads on 20 prompts
+lossless: $(STAMP) ## the lossless matrix (writes docs/lossless.md; MATRIX= selects cells), 500 random cases, trained heads on 20 prompts
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.lossless.matrix $(MATRIX)
 	LOSSLESS_PROMPTS=20 LOSSLESS_EXAMPLES=500 $(PYTEST) tests/lossless --timeout 3600 $(ARGS)
 

@@ -81,11 +81,11 @@ def row_seeds(seed: int | Sequence[int] | None, batch_size: int, device: torch.d
         raise ValueError(f"seed is {seed!r}: give one int for all rows, one int per row, or None") from None
     if isinstance(seed, int):
         rows = _int32(torch.arange(batch_size))
-        words = [_mix(key + rows * _GOLDEN) for key in _keys(torch.tensor([_to_int64(seed)]), (3, 4))]
+        words = [_mix(key + rows * _GOLDEN) for key in _keys(torch.tensor([_wrap(seed, 64)]), (3, 4))]
         return _join(*words).to(device)
     if len(seed) != batch_size:
         raise ValueError(f"{len(seed)} seeds for {batch_size} rows: give one int for all rows or one int per row")
-    return torch.tensor([_to_int64(row) for row in seed], dtype=torch.long, device=device)
+    return torch.tensor([_wrap(row, 64) for row in seed], dtype=torch.long, device=device)
 
 
 def derive_seeds(seeds: Tensor, *numbers: int | Tensor) -> Tensor:
@@ -108,14 +108,10 @@ def uniform_noise(seeds: Tensor, count: int) -> Tensor:
     return gumbel_noise(seeds, places, count)[:, 0].neg().exp().neg().exp()
 
 
-def _to_int64(value: int) -> int:
-    """Wraps a Python int of any size into int64's range."""
-    return (int(value) + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _wrap(value: int) -> int:
-    """The int32 with the low 32 bits of `value`."""
-    return (value + (1 << 31)) % (1 << 32) - (1 << 31)
+def _wrap(value: int, num_bits: int = 32) -> int:
+    """The signed integer with the low bits of `value`."""
+    half = 1 << (num_bits - 1)
+    return (value + half) % (2 * half) - half
 
 
 def _int32(values: Tensor) -> Tensor:

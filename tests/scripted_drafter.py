@@ -56,7 +56,7 @@ class ScriptedDrafter(Drafter):
 
     Attributes:
         offered: the (depth, rank) at which true tokens were offered. Not what a policy took of it, and a step accepted:
-            tests/lossless/watched_commits.py notes that.
+            `watch_commits` (tests/lossless/matrix/cases.py) notes that.
         strangers: the (text, position) at which rows were first given other tokens than their text has.
     """
 
@@ -158,10 +158,3 @@ class ScriptedDrafter(Drafter):
         steps = 1 + (torch.stack(turns) + torch.arange(self.num_candidates)) % (self.vocab_size - 1)
         decoys = (truth[..., None] + steps) % self.vocab_size
         return _Script(truth, torch.tensor([len(text) for text in self.texts]), torch.stack(ranks), decoys)
-
-
-class HostDrafter(ScriptedDrafter):
-    """Its scripts are Python: only what surrounds it is compiled."""
-
-    extend = torch._dynamo.disable(ScriptedDrafter.extend)
-    expand = torch._dynamo.disable(ScriptedDrafter.expand)

@@ -129,18 +129,15 @@ class KVCache(Cache):
             self._all_lengths = torch.zeros(batch_size, dtype=torch.long, device=device or specs[0].keys.device)
             self._every_slot = torch.arange(capacity, device=self._all_lengths.device)
         self._windows = tuple(None if spec is None else spec.window for spec in self.layer_specs)
-        self._shown: dict[int, tuple[list[Tensor], list[Tensor], list[Tensor]]] = {}  # by number of rows
         self._show_rows(batch_size)
         self.slots, self.span = self.lengths[:, None], EMPTY
         self._set_view(0, 0)
 
     def _show_rows(self, num_rows: int) -> None:
         """From now on all methods work on the first `num_rows` rows."""
-        if num_rows not in self._shown:
-            shown = {plane: buffer[:, :num_rows] for plane, buffer in self._all_buffers.items()}
-            planes = [shown[plane][number] for plane, number in self._places]
-            self._shown[num_rows] = list(shown.values()), planes[0::2], planes[1::2]
-        self._buffers, self._keys, self._values = self._shown[num_rows]  # keys, values: per layer [B, H, C, width]
+        shown = {plane: buffer[:, :num_rows] for plane, buffer in self._all_buffers.items()}
+        planes = [shown[plane][number] for plane, number in self._places]  # each [B, H, C, width]
+        self._buffers, self._keys, self._values = list(shown.values()), planes[0::2], planes[1::2]
         self.lengths = self._all_lengths[:num_rows]
 
     @property
@@ -315,7 +312,6 @@ class KVCache(Cache):
             lengths = torch.zeros(num_rows, dtype=torch.long, device=self.lengths.device)
             lengths[:shown] = self.lengths
             self._all_lengths = lengths
-        self._shown.clear()
 
     def clear_from(self, num_slots: int) -> None:
         """Zeroes all slots from `num_slots` on that were used."""

@@ -10,7 +10,7 @@ Legend: B rows of the batch as it was given, L length of the row's text, V vocab
 from __future__ import annotations
 
 import copy
-import functools
+import gc
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 _Processor = Callable[[Tensor, Tensor], Tensor]
 _SHARED = (nn.Module, PreTrainedTokenizerBase)
+_NOT_COPIED = (type, types.FunctionType, types.ModuleType)  # by copy.deepcopy either
 
 
 def processors_of_row(processors: Sequence[_Processor], index: int, num_rows: int) -> list[_Processor]:
@@ -83,7 +84,7 @@ def _copy_together(things: Sequence[Any]) -> list[Any]:
     """Deep copies of processors or criteria. Models and tokenizers that they hold are shared, not copied."""
     try:
         seen = set(map(id, things))  # the things themselves are copied, even if they are models
-        shared = {id(held): held for one in things for part in _parts_of(one) for held in _find_shared(part, seen)}
+        shared = {id(held): held for part in gc.get_referents(*things) for held in _find_shared(part, seen)}
         return copy.deepcopy(list(things), shared)
     except Exception as error:
         names = ", ".join(type(one).__name__ for one in things)
@@ -95,28 +96,14 @@ def _copy_together(things: Sequence[Any]) -> list[Any]:
 
 def _find_shared(value: Any, seen: set[int]) -> Iterator[Any]:
     """Yields the models and tokenizers that an object holds, at any depth."""
-    if id(value) in seen:
+    if id(value) in seen or isinstance(value, _NOT_COPIED):
         return
     seen.add(id(value))
     if isinstance(value, _SHARED):
         yield value
         return
-    for part in _parts_of(value):
+    for part in gc.get_referents(value):
         yield from _find_shared(part, seen)
-
-
-def _parts_of(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*value.values()]
-    if isinstance(value, (list, tuple, set)):
-        return [*value]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
-        return [value.__self__]
-    if isinstance(value, (type, types.FunctionType, types.ModuleType, Tensor)):
-        return []
-    return [*getattr(value, "__dict__", {}).values()]
 
 
 def _cut_context(processor: Any, index: int, batch_size: int) -> bool:

@@ -23,7 +23,7 @@ from draftsmith.inference.cache.kv_cache import EMPTY, KVCache, Span
 from draftsmith.inference.cache.shared_rows import SharedRows
 from draftsmith.inference.cache.source import Source, SourceMemory
 from draftsmith.inference.cache.tree_rows import TreeRowsCache
-from draftsmith.inference.kernels.attention import can_use_kernel, fits_kernel
+from draftsmith.inference.kernels.attention import fits_kernel
 from draftsmith.inference.kernels.packed_weights import is_packed, pack
 from draftsmith.inference.kernels.split_rows import find_tile, split_rows
 from draftsmith.inference.targets.backbone import Backbone, PassOutput, TargetOutput
@@ -48,7 +48,7 @@ from draftsmith.inference.targets.parts import (
     take_first_layers,
 )
 from draftsmith.inference.targets.probing.invariance import check_invariance, check_supported, count_min_pass_tokens
-from draftsmith.inference.targets.probing.known_models import describe_model, find_known
+from draftsmith.inference.targets.probing.known_models import KnownModel, describe_model, examining, known_models
 from draftsmith.inference.targets.probing.probe import Capabilities, probe_encoder_decoder, probe_model
 from draftsmith.inference.targets.recurrent.finding import find_recurrence
 from draftsmith.inference.targets.recurrent.proving import check_rollback
@@ -134,15 +134,14 @@ class Target:
         if isinstance(model, Target):
             return model
         description = describe_model(model)
-        known = find_known(model)
-        with known.lock:
-            if known.description != description:
+        with examining:
+            known = known_models.get(model)
+            if known is None or known.description != description:
                 target = cls(model)
             else:
                 target = known.find_target() or cls(model, capabilities=known.capabilities)
                 target.check_again()
-            known.description, known.capabilities = description, target.capabilities
-            known.find_target = weakref.ref(target)
+            known_models[model] = KnownModel(description, target.capabilities, weakref.ref(target))
         return target
 
     def with_packed_weights(self) -> Target:
@@ -169,13 +168,10 @@ class Target:
         return probe_model(self._runnable, self.text_config, self.masks.from_allowed, self.device, layers)
 
     def _choose_masks(self) -> TreeMasks:
-        """Packed masks where the model takes them and something reads them: the kernels, or prompts on a CPU."""
+        """Packed masks where the model takes them and the kernels read them."""
         planes = [plane for spec in self.capabilities.layer_specs if spec for plane in (spec.keys, spec.values)]
         fits = all(fits_kernel(plane.dtype, plane.width) for plane in planes)
-        takes_packed = self.capabilities.takes_packed_masks
-        packs_all = takes_packed and fits and can_use_kernel(self.device)
-        packs_prompts = takes_packed and self.device.type == "cpu"
-        return replace(self.masks, packs_prompts=packs_prompts, packs_all=packs_all)
+        return replace(self.masks, are_packed=self.capabilities.takes_packed_masks and fits)
 
     @property
     def is_encoder_decoder(self) -> bool:

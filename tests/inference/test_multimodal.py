@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import LlavaForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
+from transformers import LlavaForConditionalGeneration
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import (
@@ -225,13 +225,6 @@ class TestPass:
         drafter = ScriptedDrafter([expected[0]], VOCAB_SIZE)
         assert torch.equal(generate(target, drafter, **inputs, tree=TREE, **OPTIONS).sequences, expected)
 
-    def test_prompts_in_which_every_row_is_padded(self) -> None:
-        inputs = prompts_with_media("llava", ROWS)
-        for name in ("input_ids", "attention_mask"):
-            inputs[name] = torch.nn.functional.pad(inputs[name], (300, 0))
-        output = generate(multimodal_target("llava"), None, **inputs, do_sample=False, max_new_tokens=30)
-        assert torch.equal(output.sequences[:, 300:], expected_text("llava"))
-
 
 class TestText:
     @pytest.mark.parametrize("family", FAMILIES)
@@ -312,29 +305,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=reason):
             Target(tiny_multimodal(family))
 
-    def test_whisper(self) -> None:
-        config = WhisperConfig(
-            vocab_size=128,
-            d_model=16,
-            encoder_layers=1,
-            decoder_layers=1,
-            num_mel_bins=8,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=16,
-            decoder_ffn_dim=16,
-            max_source_positions=16,
-            max_target_positions=32,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-            suppress_tokens=None,
-            begin_suppress_tokens=None,
-        )
-        with pytest.raises(ValueError, match="WhisperForConditionalGeneration does not run as an encoder of token ids"):
-            Target(WhisperForConditionalGeneration(config).eval())
-
 
 class _Restless(LlavaForConditionalGeneration):
     """It moves every token after the prompt by three positions."""
@@ -344,14 +314,6 @@ class _Restless(LlavaForConditionalGeneration):
         if not is_first_iteration:
             inputs["position_ids"] = inputs["position_ids"] + 3
         return inputs
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_eager_attention(family: str) -> None:
-    model, inputs = tiny_multimodal(family), prompts_with_media(family, ROWS)
-    model.set_attn_implementation("eager")
-    expected = model.generate(**inputs, **OPTIONS)
-    assert torch.equal(generate(model, scripted(family), **inputs, tree=TREE, **OPTIONS).sequences, expected)
 
 
 class TestProof:

@@ -14,7 +14,6 @@ from torch import Tensor
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, Drafter, NgramDrafter, Target
 from draftsmith.inference.kernels.split_rows import find_tile
-from draftsmith.inference.pipeline import DraftingPipeline
 from draftsmith.inference.runners.compiled import Compiler
 from draftsmith.inference.targets.probing import invariance
 from draftsmith.inference.targets.probing.invariance import check_invariance
@@ -145,9 +144,3 @@ def test_prompts_in_parts() -> None:
     found = decoder.generate(turn, reuse_cache=True, **settings)
     expected = decode(target, None, [turn], max_new_tokens=8, do_sample=False, batch_invariant=True)
     assert torch.equal(torch.stack(found.logits, dim=1), expected[1])
-
-
-def test_the_pipeline_takes_the_option(chat_tokenizer: Any) -> None:
-    model = chat_target(torch.bfloat16).model
-    pipe = DraftingPipeline(model=model, tokenizer=chat_tokenizer, batch_invariant=True)
-    assert pipe.decoder.target.min_pass_tokens > 1

@@ -109,28 +109,6 @@ def test_the_text_is_that_of_transformers_processors(tree: Any, options: dict[st
     assert sum(stats.accepted_histogram[2:]) > 0, "paths of several drafts were accepted"
 
 
-def test_greedy_text_is_that_of_transformers_generate() -> None:
-    model = tiny_target("llama", num_hidden_layers=2, initializer_range=0.3)
-    options: dict[str, Any] = {
-        "do_sample": False,
-        "repetition_penalty": 1.3,
-        "no_repeat_ngram_size": 3,
-        "bad_words_ids": BAD_WORDS,
-        "min_new_tokens": 12,
-        "encoder_repetition_penalty": 1.1,
-        "exponential_decay_length_penalty": (15, 1.1),
-        "begin_suppress_tokens": [11, 12],
-        "num_return_sequences": 1,
-    }
-    options |= {"max_new_tokens": NEW_TOKENS, "eos_token_id": EOS, "pad_token_id": 0}
-    inputs = pad_prompts(PROMPTS)
-    expected = model.generate(**inputs, **options)
-    drafter = ScriptedDrafter(trim(expected, len(PROMPTS)), VOCAB_SIZE)
-    output = Decoder(model, drafter, tree=DynamicTree(3, 3, 10)).generate(**inputs, **options)
-    assert output.sequences.tolist() == expected.tolist()
-    assert sum(output.stats.accepted_histogram[2:]) > 0
-
-
 def test_rows_of_one_prompt_and_a_cache_that_is_used_again() -> None:
     """num_return_sequences, and a second turn that finds the first one in the cache."""
     target = Target(tiny_target("llama", num_hidden_layers=2, initializer_range=0.3))

@@ -33,9 +33,8 @@ from tests.inference.plain_passes import compute_depths
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 from tests.lossless.restless import auto_tree, make_restless, restless
 from tests.params import slow_but
-from tests.scripted_drafter import HostDrafter
 from tests.tiny_multimodal import tiny_multimodal
-from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
+from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
 # torch's compiler warns about parts of torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -43,7 +42,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled": {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "seed": 3},
-    "prefix": {"do_sample": False, "repetition_penalty": 1.3},
 }
 
 
@@ -57,39 +55,6 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def target() -> Target:
     return Target(tiny_target("llama", num_hidden_layers=2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tree", "name"),
-    [(DynamicTree(3, 3, 8), "greedy"), (DynamicTree(3, 3, 8), "sampled"), (chain(3), "prefix")],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_compiled_text_is_the_eager_text(target: Target, tree: Any, name: str) -> None:
-    prompt = random_prompt(12)
-    expected = Decoder(target).generate(prompt, max_new_tokens=60, **SETTINGS[name]).sequences
-    drafter = HostDrafter([expected[0]], VOCAB_SIZE)
-    output = Decoder(target, drafter, tree=tree, compile=True).generate(prompt, max_new_tokens=60, **SETTINGS[name])
-    assert output.sequences.tolist() == expected.tolist()
-    assert min(output.stats.accepted_histogram) > 0, "not every depth was reached"
-
-
-@pytest.mark.slow
-def test_trees_of_all_sizes_share_one_graph(target: Target) -> None:
-    step = Step(target, NgramDrafter(), auto_tree((1, 3), (4, 8), 2), runner=compiled_runner([target.model]))
-    cache = step.new_state(1, 256, 256).cache
-    for buffer in cache._buffers:
-        buffer.normal_(generator=torch.Generator().manual_seed(0))
-    numbers = []
-    with step.active(), torch.no_grad():
-        for length, size in ((5, 4), (70, 8), (200, 6), (30, 4)):
-            parents = torch.tensor([[-1, 0, 1, 0, 2, 1, 3, 0][:size]])
-            tree = TokenTree(random_prompt(size), parents, compute_depths(parents), torch.zeros(1, size), max_depth=3)
-            cache.lengths.fill_(length)
-            logits = step.verify(cache, tree, Span(length, length)).logits
-            numbers.append(count_graphs())
-            torch.testing.assert_close(logits, target.verify(cache, tree).logits, atol=1e-3, rtol=0)
-    assert len(set(numbers)) == 1
 
 
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
@@ -300,7 +265,7 @@ def test_decoders_share_the_graphs_of_their_target(reads_prompts: bool, monkeypa
     """Whichever is first: none makes a graph for each of its trees or prompts."""
     monkeypatch.setattr("draftsmith.inference.runners.compiled._prefers_onednn", lambda dtypes: reads_prompts)
     target = Target(tiny_target("llama", num_hidden_layers=2))
-    prompts = [random_prompt(8), random_prompt(11), random_prompt(8, seed=2).repeat(2, 1)]
+    prompts = [random_prompt(8), random_prompt(11)]
 
     def check(kind: str | None, compiled: bool | Decoder, num_new_graphs: int) -> Decoder:
         """A decoder that decodes as an eager one."""
@@ -318,11 +283,11 @@ def test_decoders_share_the_graphs_of_their_target(reads_prompts: bool, monkeypa
         assert any(output.stats.seconds["compile"] for output in found[1]) == bool(num_new_graphs)
         return decoder
 
-    first = check("eagle3", True, 4)  # one token and trees, of one row and of two
+    first = check("eagle3", True, 2)  # one token and trees
     second = check(None, first, 0)
     for kind in ("medusa", "mtp"):
         check(kind, second, 0)
-    check("medusa", check(None, True, 2), 2)
+    check("medusa", check(None, True, 1), 1)
     assert gc.isenabled()
     other = Target(tiny_target("llama", num_hidden_layers=2, seed=1))
     for target_of_it, refused, why in ((target, Decoder(target), "eager steps"), (other, first, "another target")):

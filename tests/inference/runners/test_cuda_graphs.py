@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +22,7 @@ from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.prefill import finish, prefill
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.runners import cuda_graphs
-from draftsmith.inference.runners.cuda_graphs import CudaGraph, Graphs, graph_runner, state_tensors
+from draftsmith.inference.runners.cuda_graphs import Graphs, state_tensors
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import Step
@@ -33,7 +30,6 @@ from tests.heads.tiny_heads import tiny_heads
 from tests.inference.runners.recorder import Recorded, Recorder, spoil
 from tests.inference.runners.test_stand_in import DRAFTERS
 from tests.lossless.restless import restless
-from tests.lossless.test_real_heads import TRAINED_KINDS, chat_heads, chat_prompts, chat_target
 from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
@@ -54,7 +50,7 @@ def target_for(name: str) -> Target:
     return Target(tiny_target("llama", num_hidden_layers=5 if name == "kangaroo-1" else 2))
 
 
-# By default heads in the target's cache, and plain decoding. Trained heads and n-grams are below.
+# By default heads in the target's cache, and plain decoding. n-grams are below.
 QUICK = {"kangaroo-0", "none"}
 
 
@@ -87,22 +83,6 @@ def test_the_text_is_the_eager_text(name: str) -> None:
         assert recorded.num_replays > 20
         assert not recorded.eager
         assert recorded.used == ALL - {"draft" if drafter is None else "root"}
-
-
-@pytest.mark.parametrize("kind", slow_but({"eagle3"}, TRAINED_KINDS))
-def test_trained_heads(kind: str) -> None:
-    """Some of their drafts are accepted."""
-    target = chat_target(torch.float32)
-    heads, num_accepted = chat_heads(kind, target), 0
-    decoder, eager = (Decoder(target, heads, tree="dynamic:3,4,12") for _ in range(2))
-    recorded = capture(decoder)
-    for prompt, settings in zip(chat_prompts()[:2], (GREEDY, SAMPLED), strict=True):
-        expected, found = (one.generate(prompt, max_new_tokens=24, **settings) for one in (eager, decoder))
-        assert found.sequences.tolist() == expected.sequences.tolist()
-        assert found.stats.accepted_histogram == expected.stats.accepted_histogram
-        num_accepted += sum(found.stats.accepted_histogram[1:])
-    assert not recorded.eager
-    assert num_accepted > 0
 
 
 def test_every_depth_is_accepted_around_a_drafter_whose_state_moves(caplog: pytest.LogCaptureFixture) -> None:
@@ -427,46 +407,3 @@ def test_graphs_need_a_gpu_and_exclude_compile() -> None:
         Decoder(model, graphs=True)
     with pytest.raises(ValueError, match="choose one of them"):
         Decoder(model, graphs=True, compile=True)
-
-
-def test_the_calls_of_torch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With stand-ins of the right signatures; no graph is made."""
-    calls: list[str] = []
-
-    class Stream:
-        device = torch.device("cuda:1")
-
-        def __init__(self, device: torch.device) -> None:
-            assert device == self.device
-
-        def wait_stream(self, stream: Any) -> None:
-            calls.append("own waits" if isinstance(stream, str) else "current waits")
-
-    class Current(str):
-        wait_stream = Stream.wait_stream
-
-    @contextmanager
-    def entered(name: str) -> Iterator[None]:
-        calls.append(name)
-        yield
-        calls.append(f"end of {name}")
-
-    signature = inspect.signature(torch.cuda.graph.__init__)
-
-    def graph(*args: Any, **kwargs: Any) -> Any:
-        assert signature.bind(None, *args, **kwargs).arguments["pool"] == "pool"
-        return entered("capture")
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Current(device))
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: entered("stream"))
-    monkeypatch.setattr(torch.cuda, "graph", graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: calls.append("replay")))
-    made = graph_runner(torch.device("cuda:1")).verify.__self__.graphs["verify"]._new_graph()  # type: ignore[attr-defined]
-    assert isinstance(made, CudaGraph)
-    made.warm_up(lambda: calls.append("run"))
-    made.capture(lambda: calls.append("run"))
-    made.replay()
-    assert calls[:5] == ["own waits", "stream", "run", "end of stream", "current waits"]
-    assert calls[5:] == ["capture", "run", "end of capture", "replay"]

@@ -30,7 +30,6 @@ from tests.tiny_targets import (
     random_prompt,
 )
 
-IMPLEMENTATIONS = ("sdpa", "eager")
 ORDINARY = (*CORE_FAMILIES, "deepseek_v3", "gpt_oss")
 BELOW_WINDOW, BEYOND_WINDOW = (1, 3, 4), (9, 14, 21)
 
@@ -168,26 +167,6 @@ def test_encode_feeds_a_graph_and_needs_no_features() -> None:
     assert layer.weight.grad is not None
     assert layer.weight.grad.abs().sum() > 0
     assert all(parameter.grad is None for parameter in target.model.parameters()), "the target is frozen"
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_masks_are_float_and_one_per_layer_type(implementation: str) -> None:
-    """A boolean mask would be ADDED by eager attention, silently."""
-    allowed = torch.tensor([[[True, False, False], [True, True, False], [True, True, True]]])
-    positions = torch.tensor([[0, 1, 8]])
-    for family, kind in (("llama", Tensor), ("mistral", Tensor), ("gemma3", dict)):
-        masks = Target(calm_target(family, attn_implementation=implementation)).masks.from_allowed(
-            allowed, positions, positions
-        )
-        assert isinstance(masks, kind)
-        for mask in masks.values() if isinstance(masks, dict) else [masks]:
-            assert mask.dtype == torch.float32
-            assert mask.shape == (1, 1, 3, 3)
-        if family == "gemma3":
-            assert set(masks) == {"full_attention", "sliding_attention"}
-    windowed = Target(calm_target("mistral")).masks.from_allowed(allowed, positions, positions)
-    # Window 8: position 8 still sees 1, not 0, and the gap in the slots does not count.
-    assert (windowed[0, 0] == 0).tolist() == [[True, False, False], [True, True, False], [False, True, True]]
 
 
 def test_reused_slots_hold_no_trace() -> None:

@@ -1,4 +1,4 @@
-"""Runs the lossless matrix. A whole run writes docs/lossless.json and the table in docs/lossless.md.
+"""Runs the lossless matrix. A whole run writes the tables in docs/lossless.md.
 
 Exits with 1 if a cell differs or a required place was not reached.
 """
@@ -30,7 +30,7 @@ PARTS = {
     "bfloat16": bfloat16_cells,
 }
 PUBLISHED = ("greedy", "pairs", "trained")  # what a whole run has
-DOCS = REPOSITORY / "docs"
+PAGE = REPOSITORY / "docs" / "lossless.md"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -93,10 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_whole = not options.match and set(options.part) == set(PUBLISHED)
     gaps = find_gaps(results, is_whole=is_whole)
     if is_whole:
-        summary = render.summarise(results, gaps, describe_environment())
-        page = DOCS / "lossless.md"
-        write_text(page, render.replace_between_markers(page.read_text(encoding="utf-8"), summary))
-        write_text(DOCS / "lossless.json", render.to_json(summary))
+        part = render.render(results, gaps, describe_environment())
+        write_text(PAGE, render.replace_between_markers(PAGE.read_text(encoding="utf-8"), part))
     wrong = [result.cell.name for result in results if result.status == DIFFERENT]
     num_tokens = sum(result.outcome.num_tokens for result in results)
     print(f"{num_tokens:,} tokens in {len(results)} cells; {len(wrong)} cells differ")

@@ -12,8 +12,6 @@ from draftsmith.inference import Decoder, SmallModelDrafter, Target
 from draftsmith.inference.cache.recurrent_states import RecurrentStates
 from draftsmith.inference.targets.recurrent.proving import check_rollback
 from draftsmith.training.features.encoding import encode
-from tests.conftest import REPOSITORY
-from tests.inference.targets.recurrent import families_table
 from tests.tiny_targets import RECURRENT_FAMILIES, random_prompt, target_of, tiny_target
 
 pytestmark = pytest.mark.skipif(not RECURRENT_FAMILIES, reason="this release of transformers has no cache for states")
@@ -111,15 +109,6 @@ def test_the_model_is_not_changed(family: str) -> None:
     after = model(prompt, output_hidden_states=True)
     assert torch.equal(after.logits, before.logits)
     assert len(after.hidden_states) == len(before.hidden_states)
-
-
-@pytest.mark.ci
-@pytest.mark.slow  # a target of every family
-def test_the_table_of_families_is_what_is_found() -> None:
-    page = (REPOSITORY / "docs/targets.md").read_text()
-    _, begin, rest = page.partition(families_table.BEGIN)
-    found, end, _ = rest.partition(families_table.END)
-    assert begin + found + end == families_table.render_table()
 
 
 def test_modules_that_come_later_are_refused() -> None:
