@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -112,6 +112,11 @@ class Published(Mapping[str, Tensor]):
     def has(self, pattern: str) -> bool:
         """Whether some tensor's whole name matches."""
         return any(re.fullmatch(pattern, name) for name in self.tensors)
+
+
+def refuse(path: str, *problems: str) -> NoReturn:
+    """Raises ValueError with what is wrong with a checkpoint, one sentence each."""
+    raise ValueError(f"{path} cannot be imported:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
 def is_gguf_file(path: str) -> bool:

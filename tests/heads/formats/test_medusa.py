@@ -59,8 +59,6 @@ def test_the_checkpoint_of_a_whole_model(target: Target) -> None:
     assert f"{name} differs from the target's own" in refusal_of(
         Medusa(), change(published, {name: own[name] + 1}), target
     )
-    other = {name: x + 1 for name, x in own.items()}
-    assert "more tensors of the whole model" in refusal_of(Medusa(), change(published, other), target)
     assert "model.extra has no place" in refusal_of(
         Medusa(), change(published, {"model.extra": torch.zeros(1)}), target
     )

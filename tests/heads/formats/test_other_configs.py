@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from draftsmith.heads.formats.eagle.eagle3 import IDS
 from draftsmith.heads.formats.registry import find_format
 from tests.heads.formats.eagle.checkpoints import CHECKPOINTS, NUM_LAYERS
 from tests.heads.formats.round_trip import change, publish, refusal_of
@@ -34,8 +35,8 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
     ("eagle3", {"draft_vocab_size": 50}, "draft_vocab_size is 50"),
     ("eagle3", {"fc_norm": True}, "fc_norm.0.weight"),
-    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 40]}, "[40] of [2, 4, 40]"),
-    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4]}, "fc.weight is [32, 96]"),
+    ("eagle3", {IDS: [2, 4, 40], "eagle_config": {IDS: [2, 4, 40]}}, "feature_layers [40] do not exist"),
+    ("eagle3", {IDS: [2, 4], "eagle_config": {IDS: [2, 4]}}, "fc.weight is [32, 96]"),
     ("speculators", {"speculators_model_type": "mtp"}, "speculators_model_type is 'mtp'"),
     # speculators itself loads some layers without such a key, silently wrong.
     ("speculators", {"transformer_layer_config": {"model_type": None}}, "model_type"),

@@ -23,7 +23,6 @@ class TestBiasOfEagle1:
         with_bias = change(publish("eagle", target), config={"bias": None})
         assert read(with_bias, target)[1].config.fc_bias
         message = refusal(change(with_bias, {"fc.bias": None}), target)
-        assert "tensor fc.bias is missing" in message
         assert 'config.json has no "bias", which means true' in message
         assert not read(change(with_bias, {"fc.bias": None}, {"bias": False}), target)[1].config.fc_bias
 
