@@ -118,7 +118,7 @@ class Eagle3(Format):
         published, tensors = reading.published, reading.tensors
         if settings.pop("norm_output"):
             reading.refuse("norm_output is true, and P-EAGLE feeds no output back")
-        settings |= {"num_layers": num_layers, "mask_before_fc": True}
+        settings["num_layers"] = num_layers
         if (depths := read_depths(published)) is not None:
             settings.setdefault("num_depths", depths)
         if "mask_hidden" in tensors:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.heads.config import name_of_target
 from draftsmith.heads.formats.eagle.eagle3 import FLAGS, IDS, Eagle3, is_parallel, own_settings
-from draftsmith.heads.formats.eagle.engines import engine_limits, vllm_limits, write_masks
+from draftsmith.heads.formats.eagle.engines import engine_limits, write_masks
 from draftsmith.heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, write_decoder
 from draftsmith.heads.formats.format import Exported, Imported
 from draftsmith.heads.formats.published import OWN_KEY, Published, refuse
@@ -55,7 +55,7 @@ class Speculators(Eagle3):
         return super().read(replace(published, tensors=without_verifier(published, target)), target)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
-        refuse_unwritable(self.title, *engine_limits(config, "vLLM"), *vllm_limits(config))
+        refuse_unwritable(self.title, *engine_limits(config, "vLLM"))
         token, named = write_masks(config, tensors, target)
         named.setdefault("embed_tokens.weight", target_table(target).to(named["fc.weight"].dtype))
         algorithm, cls, depths = _ALGORITHMS[0], "Eagle3DraftModel", config.ttt_steps if token is None else 0
