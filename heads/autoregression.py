@@ -65,11 +65,6 @@ class AutoregressionConfig(WindowedConfig):
         self.own_embedding = own_embedding
         super().__init__(**kwargs)
 
-    @property
-    def biases(self) -> dict[str, bool]:
-        """The arguments of `DraftAttention`."""
-        return {"qkv_bias": self.qkv_bias, "o_bias": self.o_bias}
-
 
 @dataclass
 class AutoregressionState(RowState):

@@ -84,7 +84,7 @@ class EagleLayer(DraftLayer):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        attention = DraftAttention(config, size, size, **config.biases, window=config.window(0))
+        attention = DraftAttention(config, size, size, window=config.window(0))
         self.add_blocks(config, attention, size)
 
 

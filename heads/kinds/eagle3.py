@@ -113,7 +113,7 @@ class Eagle3Layer(DraftLayer):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        attention = DraftAttention(config, 2 * size, size, **config.biases, window=config.window(0))
+        attention = DraftAttention(config, 2 * size, size, window=config.window(0))
         self.add_blocks(config, attention, size)
 
 
@@ -138,9 +138,7 @@ class Eagle3Heads(AutoregressionHeads):
         self.fc = nn.Linear(width, size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.layers = nn.ModuleList(
-            DecoderLayer(
-                config, size, DraftAttention(config, size, size, **config.biases, window=config.window(number))
-            )
+            DecoderLayer(config, size, DraftAttention(config, size, size, window=config.window(number)))
             for number in range(1, config.num_layers)
         )
         self.norm = RMSNorm(size, config.rms_norm_eps)
