@@ -161,7 +161,13 @@ class DecoderConfig(DraftHeadsConfig):
         max_position_embeddings: int = 2048,
         **kwargs: Any,
     ) -> None:
-        check_attention_shape(num_attention_heads, num_key_value_heads, head_dim)
+        if num_attention_heads % num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
+                "the first must be a multiple of the second"
+            )
+        if head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
         self.num_attention_heads = num_attention_heads
         self.num_key_value_heads = num_key_value_heads
         self.head_dim = head_dim
@@ -219,17 +225,6 @@ class WindowedConfig(DecoderConfig):
     def window(self, layer: int) -> int | None:
         """How many of the last accepted positions a draft layer, counted from 0, sees; None = all."""
         return self.sliding_window if self.layer_types is None or self.layer_types[layer] == SLIDING else None
-
-
-def check_attention_shape(num_attention_heads: int, num_key_value_heads: int, head_dim: int) -> None:
-    """Raises ValueError for a shape that no attention layer can have."""
-    if num_attention_heads % num_key_value_heads:
-        raise ValueError(
-            f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
-            "the first must be a multiple of the second"
-        )
-    if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
 
 
 def decoder_settings(config: PreTrainedConfig) -> dict[str, Any]:
