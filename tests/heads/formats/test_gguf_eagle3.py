@@ -32,17 +32,6 @@ from tests.tiny_targets import tiny_target
 KNOWN = GgufEagle3()
 
 
-def test_half_precision(target: Target, tmp_path: Path) -> None:
-    dtype = torch.bfloat16
-    heads: Any = plain_eagle3(target, draft_vocab_size=40).to(dtype)
-    published = open_published(str(write(export_heads(KNOWN, heads), tmp_path)))
-    assert published["blk.0.attn_v.weight"].dtype == dtype
-    assert published["blk.0.attn_norm.weight"].dtype == torch.float32
-    found = import_heads(KNOWN, published, target)
-    for name, tensor in heads.state_dict().items():
-        assert torch.equal(found.state_dict()[name].to(tensor.dtype), tensor), name
-
-
 def test_quantized_files_are_read_as_float32(target: Target, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     heads = plain_eagle3(target, draft_vocab_size=40)
@@ -156,10 +145,9 @@ class TestFiles:
         with pytest.raises(ValueError, match=rf"eagle3\.gguf holds EAGLE-3 heads in GGUF\. Pass target=model.*{file}"):
             DraftHeads.from_pretrained(file)
 
-    @pytest.mark.parametrize("size", [3, -50])
-    def test_a_truncated_file(self, size: int, target: Target, tmp_path: Path) -> None:
+    def test_a_truncated_file(self, target: Target, tmp_path: Path) -> None:
         folder = write(export_heads(KNOWN, plain_eagle3(target)), tmp_path)
         file = folder / "eagle3.gguf"
-        file.write_bytes(file.read_bytes()[:size])
+        file.write_bytes(file.read_bytes()[:-50])
         with pytest.raises(ValueError, match=r"eagle3\.gguf is no GGUF file, or it is damaged or truncated"):
             open_published(str(folder))

@@ -15,9 +15,8 @@ from torch import Tensor
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.eagle.eagle4 import DOWN, UP, Eagle4
 from draftsmith.heads.formats.published import Published
-from draftsmith.heads.formats.registry import recognize
 from draftsmith.inference import Target
-from tests.heads.formats.eagle.checkpoints import read, refusal
+from tests.heads.formats.eagle.checkpoints import refusal
 from tests.heads.formats.round_trip import (
     assert_damage_is_named,
     assert_lost_keys_are_refused,
@@ -100,10 +99,3 @@ def test_what_is_not_known_is_refused(
     tensors: dict[str, Tensor | None], config: dict[str, Any], message: str, target: Target
 ) -> None:
     assert message in refusal(change(publish(target), tensors, config), target)
-
-
-def test_a_candidate_head_that_is_computed_has_no_tensors(target: Target) -> None:
-    published = change(publish(target), {UP: None, DOWN: None})
-    assert isinstance(recognize(published), Eagle4)
-    imported, _ = read(published, target)
-    assert not any("candidate head" in note for note in imported.notes)
