@@ -23,8 +23,7 @@ from draftsmith.inference.trees.token_tree import TokenTree
 from draftsmith.training.features.encoding import encode
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
-from tests.heads.kinds import slow_layer
-from tests.heads.kinds.slow_layer import norm, turn
+from tests.heads.kinds.slow_layer import run_block
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt
 
@@ -40,33 +39,12 @@ every_switch = pytest.mark.parametrize("overrides", SWITCHES.values(), ids=SWITC
 
 
 def draft_slowly(heads: BlockHeads, features: Tensor, token_ids: list[int], slot: int) -> tuple[list[Tensor], Tensor]:
-    """[K][V] logits and [K] confidences after one slot: one row of the block at a time, as in the papers' equations.
-    The Markov bias reads the tokens of `token_ids`."""
+    """[K][V] logits and [K] confidences after one slot, as in the papers' equations. The Markov bias reads the
+    tokens of `token_ids`."""
     config, weights = heads.config, heads.state_dict()
     table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
-    size, eps, theta = config.head_dim, config.rms_norm_eps, config.rope_parameters["rope_theta"]
-    repeats = config.num_attention_heads // config.num_key_value_heads
-    context = [norm(weights["fc.weight"] @ features[t], weights["hidden_norm.weight"], eps) for t in range(slot + 1)]
-    hidden = [table[token_ids[slot + 1]]] + [weights["mask_embedding"]] * (config.block_size - 1)
-    for layer in range(config.num_layers):
-        weight = slow_layer.layer_weights(weights, f"layers.{layer}.")
-        normed = [norm(x, weight["input_layernorm.weight"], eps) for x in hidden]
-        keys, values = [], []
-        for position, x in enumerate([*context, *normed]):
-            key = norm((weight["self_attn.k_proj.weight"] @ x).view(-1, size), weight["self_attn.k_norm.weight"], eps)
-            keys.append(turn(key, position, theta).repeat_interleave(repeats, 0))
-            values.append((weight["self_attn.v_proj.weight"] @ x).view(-1, size).repeat_interleave(repeats, 0))
-        outputs = []
-        for row, x in enumerate(normed):
-            q = norm((weight["self_attn.q_proj.weight"] @ x).view(-1, size), weight["self_attn.q_norm.weight"], eps)
-            q = turn(q, slot + 1 + row, theta)
-            last = slot + 1 + (row if config.is_causal else config.block_size - 1)
-            scores = torch.stack([(q * key).sum(-1) / math.sqrt(size) for key in keys[: last + 1]])
-            attended = (scores.softmax(0)[..., None] * torch.stack(values[: last + 1])).sum(0)
-            after = hidden[row] + weight["self_attn.o_proj.weight"] @ attended.flatten()
-            outputs.append(slow_layer.finish(weight, config, after))
-        hidden = outputs
-    hidden = [norm(x, weights["norm.weight"], eps) for x in hidden]
+    block = torch.stack([table[token_ids[slot + 1]]] + [weights["mask_embedding"]] * (config.block_size - 1))
+    hidden = run_block(weights, config, features[: slot + 1], block, is_causal=config.is_causal)
     logits, confidences = [], []
     for k, state in enumerate(hidden if config.predicts_at_anchor else hidden[1:]):
         scores = heads.target.lm_head(state)
