@@ -43,7 +43,7 @@ _SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediat
 
 
 def _names(num_heads: int, num_layers: int, *, has_prefix: bool) -> dict[str, str]:
-    """Our name -> theirs, for heads with biases and untied LM heads."""
+    """Our name -> theirs, for heads with biases."""
     names = {}
     for i in range(num_heads):
         for block in range(num_layers):
@@ -85,11 +85,9 @@ class Hydra(Format):
             refuse(published.path, unlike)
         optional = [name for name in names if re.fullmatch(r"(mlps\..*\.residual|lm_head\.\d+)\.bias", name)]
         use_biases = not all(_is_zero_bias(found, name) for name in optional if name in found)
-        is_tied = num_heads > 1 and all(_are_equal(found, f"lm_head.{i}", "lm_head.0") for i in range(1, num_heads))
         settings: dict[str, Any] = {
             "num_heads": num_heads,
             "num_layers": num_layers,
-            "tie_lm_head": is_tied,
             "use_prefix_attention": has_prefix,
             "use_prefix_norm": has_prefix,
             "use_embedding_norm": False,
@@ -101,10 +99,8 @@ class Hydra(Format):
             settings["rope_parameters"] = _prefix_rope(target)
         if lost := [f"tensor {names[name]} is missing" for name in optional if name not in found]:
             refuse(published.path, *lost)
-        dropped = [] if use_biases else optional
-        if is_tied:
-            dropped += [f"lm_head.{i}.{part}" for i in range(1, num_heads) for part in ("weight", "bias")]
-        found = {name: x for name, x in found.items() if name not in dropped}
+        if not use_biases:
+            found = {name: x for name, x in found.items() if name not in optional}
         return Imported("hydra", settings, found, names)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
@@ -119,9 +115,8 @@ class Hydra(Format):
             )
         written = {}
         for ours, theirs in names.items():
-            name = re.sub(r"^lm_head\.\d+", "lm_head.0", ours) if config.tie_lm_head else ours
             # Their loader leaves what is missing at random values.
-            written[theirs] = tensors[name] if name in tensors else _zero_bias(tensors, name)
+            written[theirs] = tensors[ours] if ours in tensors else _zero_bias(tensors, ours)
         settings = {
             "hydra_num_heads": config.num_heads,
             "hydra_num_layers": config.num_layers,
@@ -150,11 +145,6 @@ def _is_zero_bias(tensors: Mapping[str, Tensor], name: str) -> bool:
         and bias.shape == weight.shape[:1]
         and not bias.any()
     )
-
-
-def _are_equal(tensors: Mapping[str, Tensor], one: str, other: str) -> bool:
-    pairs = [(tensors.get(f"{one}.{part}"), tensors.get(f"{other}.{part}")) for part in ("weight", "bias")]
-    return all(x is not None and y is not None and x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
 
 
 def _find_unlike_block(

@@ -69,7 +69,7 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "hydra": (
         {"num_layers": 2},
-        {"num_heads": 3, "tie_lm_head": True, "use_embedding_norm": False},
+        {"num_heads": 3, "use_embedding_norm": False},
         {"num_layers": 2, "use_prefix_attention": True},  # Hydra++
         {"num_layers": 2, "use_prefix_attention": True, "use_prefix_norm": True, "use_biases": True},
     ),
