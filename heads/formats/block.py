@@ -44,7 +44,7 @@ _NAMES = {
     "confidence.bias": "confidence_head.proj.bias",
 }
 # Keys of ours that published configs have no place for.
-_OWN = ("num_anchors", "loss_decay", "confidence_threshold")
+_OWN = ("num_anchors", "confidence_threshold")
 
 
 class DFlash(Format):

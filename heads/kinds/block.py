@@ -37,17 +37,8 @@ from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
-# Rows over which loss weights fall to 1/e, by block size (DFlash).
+# gamma of the loss weights exp(-(k - 1) / gamma), by block size (DFlash); elsewhere half the block.
 DECAY_OF_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
-
-
-def default_loss_decay(block_size: int) -> float:
-    """gamma of the loss weights exp(-(k - 1) / gamma): the paper's value, or half the block where it gives none.
-
-    >>> default_loss_decay(16), default_loss_decay(6)
-    (7.0, 3.0)
-    """
-    return DECAY_OF_BLOCK.get(block_size, block_size / 2)
 
 
 def spaced_feature_layers(num_layers: int, count: int = 5) -> list[int]:
@@ -80,8 +71,6 @@ class BlockConfig(WindowedConfig):
         num_layers: draft layers (likewise).
         num_anchors: blocks trained per sequence, drawn at random where there is a loss (DFlash: 256 to 512). In
             evaluations the draw is always the same.
-        loss_decay: gamma; the step that predicts k tokens after the anchor weighs exp(-(k - 1) / gamma). None = by
-            block size. The training option `step_decay` overrides it.
         predicts_at_anchor: the anchor's row predicts the token after the anchor, and every row the token after its own
             (DSpark).
         markov_rank: R, of the bias W2 W1[x_{k-1}] that the previous token adds to the logits (DSpark: 256); 0 = none.
@@ -109,7 +98,6 @@ class BlockConfig(WindowedConfig):
         block_size: int = 8,
         num_layers: int = 2,
         num_anchors: int = 256,
-        loss_decay: float | None = None,
         predicts_at_anchor: bool = False,
         markov_rank: int = 0,
         has_confidence: bool = False,
@@ -127,12 +115,9 @@ class BlockConfig(WindowedConfig):
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; allowed is {least} or more")
-        if loss_decay is not None and loss_decay <= 0:
-            raise ValueError(f"loss_decay is {loss_decay}; allowed is a number above 0, or null for the paper's")
         self.block_size = block_size
         self.num_layers = num_layers
         self.num_anchors = num_anchors
-        self.loss_decay = loss_decay
         self.predicts_at_anchor = predicts_at_anchor
         self.markov_rank = markov_rank
         self.has_confidence = has_confidence
@@ -234,7 +219,8 @@ class BlockHeads(DraftHeads):
     @property
     def default_step_decay(self) -> float:  # type: ignore[override]
         """The factor from one step to the next of the weights exp(-(k - 1) / gamma)."""
-        return math.exp(-1 / (self.config.loss_decay or default_loss_decay(self.config.block_size)))
+        size = self.config.block_size
+        return math.exp(-1 / DECAY_OF_BLOCK.get(size, size / 2))
 
     def init_from_target(self, target: Target) -> None:
         """The LM head expects states of the final norm's scale, so the norm starts from the target's. MASK and the

@@ -18,7 +18,6 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"block_size": 1},
         {"num_layers": 0},
         {"markov_rank": -1},
-        {"loss_decay": 0.0},
         {"confidence_threshold": 0.3},
         {"has_confidence": True, "confidence_threshold": -1},
         {"mask_token_id": 128},
