@@ -22,7 +22,21 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "hydra": ("hydra", "hydra", {"num_heads": 2, "use_embedding_norm": False}),
     "gguf": ("gguf", "eagle3", AS_PUBLISHED),
 }
+# Keys that change what a layer computes, with values that heads here cannot have.
+MATHS: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.5,
+    "query_pre_attn_scalar": 256,
+    "logits_scaling": 8.0,
+    "final_logit_softcapping": 30.0,
+    "use_qk_norm": True,
+    "quantization_config": {"bits": 4},
+    "mlp_bias": True,
+}
 KEYS: list[tuple[str, dict[str, Any], str]] = [
+    *(("eagle", {key: value}, key) for key, value in MATHS.items()),
+    ("speculators", {"transformer_layer_config": {"logits_scaling": 8.0}}, "logits_scaling"),
     ("eagle", {"bias": False}, "fc.bias"),
     ("eagle", {"qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
     ("eagle", {"vocab_size": 256}, "vocab_size is 256"),

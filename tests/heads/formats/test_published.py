@@ -99,17 +99,24 @@ def test_mtp_modules_beside_a_nested_model_are_recognized(architecture: str, tmp
     assert torch.equal(heads.state_dict()["blocks.0.eh_proj.weight"], random_modules(model, 1)[0].parts["eh_proj"])
 
 
+INDEX = "model.safetensors.index.json"
+DAMAGED = [
+    ("model.safetensors", "no weights", r"model\.safetensors is damaged or truncated"),
+    (INDEX, "{", r"index\.json is not JSON"),
+    *(
+        (INDEX, f'{{"weight_map": {places}}}', "no weight_map of tensors and their files")
+        for places in ("[]", '{"x": 3}')
+    ),
+    (INDEX, '{"weight_map": {"x": "y.safetensors"}}', r"index\.json names the file y\.safetensors, which is not there"),
+]
+
+
 class TestIndex:
-    @pytest.mark.parametrize(
-        "content",
-        ["{}", '{"weight_map": []}', '{"weight_map": {"fc.weight": 3}}', '{"weight_map": {"fc.weight": null}}'],
-    )
-    def test_a_damaged_index_is_named(self, content: str, tmp_path: Path) -> None:
-        (tmp_path / "model.safetensors.index.json").write_text(content)
-        with pytest.raises(ValueError, match=r"index\.json has no weight_map of tensors and their files"):
+    @pytest.mark.parametrize(("file", "content", "message"), DAMAGED)
+    def test_a_damaged_file_is_named(self, file: str, content: str, message: str, tmp_path: Path) -> None:
+        (tmp_path / file).write_text(content)
+        with pytest.raises(ValueError, match=message):
             open_published(str(tmp_path))
-        with pytest.raises(ValueError, match=r"index\.json has no weight_map of tensors and their files"):
-            MTPHeads.from_target_checkpoint(tmp_path, tiny_mixture("glm4_moe"))
 
     @pytest.mark.parametrize("shard", ["../other.safetensors", "a/../../x.bin", "ABSOLUTE", "..\\x.bin"])
     def test_files_outside_the_checkpoint_are_refused(self, shard: str, tmp_path: Path) -> None:
@@ -117,7 +124,7 @@ class TestIndex:
         folder = tmp_path / "heads"
         folder.mkdir()
         shard = str(tmp_path / "other.safetensors") if shard == "ABSOLUTE" else shard
-        file = folder / "model.safetensors.index.json"
+        file = folder / INDEX
         file.write_text(json.dumps({"weight_map": {"fc.weight": shard}}))
         with pytest.raises(ValueError, match="may only name files of the checkpoint itself") as refusal:
             open_published(str(folder))
