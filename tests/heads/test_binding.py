@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.heads import DraftHeads, create_heads
-from draftsmith.inference import Decoder, Target, generate
+from draftsmith.inference import Target, generate
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 
@@ -83,19 +83,6 @@ class TestViews:
 
 class TestDtypes:
     """Heads draft in the target's dtype, whatever their own is."""
-
-    def test_drafting_runs_in_the_targets_dtype(self, saved: Path) -> None:
-        heads = DraftHeads.from_pretrained(saved)
-        before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
-        target = Target(tiny_target("llama", dtype=torch.bfloat16))
-        seen: list[torch.dtype] = []
-        heads.fc.register_forward_hook(lambda *call: seen.append(call[2].dtype))
-        decoder = Decoder(target, heads)
-        decoder.generate(random_prompt(9), max_new_tokens=8, do_sample=False)
-        assert decoder.drafter is not heads
-        assert set(seen) == {torch.bfloat16}
-        assert heads.dtype == torch.float32
-        assert all(torch.equal(tensor, before[name]) for name, tensor in heads.state_dict().items())
 
     def test_the_copy_is_kept_until_the_weights_change(self, saved: Path) -> None:
         heads = DraftHeads.from_pretrained(saved)
