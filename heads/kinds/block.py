@@ -92,42 +92,30 @@ class BlockConfig(WindowedConfig):
     model_type = "draftsmith_block"
     head_type: ClassVar[str] = "block"
 
-    def __init__(
-        self,
-        *,
-        block_size: int = 8,
-        num_layers: int = 2,
-        num_anchors: int = 256,
-        predicts_at_anchor: bool = False,
-        markov_rank: int = 0,
-        has_confidence: bool = False,
-        confidence_threshold: float | None = None,
-        is_causal: bool = False,
-        sliding_is_causal: bool = False,
-        mask_token_id: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    block_size: int = 8
+    num_layers: int = 2
+    num_anchors: int = 256
+    predicts_at_anchor: bool = False
+    markov_rank: int = 0
+    has_confidence: bool = False
+    confidence_threshold: float | None = None
+    is_causal: bool = False
+    sliding_is_causal: bool = False
+    mask_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
         for name, value, least in (
-            ("block_size", block_size, 1 if predicts_at_anchor else 2),
-            ("num_layers", num_layers, 1),
-            ("num_anchors", num_anchors, 1),
-            ("markov_rank", markov_rank, 0),
+            ("block_size", self.block_size, 1 if self.predicts_at_anchor else 2),
+            ("num_layers", self.num_layers, 1),
+            ("num_anchors", self.num_anchors, 1),
+            ("markov_rank", self.markov_rank, 0),
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; allowed is {least} or more")
-        self.block_size = block_size
-        self.num_layers = num_layers
-        self.num_anchors = num_anchors
-        self.predicts_at_anchor = predicts_at_anchor
-        self.markov_rank = markov_rank
-        self.has_confidence = has_confidence
-        self.confidence_threshold = confidence_threshold
-        self.is_causal = is_causal
-        self.sliding_is_causal = sliding_is_causal
-        self.mask_token_id = mask_token_id
-        super().__init__(**kwargs)
-        if mask_token_id is not None and self.target_vocab_size and not 0 <= mask_token_id < self.target_vocab_size:
-            raise ValueError(f"mask_token_id is {mask_token_id}; allowed is 0 to {self.target_vocab_size - 1}")
+        super().__post_init__(**kwargs)
+        token, vocab_size = self.mask_token_id, self.target_vocab_size
+        if token is not None and vocab_size and not 0 <= token < vocab_size:
+            raise ValueError(f"mask_token_id is {token}; allowed is 0 to {vocab_size - 1}")
         if self.target_num_layers and not self.feature_layers:
             raise ValueError("feature_layers is empty; block drafters read at least one layer (DFlash: five)")
         self.check_settings()

@@ -55,34 +55,26 @@ class HydraConfig(DecoderConfig):
     head_type: ClassVar[str] = "hydra"
     reads_one_layer = True
 
-    def __init__(
-        self,
-        *,
-        num_heads: int = 4,
-        num_layers: int = 1,
-        use_prefix_attention: bool = False,
-        use_embedding_norm: bool = True,
-        use_biases: bool = False,
-        use_prefix_norm: bool = False,
-        dropout: float = 0.0,
-        **kwargs: Any,
-    ) -> None:
-        if num_heads < 1 or num_layers < 1:
-            raise ValueError(f"num_heads is {num_heads} and num_layers {num_layers}; allowed is 1 or more of each")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout is {dropout}; allowed is 0 (none) up to, not including, 1")
-        if use_prefix_norm and not use_prefix_attention:
+    num_heads: int = 4
+    num_layers: int = 1
+    use_prefix_attention: bool = False
+    use_embedding_norm: bool = True
+    use_biases: bool = False
+    use_prefix_norm: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_heads < 1 or self.num_layers < 1:
+            raise ValueError(
+                f"num_heads is {self.num_heads} and num_layers {self.num_layers}; allowed is 1 or more of each"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; allowed is 0 (none) up to, not including, 1")
+        if self.use_prefix_norm and not self.use_prefix_attention:
             raise ValueError(
                 "use_prefix_norm is true, but there is no prefix layer: set use_prefix_attention to true too"
             )
-        self.num_heads = num_heads
-        self.num_layers = num_layers
-        self.use_prefix_attention = use_prefix_attention
-        self.use_embedding_norm = use_embedding_norm
-        self.use_biases = use_biases
-        self.use_prefix_norm = use_prefix_norm
-        self.dropout = dropout
-        super().__init__(**kwargs)
+        super().__post_init__(**kwargs)
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:

@@ -61,24 +61,19 @@ class KangarooConfig(DecoderConfig):
     model_type = "draftsmith_kangaroo"
     head_type: ClassVar[str] = "kangaroo"
 
-    def __init__(
-        self,
-        *,
-        exit_layer: int = 1,
-        confidence_threshold: float | None = None,
-        feature_layers: tuple[int, ...] | list[int] = (),
-        **kwargs: Any,
-    ) -> None:
-        self.exit_layer = exit_layer
-        self.confidence_threshold = confidence_threshold
-        num_layers = kwargs.get("target_num_layers", 0)
+    exit_layer: int = 1
+    confidence_threshold: float | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        exit_layer, num_layers = self.exit_layer, self.target_num_layers
         if num_layers == 1:
             raise ValueError("this target has 1 layer; Kangaroo exits before the last layer, so it needs 2 or more")
         if num_layers and not 0 < exit_layer < num_layers:
             raise ValueError(
                 f"exit_layer is {exit_layer}; allowed is 1 to {num_layers - 1} for a target of {num_layers} layers"
             )
-        super().__init__(feature_layers=feature_layers or [exit_layer], **kwargs)
+        self.feature_layers = self.feature_layers or [exit_layer]
+        super().__post_init__(**kwargs)
         self.check_settings()
 
     def check_settings(self) -> None:

@@ -56,40 +56,35 @@ class ParallelConfig(Eagle3Config):
     model_type = "draftsmith_parallel"
     head_type: ClassVar[str] = "parallel"
 
-    def __init__(
-        self,
-        *,
-        num_depths: int = 6,
-        num_layers: int = 2,
-        keep_ratio: float = 0.7,
-        min_keep_ratio: float = 0.2,
-        mask_token_id: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if "ttt_steps" in kwargs or kwargs.pop("norm_output", False):
+    num_depths: int = 6
+    num_layers: int = 2
+    keep_ratio: float = 0.7
+    min_keep_ratio: float = 0.2
+    mask_token_id: int | None = None
+    ttt_steps: int = 1
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.ttt_steps != 1 or self.norm_output:
             raise ValueError(
                 "ttt_steps and norm_output belong to heads that draft one depth after another: set num_depths instead"
             )
-        if num_depths < 2:
+        if self.num_depths < 2:
             raise ValueError(
-                f"num_depths is {num_depths}; allowed is 2 or more (for one depth, use EAGLE-3 heads with ttt_steps=1)"
+                f"num_depths is {self.num_depths}; allowed is 2 or more (for one depth, use EAGLE-3 heads with "
+                "ttt_steps=1)"
             )
-        for name, value in (("keep_ratio", keep_ratio), ("min_keep_ratio", min_keep_ratio)):
+        for name, value in (("keep_ratio", self.keep_ratio), ("min_keep_ratio", self.min_keep_ratio)):
             if not 0 < value <= 1:
                 raise ValueError(f"{name} is {value}; allowed is a share above 0 and up to 1 (1 drops nothing)")
-        self.num_depths = num_depths
-        self.keep_ratio = keep_ratio
-        self.min_keep_ratio = min_keep_ratio
-        self.mask_token_id = mask_token_id
-        super().__init__(num_layers=num_layers, **kwargs)
-        del self.ttt_steps
-        if mask_token_id is not None and not self.own_embedding:
+        super().__post_init__(**kwargs)
+        token, vocab_size = self.mask_token_id, self.target_vocab_size
+        if token is not None and not self.own_embedding:
             raise ValueError(
-                f"mask_token_id is {mask_token_id}, a row of embeddings that the heads train: set own_embedding=true, "
-                "or leave it out"
+                f"mask_token_id is {token}, a row of embeddings that the heads train: set own_embedding=true, or leave "
+                "it out"
             )
-        if mask_token_id is not None and self.target_vocab_size and not 0 <= mask_token_id < self.target_vocab_size:
-            raise ValueError(f"mask_token_id is {mask_token_id}; allowed is 0 to {self.target_vocab_size - 1}")
+        if token is not None and vocab_size and not 0 <= token < vocab_size:
+            raise ValueError(f"mask_token_id is {token}; allowed is 0 to {vocab_size - 1}")
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
