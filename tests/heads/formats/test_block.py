@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
+from draftsmith.heads.formats.block import BlockSpeculators, DFlash, VLLMBlock
 from draftsmith.heads.formats.published import Published, open_published
 from draftsmith.heads.formats.transformers_dflash import TransformersDFlash
 from draftsmith.inference import Target
@@ -32,13 +32,6 @@ from tests.tiny_targets import random_prompt, tiny_target
 
 FLASH = {"block_size": 4}
 SPARK = {"block_size": 4, "predicts_at_anchor": True, "markov_rank": 6, "has_confidence": True}
-
-
-def test_a_mask_that_is_a_token_is_written_as_its_number(target: Target) -> None:
-    for known in (DFlash(), SGLangBlock(), VLLMBlock()):
-        published = publish(known, tiny_heads("block", target, **FLASH, mask_token_id=77))
-        assert published.config["dflash_config"]["mask_token_id"] == 77
-        assert "embed_tokens.weight" not in published
 
 
 def test_a_mask_of_its_own_takes_a_seldom_tokens_place(target: Target, tmp_path: Path) -> None:
