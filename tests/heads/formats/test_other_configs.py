@@ -9,8 +9,7 @@ import pytest
 
 from draftsmith.heads.formats.eagle.eagle3 import IDS
 from draftsmith.heads.formats.registry import find_format
-from tests.heads.formats.eagle.checkpoints import CHECKPOINTS, NUM_LAYERS
-from tests.heads.formats.round_trip import change, publish, refusal_of
+from tests.heads.formats.round_trip import CHECKPOINTS, NUM_LAYERS, change, publish, refusal_of
 from tests.heads.tiny_heads import AS_PUBLISHED, tiny_heads
 from tests.tiny_targets import target_of
 

@@ -12,15 +12,14 @@ from draftsmith.heads.formats.eagle.eagle4 import DOWN, UP, Eagle4
 from draftsmith.heads.formats.eagle.engines import VLLMEagle3
 from draftsmith.heads.formats.published import OWN_KEY, Published
 from draftsmith.inference import Target
-from tests.heads.formats.eagle.checkpoints import read, refusal
 from tests.heads.formats.round_trip import (
     assert_damage_is_named,
     assert_lost_keys_are_refused,
     assert_same_heads,
     change,
-)
-from tests.heads.formats.round_trip import (
-    publish as publish_heads,
+    publish,
+    read,
+    refusal,
 )
 from tests.heads.tiny_heads import tiny_heads
 
@@ -36,14 +35,14 @@ KEYS: dict[str, Any] = {
 }
 
 
-def publish(target: Target) -> Published:
+def drafter(target: Target) -> Published:
     candidate_head = {DOWN: torch.randn(4, target.hidden_size), UP: torch.randn(target.vocab_size, 4)}
-    return change(publish_heads(VLLMEagle3(), tiny_heads("eagle3", target, **SETTINGS)), candidate_head, KEYS)
+    return change(publish(VLLMEagle3(), tiny_heads("eagle3", target, **SETTINGS)), candidate_head, KEYS)
 
 
 def test_it_drafts_as_the_whole_head_does(target: Target) -> None:
     """The same heads bit for bit, and one message about the candidate head."""
-    imported, heads = read(publish(target), target)
+    imported, heads = read(drafter(target), target)
     assert heads.config.sliding_window == SETTINGS["sliding_window"]
     assert_same_heads(heads, tiny_heads("eagle3", target, **SETTINGS))
     counted, left_out = imported.notes
@@ -52,7 +51,7 @@ def test_it_drafts_as_the_whole_head_does(target: Target) -> None:
 
 
 def test_damage_and_lost_keys_are_named(target: Target) -> None:
-    published = publish(target)
+    published = drafter(target)
     kept = change(published, {UP: None, DOWN: None})
     assert_damage_is_named(Eagle4(), kept, target, may_lack=("embed_tokens.weight",))
     assert_lost_keys_are_refused(Eagle4(), published, tiny_heads("eagle3", target, **SETTINGS))
@@ -71,4 +70,4 @@ def test_damage_and_lost_keys_are_named(target: Target) -> None:
 def test_what_is_not_known_is_refused(
     tensors: dict[str, Tensor | None], config: dict[str, Any], message: str, target: Target
 ) -> None:
-    assert message in refusal(change(publish(target), tensors, config), target)
+    assert message in refusal(change(drafter(target), tensors, config), target)
