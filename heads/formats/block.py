@@ -103,15 +103,8 @@ class DFlash(Format):
 
     def _read_layers(self, reading: Reading) -> list[int]:
         key = "target_layer_ids" if self.layer_offset else "aux_hidden_state_layer_ids"
-        ids = reading.published.setting(key)
-        if not isinstance(ids, list) or not ids or not all(isinstance(one, int) for one in ids):
-            found = "config.json has no" if ids is None else "config.json has no list of layers as"
-            reading.refuse(f"{found} {key}")
-        layers, last = [i + self.layer_offset for i in ids], reading.target.num_layers - 1
-        if wrong := [i for i, layer in zip(ids, layers, strict=True) if not 1 <= layer <= last]:
-            allowed = f"{1 - self.layer_offset} to {last - self.layer_offset}"
-            reading.refuse(f"{key} {wrong} are no layers of this target; allowed are {allowed}")
-        return layers
+        offset, last = self.layer_offset, reading.target.num_layers - 1
+        return [one + offset for one in reading.layers(key, 1 - offset, last - offset)]
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         is_spark = _is_spark(config)

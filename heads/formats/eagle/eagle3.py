@@ -197,24 +197,22 @@ def read_layer_ids(reading: Reading) -> list[int]:
     """The tapped layers: as stated, or those that every reader takes."""
     num_layers, published = reading.target.num_layers, reading.published
     stated, own = published.setting(IDS), published.own_setting("feature_layers")
-    ids: Any = stated if own is None else own
     usual = authors_layers(num_layers)
-    if ids is None:
+    if own is not None:
+        return list(own)
+    if stated is None:
         if not 0 < usual[0] < usual[1] < usual[2]:
             reading.refuse(
                 f"config.json has no {IDS}, and the usual {usual} of a target of {num_layers} layers are not distinct"
             )
-        ids = usual
-    if not isinstance(ids, list) or not ids or not all(isinstance(one, int) for one in ids):
-        reading.refuse(f"{IDS} is {ids!r}, and should be a list of layer ids")
-    if own is None and stated is not None:
-        ids = _read_counting(reading, ids, usual)
-    if num_layers in ids and own is None:
+        return usual
+    ids = _read_counting(reading, reading.layers(IDS, 0, num_layers), usual)
+    if num_layers in ids:
         reading.refuse(
             f"layer ids {ids} tap the state after the last layer. Here hidden_states[{num_layers}] comes after the "
             "final norm, and other projects mean the state before it"
         )
-    return list(ids)
+    return ids
 
 
 def _read_counting(reading: Reading, ids: list[int], usual: list[int]) -> list[int]:

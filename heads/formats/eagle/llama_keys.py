@@ -78,6 +78,14 @@ class Reading:
             self._refuse_value(name, value, "true or false")
         return value
 
+    def layers(self, name: str, first: int, last: int) -> list[int]:
+        """Numbers of layers of the target."""
+        value = self.published.setting(name)
+        is_list = isinstance(value, list) and bool(value) and all(isinstance(one, int) for one in value)
+        if not is_list or not all(first <= one <= last for one in value):
+            self._refuse_value(name, value, f"a list of layers from {first} to {last}")
+        return list(value)
+
     def expect(self, name: str, wanted: Any, *, may_lack: bool = False) -> None:
         """A key with one value that is read."""
         value = self.published.setting(name)

@@ -204,10 +204,7 @@ def read_shape(reading: Reading, prefix: str) -> dict[str, Any]:
 def read_layers(reading: Reading, *names: str) -> list[int]:
     """The layers under the first of these names that there is; the others may not contradict it."""
     name = next((name for name in names if name in reading.published.config), names[0])
-    layers = reading.published.setting(name)
-    last = reading.target.num_layers - 1
-    if not isinstance(layers, list) or not all(isinstance(one, int) and 0 <= one <= last for one in layers):
-        reading.refuse(f"{name} is {layers!r}, and should be a list of layers from 0 to {last}")
+    layers = reading.layers(name, 0, reading.target.num_layers - 1)
     for other in names:
         reading.expect(other, layers, may_lack=True)
     return layers
