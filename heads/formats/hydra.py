@@ -22,7 +22,7 @@ from draftsmith.heads.config import DEFAULT_ROPE, decoder_settings
 from draftsmith.heads.formats.eagle.llama_keys import refuse_unwritable, target_rope
 from draftsmith.heads.formats.format import Exported, Format, Imported
 from draftsmith.heads.formats.published import OWN_KEY, Published, refuse
-from draftsmith.heads.formats.tensors import refuse_other_layer, rename
+from draftsmith.heads.formats.tensors import is_same, refuse_other_layer, rename
 from draftsmith.inference.targets.target import Target
 
 _WHOLE = "hydra_head."  # before the heads' names in a whole model's state dict
@@ -81,8 +81,6 @@ class Hydra(Format):
         num_layers = 1 + (last // 2 if has_prefix else last)
         names = _names(num_heads, num_layers, has_prefix=has_prefix)
         found = rename(tensors, names)
-        if (unlike := _find_unlike_block(found, names, num_heads, num_layers)) is not None:
-            refuse(published.path, unlike)
         optional = [name for name in names if re.fullmatch(r"(mlps\..*\.residual|lm_head\.\d+)\.bias", name)]
         use_biases = not all(_is_zero_bias(found, name) for name in optional if name in found)
         settings: dict[str, Any] = {
@@ -108,11 +106,7 @@ class Hydra(Format):
         refuse_other_layer(config)
         _refuse_foreign_structure(config, target)
         names = _names(config.num_heads, config.num_layers, has_prefix=has_prefix)
-        if unlike := _find_unlike_block(tensors, names, config.num_heads, config.num_layers):
-            raise ValueError(
-                f"the authors' blocks after the first share their weights, and these heads' do not ({unlike}): "
-                "train heads with num_layers 1 or 2 for this format"
-            )
+        _refuse_unlike_blocks(tensors, names)
         written = {}
         for ours, theirs in names.items():
             # Their loader leaves what is missing at random values.
@@ -132,33 +126,21 @@ class Hydra(Format):
 
 def _zero_bias(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     weight = tensors[name.removesuffix("bias") + "weight"]
-    return weight.new_zeros(weight.shape[0])
+    return weight.new_zeros(weight.shape[:1])
 
 
 def _is_zero_bias(tensors: Mapping[str, Tensor], name: str) -> bool:
-    weight = tensors.get(name.removesuffix("bias") + "weight")
-    bias = tensors[name]
-    return (
-        weight is not None
-        and bias.is_floating_point()
-        and bias.element_size() > 1
-        and bias.shape == weight.shape[:1]
-        and not bias.any()
-    )
+    return name.removesuffix("bias") + "weight" in tensors and is_same(tensors[name], _zero_bias(tensors, name))
 
 
-def _find_unlike_block(
-    tensors: Mapping[str, Tensor], names: Mapping[str, str], num_heads: int, num_layers: int
-) -> str | None:
-    """A block after a head's first two that differs from the second, which the authors' structure does not have."""
-    for i in range(num_heads):
-        for block in range(2, num_layers):
-            ours, second = f"mlps.{i}.{2 * block + 1}.linear", f"mlps.{i}.3.linear"
-            for part in ("weight", "bias"):
-                x, y = tensors.get(f"{ours}.{part}"), tensors.get(f"{second}.{part}")
-                if x is not None and y is not None and not torch.equal(x, y):
-                    return f"tensor {names[f'{ours}.{part}']} differs from {names[f'{second}.{part}']}"
-    return None
+def _refuse_unlike_blocks(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+    for ours, theirs in names.items():
+        match = re.fullmatch(r"(mlps\.\d+)\.(?!1\.)\d+\.(linear\.\w+)", ours)
+        if match is not None and not torch.equal(tensors[ours], tensors[f"{match[1]}.3.{match[2]}"]):
+            raise ValueError(
+                f"the authors' blocks after the first share their weights, and these heads' do not ({theirs}): train "
+                "heads with num_layers 1 or 2 for this format"
+            )
 
 
 def _refuse_foreign_settings(published: Published, *, has_prefix: bool) -> None:
