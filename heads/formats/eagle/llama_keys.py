@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from draftsmith.heads.config import DEFAULT_ROPE, LAYER_TYPES, SLIDING, decoder_settings
+from draftsmith.heads.config import DEFAULT_ROPE, SLIDING, decoder_settings
 from draftsmith.heads.formats.eagle.config_keys import find_unread
 from draftsmith.heads.formats.format import Imported
 from draftsmith.heads.formats.published import OWN_KEY, Published, refuse
@@ -134,26 +134,22 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
         "rms_norm_eps": reading.number("rms_norm_eps"),
         "rope_parameters": _read_rope(reading),
         "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
-        **_read_windows(reading, num_layers),
+        **_read_windows(reading),
     }
 
 
-def _read_windows(reading: Reading, num_layers: int) -> dict[str, Any]:
-    """Settings of `WindowedConfig`. Configs of other models keep a number that no layer uses."""
+def _read_windows(reading: Reading) -> dict[str, Any]:
+    """Settings of `WindowedConfig`, which checks them. Configs of other models keep a number that no layer uses."""
     published = reading.published
-    types, is_used = published.setting("layer_types"), published.setting("use_sliding_window", True)
-    if published.setting("sliding_window") is None or not is_used:
-        if isinstance(types, list) and SLIDING in types:
-            reading.refuse(f"layer_types has {SLIDING}, and the config has no sliding_window in use")
-        return {}
-    window = reading.integer("sliding_window")
-    if types is None:
+    types, is_used = published.setting("layer_types", []), published.setting("use_sliding_window", True)
+    has_window = published.setting("sliding_window") is not None and is_used
+    window = reading.integer("sliding_window") if has_window else None
+    if window is not None and not types:
         reading.refuse(
             f"sliding_window is {window}, and no layer_types says which layers have it: add them to the config"
         )
-    if not isinstance(types, list) or len(types) != num_layers or not {*types} <= LAYER_TYPES:
-        reading.refuse(f"layer_types is {types!r}; heads here have {num_layers} of {', '.join(sorted(LAYER_TYPES))}")
-    return {"sliding_window": window, "layer_types": types} if SLIDING in types else {}
+    is_unused = SLIDING not in types if window is None else {*types} == {"full_attention"}
+    return {} if is_unused else {"sliding_window": window, "layer_types": types}
 
 
 def _read_rope(reading: Reading) -> dict[str, Any]:
@@ -200,6 +196,7 @@ def write_decoder(config: Any, num_layers: int = 1) -> dict[str, Any]:
     """The inverse of `read_decoder`: keys of a Llama config. RoPE stands there as old and as new readers know it."""
     rope = dict(config.rope_parameters)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    window, types = config.sliding_window, config.layer_types or [SLIDING] * num_layers
     return {
         "model_type": "llama",
         **{name: getattr(config, name) for name in COPIED},
@@ -209,15 +206,8 @@ def write_decoder(config: Any, num_layers: int = 1) -> dict[str, Any]:
         "rope_scaling": None if rope["rope_type"] == "default" else scaling,
         "rope_parameters": rope,
         "tie_word_embeddings": False,
-        **_write_windows(config, num_layers),
+        **({} if window is None else {"sliding_window": window, "use_sliding_window": True, "layer_types": types}),
     }
-
-
-def _write_windows(config: Any, num_layers: int) -> dict[str, Any]:
-    if config.sliding_window is None:
-        return {}
-    types = config.layer_types or [SLIDING] * num_layers
-    return {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": types}
 
 
 def read_own_settings(reading: Reading, names: tuple[str, ...]) -> dict[str, Any]:

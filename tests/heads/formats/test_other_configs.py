@@ -62,7 +62,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"dflash_config": {"mask_token_id": 400}}, "mask_token_id is 400"),
     ("dflash", {"dflash_config": {"mask_token_id": "<mask>"}}, "mask_token_id is '<mask>'"),
     ("dflash", {"rope_parameters": None, "rope_theta": None}, "config.json has no rope_theta"),
-    ("dflash", {"layer_types": ["sliding_attention"] * 2}, "the config has no sliding_window in use"),
+    ("dflash", {"layer_types": ["sliding_attention"] * 2}, "sliding_window is null"),
     ("dflash", {"draft_vocab_size": 40}, "draft_vocab_size is 40"),
     ("dflash", {"num_target_layers": 36}, "num_target_layers is 36, and should be 8"),
     ("dspark", {"markov_rank": -2}, "markov_rank is -2, and should be a positive integer"),
