@@ -116,8 +116,6 @@ class Eagle3(Format):
     def _read_masks(self, reading: Reading, settings: dict[str, Any], num_layers: int) -> Imported:
         """What P-EAGLE has beside EAGLE-3: more layers, and the embedding and the hidden state of mask rows."""
         published, tensors = reading.published, reading.tensors
-        if settings.pop("norm_output"):
-            reading.refuse("norm_output is true, and P-EAGLE feeds no output back")
         settings["num_layers"] = num_layers
         if (depths := read_depths(published)) is not None:
             settings.setdefault("num_depths", depths)
