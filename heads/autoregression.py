@@ -48,27 +48,15 @@ class AutoregressionConfig(WindowedConfig):
         **kwargs: arguments of `WindowedConfig`.
     """
 
-    def __init__(
-        self,
-        *,
-        ttt_steps: int = 1,
-        qkv_bias: bool = False,
-        o_bias: bool = False,
-        own_embedding: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        if ttt_steps < 1:
-            raise ValueError(f"ttt_steps is {ttt_steps}; allowed is 1 or more (EAGLE-1 uses 1, HASS 3, EAGLE-3 7)")
-        self.ttt_steps = ttt_steps
-        self.qkv_bias = qkv_bias
-        self.o_bias = o_bias
-        self.own_embedding = own_embedding
-        super().__init__(**kwargs)
+    ttt_steps: int = 1
+    qkv_bias: bool = False
+    o_bias: bool = False
+    own_embedding: bool = False
 
-    @property
-    def biases(self) -> dict[str, bool]:
-        """The arguments of `DraftAttention`."""
-        return {"qkv_bias": self.qkv_bias, "o_bias": self.o_bias}
+    def __post_init__(self, **kwargs: Any) -> None:
+        if (steps := self.ttt_steps) < 1:
+            raise ValueError(f"ttt_steps is {steps}; allowed is 1 or more (EAGLE-1 uses 1, HASS 3, EAGLE-3 7)")
+        super().__post_init__(**kwargs)
 
 
 @dataclass

@@ -162,7 +162,7 @@ class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[mis
         Args:
             features, input_ids: as in `unroll`.
             loss_fn: a function of the steps, whose result is returned; None returns the steps.
-            loss_mask: as in `unroll_where`; None runs `unroll`.
+            loss_mask: as in `unroll_where`; None = all tokens have a loss.
             document_ids: [B, T], for rows that hold several documents. Each document is unrolled by itself (see
                 `split_documents`), so `unroll` sees single documents only.
             num_groups: as in `split_documents`.
@@ -173,14 +173,13 @@ class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[mis
         mask, seeds = (None if x is None else read_on_host(x) for x in (loss_mask, token_seeds))
         if seeds is None and mask is not None and self.training:
             seeds = torch.randint(-(2**63), 2**63 - 1, mask.shape)
-        unroll = self._unroll
+        if mask is None:
+            mask = torch.ones(input_ids.shape, dtype=torch.long)
+        unroll = self.unroll_where
         if document_ids is not None:
             unroll = partial(unroll_documents, unroll, read_on_host(document_ids), num_groups)
         steps = unroll(features, input_ids, mask, seeds)
         return steps if loss_fn is None else loss_fn(steps)
-
-    def _unroll(self, features: Tensor, ids: Tensor, mask: Tensor | None, seeds: Tensor | None) -> list[DraftStep]:
-        return self.unroll(features, ids) if mask is None else self.unroll_where(features, ids, mask, seeds)
 
     def train(self, mode: bool = True) -> Self:
         if mode:

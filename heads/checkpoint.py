@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.heads.formats.published import Published, is_gguf_file, open_published
@@ -150,16 +149,6 @@ def load_strictly(kind: type[Any], path: str, *args: Any, **kwargs: Any) -> tupl
         raise ValueError(
             f"{path}: the weights file is damaged or truncated ({error}); copy or train it again"
         ) from error
-    check_tensors(path, heads, info)
-    return heads.eval(), info
-
-
-def check_tensors(path: str, heads: nn.Module, info: dict[str, Any]) -> None:
-    """Refuses weights that did not load completely.
-
-    Args:
-        info: transformers' loading info.
-    """
     differences = {
         "missing": sorted(info["missing_keys"]),
         "unexpected": sorted(info["unexpected_keys"]),
@@ -173,6 +162,7 @@ def check_tensors(path: str, heads: nn.Module, info: dict[str, Any]) -> None:
     for name, tensor in heads.state_dict().items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{path}: tensor {name} holds NaN or infinite values; the checkpoint is not usable")
+    return heads.eval(), info
 
 
 def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
 
@@ -39,47 +40,37 @@ class DraftHeadsConfig(PreTrainedConfig):
     reads_one_layer: ClassVar[bool] = False  # the last one, where `feature_layers` does not say another
     has_no_defaults_at_init = True
 
-    def __init__(
-        self,
-        *,
-        target_name_or_path: str = "",
-        target_model_type: str = "",
-        target_hidden_size: int = 0,
-        target_vocab_size: int = 0,
-        target_num_layers: int = 0,
-        feature_layers: tuple[int, ...] | list[int] = (),
-        target_adapter: str | None = None,
-        format_version: int = FORMAT_VERSION,
-        **kwargs: Any,
-    ) -> None:
+    target_name_or_path: str = ""
+    target_model_type: str = ""
+    target_hidden_size: int = 0
+    target_vocab_size: int = 0
+    target_num_layers: int = 0
+    feature_layers: list[int] = field(default_factory=list)
+    target_adapter: str | None = None
+    format_version: int = FORMAT_VERSION
+
+    def __post_init__(self, **kwargs: Any) -> None:
         if (kind := kwargs.pop("head_type", self.head_type)) != self.head_type:
             raise ValueError(f"head_type is {kind!r}, but this is the config of {self.head_type} heads: leave it out")
-        if format_version > FORMAT_VERSION:
+        if self.format_version > FORMAT_VERSION:
             raise ValueError(
-                f"these heads have format_version {format_version}, this release reads up to {FORMAT_VERSION}: "
+                f"these heads have format_version {self.format_version}, this release reads up to {FORMAT_VERSION}: "
                 "upgrade draftsmith"
             )
-        self.target_name_or_path = target_name_or_path
-        self.target_model_type = target_model_type
-        self.target_hidden_size = target_hidden_size
-        self.target_vocab_size = target_vocab_size
-        self.target_num_layers = target_num_layers
-        self.feature_layers = list(feature_layers)
-        self.target_adapter = target_adapter
-        self.format_version = format_version
-        if target_num_layers and (bad := [i for i in self.feature_layers if not 0 <= i <= target_num_layers]):
+        self.feature_layers, last = list(self.feature_layers), self.target_num_layers
+        if last and (bad := [i for i in self.feature_layers if not 0 <= i <= last]):
             raise ValueError(
-                f"feature_layers {bad} do not exist; allowed are 0 (embeddings) to {target_num_layers} (after the norm)"
+                f"feature_layers {bad} do not exist; allowed are 0 (embeddings) to {last} (after the norm)"
             )
         if len(set(self.feature_layers)) < len(self.feature_layers):
             raise ValueError(f"feature_layers {self.feature_layers} repeat a layer; give distinct ones")
-        if target_num_layers and self.reads_one_layer and len(self.feature_layers) != 1:
+        if last and self.reads_one_layer and len(self.feature_layers) != 1:
             raise ValueError(
                 f"feature_layers is {self.feature_layers}; {self.head_type} heads read one layer (the last one, "
-                f"{target_num_layers}, in the paper): give that one, or leave it out"
+                f"{last}, in the paper): give that one, or leave it out"
             )
         self._refuse_unknown_keys(kwargs)
-        super().__init__(**kwargs)
+        super().__post_init__(**kwargs)
 
     def _refuse_unknown_keys(self, keys: dict[str, Any]) -> None:
         reserved = {
@@ -92,7 +83,7 @@ class DraftHeadsConfig(PreTrainedConfig):
             "experts_implementation",
             "use_cache",  # transformers' Trainer sets it on the config of any model it trains
         }
-        own = [key for key in vars(self) if not key.startswith("_")]
+        own = [key for key in vars(self) if not key.startswith("_") and key not in reserved]
         for key in keys:
             if not key.startswith("_") and key not in reserved and not hasattr(PreTrainedConfig, key):
                 near = difflib.get_close_matches(key, own, n=1, cutoff=0.0)
@@ -148,29 +139,25 @@ class DecoderConfig(DraftHeadsConfig):
         **kwargs: as in `DraftHeadsConfig`.
     """
 
-    def __init__(
-        self,
-        *,
-        num_attention_heads: int = 1,
-        num_key_value_heads: int = 1,
-        head_dim: int = 64,
-        intermediate_size: int = 256,
-        hidden_act: str = "silu",
-        rms_norm_eps: float = 1e-6,
-        rope_parameters: dict[str, Any] | None = None,
-        max_position_embeddings: int = 2048,
-        **kwargs: Any,
-    ) -> None:
-        check_attention_shape(num_attention_heads, num_key_value_heads, head_dim)
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim
-        self.intermediate_size = intermediate_size
-        self.hidden_act = hidden_act
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_parameters = rope_parameters or dict(DEFAULT_ROPE)
-        self.max_position_embeddings = max_position_embeddings
-        super().__init__(**kwargs)
+    num_attention_heads: int = 1
+    num_key_value_heads: int = 1
+    head_dim: int = 64
+    intermediate_size: int = 256
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads} and num_key_value_heads "
+                f"{self.num_key_value_heads}; the first must be a multiple of the second"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
+        self.rope_parameters = self.rope_parameters or dict(DEFAULT_ROPE)
+        super().__post_init__(**kwargs)
 
     @property
     def hidden_size(self) -> int:
@@ -191,45 +178,31 @@ class WindowedConfig(DecoderConfig):
         **kwargs: arguments of `DecoderConfig`.
     """
 
-    def __init__(
-        self, *, sliding_window: int | None = None, layer_types: list[str] | None = None, **kwargs: Any
-    ) -> None:
-        if sliding_window is not None and sliding_window < 1:
-            raise ValueError(f"sliding_window is {sliding_window}; allowed is 1 or more positions, or null for all")
-        types = layer_types or []
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        window, types = self.sliding_window, self.layer_types or []
+        if window is not None and window < 1:
+            raise ValueError(f"sliding_window is {window}; allowed is 1 or more positions, or null for all")
         if len({*types}) == 1:  # all layers are alike: the window alone says it
             if types[0] == SLIDING:
-                layer_types = None
-            elif sliding_window is None:
-                types, layer_types = [], None
+                self.layer_types = None
+            elif window is None:
+                types, self.layer_types = [], None
         if unknown := sorted({*types} - LAYER_TYPES):
             raise ValueError(f"layer_types has {', '.join(unknown)}; allowed are {', '.join(sorted(LAYER_TYPES))}")
-        if SLIDING in types and sliding_window is None:
+        if SLIDING in types and window is None:
             raise ValueError(f"layer_types has {SLIDING}, and sliding_window is null: give the number of positions")
-        self.sliding_window = sliding_window
-        self.layer_types = layer_types
-        super().__init__(**kwargs)
-        if types and sliding_window is not None and SLIDING not in types:
-            raise ValueError(
-                f"sliding_window is {sliding_window}, and layer_types has no {SLIDING}: leave one of them out"
-            )
+        if types and window is not None and SLIDING not in types:
+            raise ValueError(f"sliding_window is {window}, and layer_types has no {SLIDING}: leave one of them out")
         if types and len(types) != (count := getattr(self, "num_layers", 1)):
             raise ValueError(f"layer_types has {len(types)} entries, and there are {count} draft layers: give one each")
+        super().__post_init__(**kwargs)
 
     def window(self, layer: int) -> int | None:
         """How many of the last accepted positions a draft layer, counted from 0, sees; None = all."""
         return self.sliding_window if self.layer_types is None or self.layer_types[layer] == SLIDING else None
-
-
-def check_attention_shape(num_attention_heads: int, num_key_value_heads: int, head_dim: int) -> None:
-    """Raises ValueError for a shape that no attention layer can have."""
-    if num_attention_heads % num_key_value_heads:
-        raise ValueError(
-            f"num_attention_heads is {num_attention_heads} and num_key_value_heads {num_key_value_heads}; "
-            "the first must be a multiple of the second"
-        )
-    if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}; rotary positions need an even number")
 
 
 def decoder_settings(config: PreTrainedConfig) -> dict[str, Any]:

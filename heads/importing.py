@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.heads.checkpoint import read_dtype
 from draftsmith.heads.formats.format import Imported
-from draftsmith.heads.formats.published import open_published
+from draftsmith.heads.formats.published import open_published, refuse
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.registration import find_kind
 from draftsmith.inference.targets.target import Target
@@ -52,14 +52,13 @@ def build_heads(imported: Imported, target: Target, path: str, *, dtype: torch.d
         dtype: None or "auto" = the dtype of the checkpoint's tensors.
 
     Raises:
-        ValueError: one message with everything that is wrong with the checkpoint.
+        ValueError: the settings or the tensors do not fit the heads.
     """
     kind_class = find_kind(imported.kind)
     try:
         config = kind_class.config_class.from_target(target, **imported.settings)
     except ValueError as error:
-        imported.refuse(path, [str(error)])
-        raise
+        refuse(path, str(error))
     with torch.device("meta"):  # a wrong size in a config may ask for more memory than there is
         imported.check(kind_class(config), path)
     heads: Any = kind_class(config)

@@ -44,7 +44,7 @@ _NAMES = {
     "confidence.bias": "confidence_head.proj.bias",
 }
 # Keys of ours that published configs have no place for.
-_OWN = ("num_anchors", "loss_decay", "confidence_threshold")
+_OWN = ("num_anchors", "confidence_threshold")
 
 
 class DFlash(Format):
@@ -67,16 +67,15 @@ class DFlash(Format):
         if settings.get("sliding_window") is not None:
             settings["sliding_is_causal"] = self._read_sliding_causal(reading)
         _check_shape(reading)
-        if layers := self._read_layers(reading):
-            settings["feature_layers"] = layers
+        settings["feature_layers"] = self._read_layers(reading)
         settings |= read_own_settings(reading, _OWN)
         tensors = dict(published)
         mask = take_mask(reading, tensors)
         settings["mask_token_id"] = find_fixed_mask(reading, mask)
         own = {name: target.lm_head_weight() for name in ("lm_head.weight", "verifier_lm_head.weight")}
-        reading.problems += take_copies(tensors, own)
-        take_vocabulary(tensors, target, reading.problems)
-        reading.tensors = rename(tensors, {**{name: name for name in tensors}, **self.names}) | mask
+        take_copies(published.path, tensors, own)
+        take_vocabulary(reading, tensors)
+        reading.tensors = rename(tensors, self.names) | {"mask_embedding": mask}
         reading.names = {**self.names, "mask_embedding": EMBEDDING}
         return reading.finish(self.kinds[0], settings)
 
@@ -87,11 +86,9 @@ class DFlash(Format):
         rank = reading.integer("markov_rank") if is_spark and published.setting("markov_rank", 0) != 0 else 0
         has_confidence = is_spark and reading.flag("enable_confidence_head")
         if rank and (structure := published.setting("markov_head_type", "vanilla")) not in ("vanilla", "classical"):
-            reading.problems.append(
-                f"markov_head_type is {structure!r}; heads here have the bias of one token (vanilla)"
-            )
+            reading.refuse(f"markov_head_type is {structure!r}; heads here have the bias of one token (vanilla)")
         if has_confidence and reading.flag("confidence_head_with_markov") != bool(rank):
-            reading.problems.append("confidence_head_with_markov differs from markov_rank > 0, which decides it here")
+            reading.refuse("confidence_head_with_markov differs from markov_rank > 0, which decides it here")
         return {
             "block_size": reading.integer("block_size"),
             "predicts_at_anchor": bool(published.setting("sample_from_anchor", is_spark)),
@@ -106,17 +103,8 @@ class DFlash(Format):
 
     def _read_layers(self, reading: Reading) -> list[int]:
         key = "target_layer_ids" if self.layer_offset else "aux_hidden_state_layer_ids"
-        ids = reading.published.setting(key)
-        if not isinstance(ids, list) or not ids or not all(isinstance(one, int) for one in ids):
-            found = "config.json has no" if ids is None else "config.json has no list of layers as"
-            reading.problems.append(f"{found} {key}")
-            return []
-        layers, last = [i + self.layer_offset for i in ids], reading.target.num_layers - 1
-        if wrong := [i for i, layer in zip(ids, layers, strict=True) if not 1 <= layer <= last]:
-            allowed = f"{1 - self.layer_offset} to {last - self.layer_offset}"
-            reading.problems.append(f"{key} {wrong} are no layers of this target; allowed are {allowed}")
-            return []
-        return layers
+        offset, last = self.layer_offset, reading.target.num_layers - 1
+        return [one + offset for one in reading.layers(key, 1 - offset, last - offset)]
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         is_spark = _is_spark(config)
@@ -296,8 +284,8 @@ def _check_shape(reading: Reading) -> None:
     published = reading.published
     rope = published.setting("rope_parameters") or {}
     if "rope_theta" not in rope and published.setting("rope_theta") is None:
-        reading.problems.append("config.json has no rope_theta")
+        reading.refuse("config.json has no rope_theta")
     reading.expect("num_target_layers", reading.target.num_layers, may_lack=True)
     reading.expect("draft_vocab_size", reading.target.vocab_size, may_lack=True)  # drafts are scored over all of it
     if published.setting("use_swa", False):
-        reading.problems.append("use_swa is not read: windows are read from sliding_window and layer_types")
+        reading.refuse("use_swa is not read: windows are read from sliding_window and layer_types")

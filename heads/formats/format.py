@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from draftsmith.heads.formats.gguf_file import write_gguf
-from draftsmith.heads.formats.published import Published
+from draftsmith.heads.formats.published import Published, refuse
 from draftsmith.inference.targets.target import Target
 
 
@@ -30,7 +29,6 @@ class Imported:
         settings: keys of the kind's config, in place of those that the target suggests.
         tensors: by their names in our heads.
         names: our name -> the checkpoint's, for messages; names that are alike may be left out.
-        problems: what is wrong with the checkpoint, one sentence each.
         notes: what the checkpoint leaves open, and how it was read, one sentence each.
     """
 
@@ -38,20 +36,14 @@ class Imported:
     settings: dict[str, Any]
     tensors: dict[str, Tensor]
     names: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    def refuse(self, path: str, problems: Iterable[str] = ()) -> None:
-        """Raises ValueError with `problems` and those of the checkpoint, if there are any."""
-        if found := [*self.problems, *problems]:
-            raise ValueError(f"{path} cannot be imported:\n" + "\n".join(f"  - {problem}" for problem in found))
 
     def check(self, heads: nn.Module, path: str) -> None:
         """Refuses tensors that are not exactly those of `heads`, which may be on the meta device.
 
         Raises:
-            ValueError: one message with every problem: unknown, missing, mis-shaped and non-finite tensors by the
-                checkpoint's names, and `problems`.
+            ValueError: one message with all tensors that are unknown, missing, mis-shaped or not finite, by the
+                checkpoint's names.
         """
         wanted, given = heads.state_dict(), self.tensors
 
@@ -71,7 +63,8 @@ class Imported:
                 found.append(f"tensor {name(key)} is {given[key].dtype} and should be {wanted[key].dtype}")
             elif given[key].is_floating_point() and not torch.isfinite(given[key]).all():
                 found.append(f"tensor {name(key)} holds NaN or infinite values")
-        self.refuse(path, found)
+        if found:
+            refuse(path, *found)
 
 
 @dataclass(frozen=True)
@@ -154,7 +147,8 @@ class Format(ABC):
         """Every tensor of the checkpoint under our name for it; those that have none keep their own name.
 
         Raises:
-            ValueError: checkpoints of this format are only named.
+            ValueError: the config says something that heads here cannot be, or that does not fit the target; or
+                checkpoints of this format are only named.
         """
         raise ValueError(f"{published.path} holds {self.title}, which is not read. {self.cure}")
 

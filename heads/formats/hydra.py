@@ -21,8 +21,8 @@ from torch import Tensor
 from draftsmith.heads.config import DEFAULT_ROPE, decoder_settings
 from draftsmith.heads.formats.eagle.llama_keys import refuse_unwritable, target_rope
 from draftsmith.heads.formats.format import Exported, Format, Imported
-from draftsmith.heads.formats.published import OWN_KEY, Published
-from draftsmith.heads.formats.tensors import refuse_other_layer, rename
+from draftsmith.heads.formats.published import OWN_KEY, Published, refuse
+from draftsmith.heads.formats.tensors import is_same, refuse_other_layer, rename
 from draftsmith.inference.targets.target import Target
 
 _WHOLE = "hydra_head."  # before the heads' names in a whole model's state dict
@@ -43,7 +43,7 @@ _SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediat
 
 
 def _names(num_heads: int, num_layers: int, *, has_prefix: bool) -> dict[str, str]:
-    """Our name -> theirs, for heads with biases and untied LM heads."""
+    """Our name -> theirs, for heads with biases."""
     names = {}
     for i in range(num_heads):
         for block in range(num_layers):
@@ -74,21 +74,18 @@ class Hydra(Format):
         tensors = {name.removeprefix(_WHOLE): x for name, x in published.items()}
         tensors = {name: x for name, x in tensors.items() if name not in _UNREAD}
         has_prefix = any(name.startswith(_PREFIX) for name in tensors)
-        problems = _find_foreign_settings(published, has_prefix=has_prefix)
+        _refuse_foreign_settings(published, has_prefix=has_prefix)
         places = [m for name in tensors if (m := re.match(r"hydra_mlp\.(\d+)\.(\d+)\.", name))]
         num_heads = 1 + max((int(m[1]) for m in places), default=0)
         last = max((int(m[2]) for m in places), default=0)
         num_layers = 1 + (last // 2 if has_prefix else last)
         names = _names(num_heads, num_layers, has_prefix=has_prefix)
         found = rename(tensors, names)
-        problems += _find_unlike_blocks(found, names, num_heads, num_layers)
         optional = [name for name in names if re.fullmatch(r"(mlps\..*\.residual|lm_head\.\d+)\.bias", name)]
         use_biases = not all(_is_zero_bias(found, name) for name in optional if name in found)
-        is_tied = num_heads > 1 and all(_are_equal(found, f"lm_head.{i}", "lm_head.0") for i in range(1, num_heads))
         settings: dict[str, Any] = {
             "num_heads": num_heads,
             "num_layers": num_layers,
-            "tie_lm_head": is_tied,
             "use_prefix_attention": has_prefix,
             "use_prefix_norm": has_prefix,
             "use_embedding_norm": False,
@@ -98,29 +95,22 @@ class Hydra(Format):
         settings |= {name: value for name in own if (value := published.own_setting(name)) is not None}
         if has_prefix:
             settings["rope_parameters"] = _prefix_rope(target)
-        if lost := [names[name] for name in optional if name not in found]:
-            problems += [f"tensor {name} is missing" for name in lost]
-        dropped = [] if use_biases else optional
-        if is_tied:
-            dropped += [f"lm_head.{i}.{part}" for i in range(1, num_heads) for part in ("weight", "bias")]
-        found = {name: x for name, x in found.items() if name not in dropped}
-        return Imported("hydra", settings, found, names, problems)
+        if lost := [f"tensor {names[name]} is missing" for name in optional if name not in found]:
+            refuse(published.path, *lost)
+        if not use_biases:
+            found = {name: x for name, x in found.items() if name not in optional}
+        return Imported("hydra", settings, found, names)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         has_prefix = config.use_prefix_attention
         refuse_other_layer(config)
         _refuse_foreign_structure(config, target)
         names = _names(config.num_heads, config.num_layers, has_prefix=has_prefix)
-        if unlike := _find_unlike_blocks(tensors, names, config.num_heads, config.num_layers):
-            raise ValueError(
-                f"the authors' blocks after the first share their weights, and these heads' do not ({unlike[0]}): "
-                "train heads with num_layers 1 or 2 for this format"
-            )
+        _refuse_unlike_blocks(tensors, names)
         written = {}
         for ours, theirs in names.items():
-            name = re.sub(r"^lm_head\.\d+", "lm_head.0", ours) if config.tie_lm_head else ours
             # Their loader leaves what is missing at random values.
-            written[theirs] = tensors[name] if name in tensors else _zero_bias(tensors, name)
+            written[theirs] = tensors[ours] if ours in tensors else _zero_bias(tensors, ours)
         settings = {
             "hydra_num_heads": config.num_heads,
             "hydra_num_layers": config.num_layers,
@@ -136,53 +126,33 @@ class Hydra(Format):
 
 def _zero_bias(tensors: Mapping[str, Tensor], name: str) -> Tensor:
     weight = tensors[name.removesuffix("bias") + "weight"]
-    return weight.new_zeros(weight.shape[0])
+    return weight.new_zeros(weight.shape[:1])
 
 
 def _is_zero_bias(tensors: Mapping[str, Tensor], name: str) -> bool:
-    weight = tensors.get(name.removesuffix("bias") + "weight")
-    bias = tensors[name]
-    return (
-        weight is not None
-        and bias.is_floating_point()
-        and bias.element_size() > 1
-        and bias.shape == weight.shape[:1]
-        and not bias.any()
-    )
+    return name.removesuffix("bias") + "weight" in tensors and is_same(tensors[name], _zero_bias(tensors, name))
 
 
-def _are_equal(tensors: Mapping[str, Tensor], one: str, other: str) -> bool:
-    pairs = [(tensors.get(f"{one}.{part}"), tensors.get(f"{other}.{part}")) for part in ("weight", "bias")]
-    return all(x is not None and y is not None and x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs)
+def _refuse_unlike_blocks(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+    for ours, theirs in names.items():
+        match = re.fullmatch(r"(mlps\.\d+)\.(?!1\.)\d+\.(linear\.\w+)", ours)
+        if match is not None and not torch.equal(tensors[ours], tensors[f"{match[1]}.3.{match[2]}"]):
+            raise ValueError(
+                f"the authors' blocks after the first share their weights, and these heads' do not ({theirs}): train "
+                "heads with num_layers 1 or 2 for this format"
+            )
 
 
-def _find_unlike_blocks(
-    tensors: Mapping[str, Tensor], names: Mapping[str, str], num_heads: int, num_layers: int
-) -> list[str]:
-    """Blocks after a head's first two that differ from the second, which the authors' structure does not have."""
-    problems = []
-    for i in range(num_heads):
-        for block in range(2, num_layers):
-            ours, second = f"mlps.{i}.{2 * block + 1}.linear", f"mlps.{i}.3.linear"
-            for part in ("weight", "bias"):
-                x, y = tensors.get(f"{ours}.{part}"), tensors.get(f"{second}.{part}")
-                if x is not None and y is not None and not torch.equal(x, y):
-                    problems.append(f"tensor {names[f'{ours}.{part}']} differs from {names[f'{second}.{part}']}")
-    return problems
-
-
-def _find_foreign_settings(published: Published, *, has_prefix: bool) -> list[str]:
-    problems = []
-    structure = published.setting("hydra_head_arch")
+def _refuse_foreign_settings(published: Published, *, has_prefix: bool) -> None:
+    path, structure = published.path, published.setting("hydra_head_arch")
     if structure not in _STRUCTURES:
-        problems.append(f"hydra_head_arch is {structure!r} in config.json; heads here are {' or '.join(_STRUCTURES)}")
-    elif _STRUCTURES[structure] != has_prefix:
-        problems.append(f"hydra_head_arch is {structure!r}, and the tensors {_PREFIX}* say the opposite")
+        refuse(path, f"hydra_head_arch is {structure!r} in config.json; heads here are {' or '.join(_STRUCTURES)}")
+    if _STRUCTURES[structure] != has_prefix:
+        refuse(path, f"hydra_head_arch is {structure!r}, and the tensors {_PREFIX}* say the opposite")
     if not published.setting("grounded_heads", False):
-        problems.append("grounded_heads is not true in config.json: such heads read no tokens, which is Medusa")
+        refuse(path, "grounded_heads is not true in config.json: such heads read no tokens, which is Medusa")
     if offset := published.setting("hidden_state_offset", 0):
-        problems.append(f"hidden_state_offset is {offset}; heads here read the target's last states (0)")
-    return problems
+        refuse(path, f"hidden_state_offset is {offset}; heads here read the target's last states (0)")
 
 
 def _prefix_rope(target: Target) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from draftsmith.heads.formats.format import Exported, Format, Imported, vllm_command
-from draftsmith.heads.formats.published import Published
+from draftsmith.heads.formats.published import Published, refuse
 from draftsmith.heads.formats.tensors import refuse_other_layer, rename, take_copies
 from draftsmith.inference.targets.target import Target
 
@@ -68,9 +68,10 @@ class Medusa(Format):
         return published.has(r"(medusa_head\.)?\d+\.\d+\.linear\.weight")
 
     def read(self, published: Published, target: Target) -> Imported:
-        tensors, problems = dict(published), []
+        tensors = dict(published)
         if any(name.startswith(_WHOLE) for name in tensors):
-            problems = _shorten(take_copies(tensors, _find_own_tensors(target, tensors)))
+            own: dict[str, Tensor] = target.model.state_dict()
+            take_copies(published.path, tensors, own)
             tensors = {name.removeprefix(_WHOLE): x for name, x in tensors.items()}
         sizes = _count(tensors, r"(\d+)\.\d+\.weight")
         names = _name_parts(*sizes)
@@ -78,7 +79,7 @@ class Medusa(Format):
         notes = []
         if shares and str(published.setting("version")) != "2":
             notes.append("no head has a projection of its own, so all are scored by the target's LM head (version 2)")
-        return Imported("medusa", _settings(*sizes, shares), rename(tensors, names), names, problems, notes)
+        return Imported("medusa", _settings(*sizes, shares), rename(tensors, names), names, notes)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         refuse_other_layer(config)
@@ -110,20 +111,21 @@ class VLLMMedusa(Format):
     def read(self, published: Published, target: Target) -> Imported:
         tensors = {name.removeprefix(_VLLM): x for name, x in published.items()}
         sizes = _count(tensors, r"lm_heads\.(\d+)\.weight")
-        problems = take_copies(tensors, {"lm_head.weight": target.lm_head_weight()})
+        take_copies(published.path, tensors, {"lm_head.weight": target.lm_head_weight()})
         names = _name_parts(*sizes, is_vllm=True)
         found = rename(tensors, names)
         if not published.setting("medusa_fc_bias", False):
             biases = [name for name in names if name.endswith("bias")]
             if any(name in found for name in biases):
-                problems.append(
-                    "config.json has no medusa_fc_bias, but there are biases: set it to true, or delete them"
+                refuse(
+                    published.path,
+                    "config.json has no medusa_fc_bias, but there are biases: set it to true, or delete them",
                 )
             for name in biases:
                 if (weight := found.get(name.removesuffix("bias") + "weight")) is not None:
                     found.setdefault(name, weight.new_zeros(weight.shape[0]))
         shares = bool(published.setting("original_lm_head", False))
-        return Imported("medusa", _settings(*sizes, shares), found, names, problems)
+        return Imported("medusa", _settings(*sizes, shares), found, names)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         refuse_other_layer(config)
@@ -145,15 +147,3 @@ class VLLMMedusa(Format):
             written["lm_head.weight"] = target.lm_head_weight()
         commands = (vllm_command("medusa", config.num_heads),)
         return Exported(settings, written, commands=commands, notes=("vLLM up to 0.32 serves Medusa, as chains.",))
-
-
-def _find_own_tensors(target: Target, names: Iterable[str]) -> dict[str, Tensor]:
-    """The target's tensors whose copies a whole model's checkpoint holds."""
-    own: dict[str, Tensor] = target.model.state_dict()
-    return {name: own[name] for name in names if name in own}
-
-
-def _shorten(problems: list[str]) -> list[str]:
-    """A whole model that is not the target differs in every tensor."""
-    more = len(problems) - 3
-    return problems if more <= 1 else [*problems[:3], f"so do {more} more tensors of the whole model"]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.heads.formats.published import refuse
 from draftsmith.inference.targets.target import Target
 
 
@@ -53,27 +54,27 @@ def is_targets_table(table: Tensor, target: Target, *, but: int | None = None) -
     return is_same(table[rows], own[rows])
 
 
-def take_copies(tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> list[str]:
-    """Takes copies of the target's own tensors out of `tensors`, which heads borrow from the target.
+def take_copies(path: str, tensors: dict[str, Tensor], copies: Mapping[str, Tensor]) -> None:
+    """Takes copies of the target's own tensors, which heads borrow, out of the `tensors` of a checkpoint.
 
     Args:
+        path: the checkpoint's, for messages.
         copies: the name that a copy would have -> the target's tensor.
 
-    Returns:
-        a problem for each that differs from the target's in more than its rounding.
+    Raises:
+        ValueError: a copy differs from the target's tensor in more than its rounding.
     """
-    problems = []
     for name, own in copies.items():
         if (copy := tensors.pop(name, None)) is None:
             continue
         if copy.shape != own.shape:
-            problems.append(f"tensor {name} is {list(copy.shape)}, and the target's own is {list(own.shape)}")
-        elif not is_same(copy, own.detach().to(copy.device)):
-            problems.append(
+            refuse(path, f"tensor {name} is {list(copy.shape)}, and the target's own is {list(own.shape)}")
+        if not is_same(copy, own.detach().to(copy.device)):
+            refuse(
+                path,
                 f"tensor {name} differs from the target's own, which the heads would read: give the target that the "
-                "heads were trained for"
+                "heads were trained for",
             )
-    return problems
 
 
 def count_rows(tensor: Tensor) -> int:

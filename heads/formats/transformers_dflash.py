@@ -39,11 +39,8 @@ class TransformersDFlash(DFlash):
 
     def read(self, published: Published, target: Target) -> Imported:
         """The config has no sizes of a vocabulary: tokens are the target's."""
-        tensors = rename(
-            dict(published), {**{name: name for name in published if name not in _NAMES.values()}, **_NAMES}
-        )
         config = {"vocab_size": target.vocab_size, **published.config}
-        imported = super().read(replace(published, config=config, tensors=tensors), target)
+        imported = super().read(replace(published, config=config, tensors=rename(published, _NAMES)), target)
         return replace(imported, names={**imported.names, **_NAMES})
 
     def limits(self, config: Any, has_own_mask: bool) -> tuple[tuple[bool, str], ...]:

@@ -37,17 +37,8 @@ from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
-# Rows over which loss weights fall to 1/e, by block size (DFlash).
+# gamma of the loss weights exp(-(k - 1) / gamma), by block size (DFlash); elsewhere half the block.
 DECAY_OF_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
-
-
-def default_loss_decay(block_size: int) -> float:
-    """gamma of the loss weights exp(-(k - 1) / gamma): the paper's value, or half the block where it gives none.
-
-    >>> default_loss_decay(16), default_loss_decay(6)
-    (7.0, 3.0)
-    """
-    return DECAY_OF_BLOCK.get(block_size, block_size / 2)
 
 
 def spaced_feature_layers(num_layers: int, count: int = 5) -> list[int]:
@@ -80,8 +71,6 @@ class BlockConfig(WindowedConfig):
         num_layers: draft layers (likewise).
         num_anchors: blocks trained per sequence, drawn at random where there is a loss (DFlash: 256 to 512). In
             evaluations the draw is always the same.
-        loss_decay: gamma; the step that predicts k tokens after the anchor weighs exp(-(k - 1) / gamma). None = by
-            block size. The training option `step_decay` overrides it.
         predicts_at_anchor: the anchor's row predicts the token after the anchor, and every row the token after its own
             (DSpark).
         markov_rank: R, of the bias W2 W1[x_{k-1}] that the previous token adds to the logits (DSpark: 256); 0 = none.
@@ -103,46 +92,30 @@ class BlockConfig(WindowedConfig):
     model_type = "draftsmith_block"
     head_type: ClassVar[str] = "block"
 
-    def __init__(
-        self,
-        *,
-        block_size: int = 8,
-        num_layers: int = 2,
-        num_anchors: int = 256,
-        loss_decay: float | None = None,
-        predicts_at_anchor: bool = False,
-        markov_rank: int = 0,
-        has_confidence: bool = False,
-        confidence_threshold: float | None = None,
-        is_causal: bool = False,
-        sliding_is_causal: bool = False,
-        mask_token_id: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    block_size: int = 8
+    num_layers: int = 2
+    num_anchors: int = 256
+    predicts_at_anchor: bool = False
+    markov_rank: int = 0
+    has_confidence: bool = False
+    confidence_threshold: float | None = None
+    is_causal: bool = False
+    sliding_is_causal: bool = False
+    mask_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
         for name, value, least in (
-            ("block_size", block_size, 1 if predicts_at_anchor else 2),
-            ("num_layers", num_layers, 1),
-            ("num_anchors", num_anchors, 1),
-            ("markov_rank", markov_rank, 0),
+            ("block_size", self.block_size, 1 if self.predicts_at_anchor else 2),
+            ("num_layers", self.num_layers, 1),
+            ("num_anchors", self.num_anchors, 1),
+            ("markov_rank", self.markov_rank, 0),
         ):
             if value < least:
                 raise ValueError(f"{name} is {value}; allowed is {least} or more")
-        if loss_decay is not None and loss_decay <= 0:
-            raise ValueError(f"loss_decay is {loss_decay}; allowed is a number above 0, or null for the paper's")
-        self.block_size = block_size
-        self.num_layers = num_layers
-        self.num_anchors = num_anchors
-        self.loss_decay = loss_decay
-        self.predicts_at_anchor = predicts_at_anchor
-        self.markov_rank = markov_rank
-        self.has_confidence = has_confidence
-        self.confidence_threshold = confidence_threshold
-        self.is_causal = is_causal
-        self.sliding_is_causal = sliding_is_causal
-        self.mask_token_id = mask_token_id
-        super().__init__(**kwargs)
-        if mask_token_id is not None and self.target_vocab_size and not 0 <= mask_token_id < self.target_vocab_size:
-            raise ValueError(f"mask_token_id is {mask_token_id}; allowed is 0 to {self.target_vocab_size - 1}")
+        super().__post_init__(**kwargs)
+        token, vocab_size = self.mask_token_id, self.target_vocab_size
+        if token is not None and vocab_size and not 0 <= token < vocab_size:
+            raise ValueError(f"mask_token_id is {token}; allowed is 0 to {vocab_size - 1}")
         if self.target_num_layers and not self.feature_layers:
             raise ValueError("feature_layers is empty; block drafters read at least one layer (DFlash: five)")
         self.check_settings()
@@ -234,7 +207,8 @@ class BlockHeads(DraftHeads):
     @property
     def default_step_decay(self) -> float:  # type: ignore[override]
         """The factor from one step to the next of the weights exp(-(k - 1) / gamma)."""
-        return math.exp(-1 / (self.config.loss_decay or default_loss_decay(self.config.block_size)))
+        size = self.config.block_size
+        return math.exp(-1 / DECAY_OF_BLOCK.get(size, size / 2))
 
     def init_from_target(self, target: Target) -> None:
         """The LM head expects states of the final norm's scale, so the norm starts from the target's. MASK and the

@@ -44,36 +44,29 @@ class DFlash2Config(BlockConfig):
     model_type = "draftsmith_dflash2"
     head_type: ClassVar[str] = "dflash2"
 
-    def __init__(
-        self,
-        *,
-        conv_kernel_size: int = 2,
-        conv_group_size: int = 16,
-        selector_rank: int = 256,
-        selector_top_k: int = 16,
-        **kwargs: Any,
-    ) -> None:
-        if kwargs.get("markov_rank") or kwargs.get("has_confidence"):
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.markov_rank or self.has_confidence:
             raise ValueError(
                 "markov_rank and has_confidence are DSpark's, and DFlash 2 has a selector: leave them out, or choose "
                 "head_type block"
             )
-        self.conv_kernel_size = conv_kernel_size
-        self.conv_group_size = conv_group_size
-        self.selector_rank = selector_rank
-        self.selector_top_k = selector_top_k
-        super().__init__(**kwargs)
+        super().__post_init__(**kwargs)
         for name, value, most in (
-            ("conv_kernel_size", conv_kernel_size, self.block_size),
-            ("conv_group_size", conv_group_size, None),
-            ("selector_rank", selector_rank, None),
-            ("selector_top_k", selector_top_k, self.target_vocab_size or None),
+            ("conv_kernel_size", self.conv_kernel_size, self.block_size),
+            ("conv_group_size", self.conv_group_size, None),
+            ("selector_rank", self.selector_rank, None),
+            ("selector_top_k", self.selector_top_k, self.target_vocab_size or None),
         ):
             if value < 1 or (most is not None and value > most):
                 raise ValueError(f"{name} is {value}; allowed is {f'1 to {most}' if most else '1 or more'}")
-        if self.hidden_size % conv_group_size:
+        if self.hidden_size % self.conv_group_size:
             raise ValueError(
-                f"conv_group_size is {conv_group_size}, which does not divide the hidden size {self.hidden_size}"
+                f"conv_group_size is {self.conv_group_size}, which does not divide the hidden size {self.hidden_size}"
             )
 
 

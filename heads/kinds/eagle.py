@@ -50,23 +50,17 @@ class EagleConfig(AutoregressionConfig):
     head_type: ClassVar[str] = "eagle"
     reads_one_layer = True
 
-    def __init__(
-        self,
-        *,
-        ttt_steps: int = 1,
-        fc_bias: bool = False,
-        feature_noise: float = 0.2,
-        embedding_scale: float | None = 1.0,
-        **kwargs: Any,
-    ) -> None:
-        if feature_noise < 0:
-            raise ValueError(f"feature_noise is {feature_noise}; allowed is 0 (none) or more (the authors use 0.2)")
-        if embedding_scale is not None and (embedding_scale <= 0 or math.frexp(embedding_scale)[0] != 0.5):
-            raise ValueError(f"embedding_scale is {embedding_scale}; allowed are powers of two, such as 0.5, 1 or 32")
-        self.fc_bias = fc_bias
-        self.feature_noise = feature_noise
-        self.embedding_scale = embedding_scale
-        super().__init__(ttt_steps=ttt_steps, **kwargs)
+    fc_bias: bool = False
+    feature_noise: float = 0.2
+    embedding_scale: float | None = 1.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        noise, scale = self.feature_noise, self.embedding_scale
+        if noise < 0:
+            raise ValueError(f"feature_noise is {noise}; allowed is 0 (none) or more (the authors use 0.2)")
+        if scale is not None and (scale <= 0 or math.frexp(scale)[0] != 0.5):
+            raise ValueError(f"embedding_scale is {scale}; allowed are powers of two, such as 0.5, 1 or 32")
+        super().__post_init__(**kwargs)
         if self.target_num_layers and self.feature_layers != [self.target_num_layers]:
             raise ValueError(
                 f"feature_layers is {self.feature_layers}; EAGLE-1 continues the target's last state, so allowed is "
@@ -84,7 +78,7 @@ class EagleLayer(DraftLayer):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        attention = DraftAttention(config, size, size, **config.biases, window=config.window(0))
+        attention = DraftAttention(config, size, size, window=config.window(0))
         self.add_blocks(config, attention, size)
 
 

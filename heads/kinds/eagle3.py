@@ -57,34 +57,23 @@ class Eagle3Config(AutoregressionConfig):
     model_type = "draftsmith_eagle3"
     head_type: ClassVar[str] = "eagle3"
 
-    def __init__(
-        self,
-        *,
-        draft_vocab_size: int | None = None,
-        ttt_steps: int = 7,
-        num_layers: int = 1,
-        fc_norm: bool = False,
-        norm_output: bool = False,
-        norm_before_residual: bool = False,
-        norm_before_fc: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        if num_layers < 1:
-            raise ValueError(f"num_layers is {num_layers}; allowed is 1 or more (the authors use 1)")
-        if fc_norm and norm_before_fc:
+    draft_vocab_size: int | None = None
+    ttt_steps: int = 7
+    num_layers: int = 1
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers is {self.num_layers}; allowed is 1 or more (the authors use 1)")
+        if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc both norm the features before fc: set one of them")
-        self.num_layers = num_layers
-        self.draft_vocab_size = draft_vocab_size
-        self.fc_norm = fc_norm
-        self.norm_output = norm_output
-        self.norm_before_residual = norm_before_residual
-        self.norm_before_fc = norm_before_fc
-        super().__init__(ttt_steps=ttt_steps, **kwargs)
-        size = self.target_vocab_size
-        if draft_vocab_size is not None and size and not 0 < draft_vocab_size <= size:
-            raise ValueError(
-                f"draft_vocab_size is {draft_vocab_size}; allowed is 1 to the target's {size}, or null for all"
-            )
+        super().__post_init__(**kwargs)
+        given, size = self.draft_vocab_size, self.target_vocab_size
+        if given is not None and size and not 0 < given <= size:
+            raise ValueError(f"draft_vocab_size is {given}; allowed is 1 to the target's {size}, or null for all")
         if self.target_num_layers and not self.feature_layers:
             raise ValueError("feature_layers is empty; EAGLE-3 reads at least one layer (the authors use three)")
 
@@ -113,7 +102,7 @@ class Eagle3Layer(DraftLayer):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        attention = DraftAttention(config, 2 * size, size, **config.biases, window=config.window(0))
+        attention = DraftAttention(config, 2 * size, size, window=config.window(0))
         self.add_blocks(config, attention, size)
 
 
@@ -138,9 +127,7 @@ class Eagle3Heads(AutoregressionHeads):
         self.fc = nn.Linear(width, size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.layers = nn.ModuleList(
-            DecoderLayer(
-                config, size, DraftAttention(config, size, size, **config.biases, window=config.window(number))
-            )
+            DecoderLayer(config, size, DraftAttention(config, size, size, window=config.window(number)))
             for number in range(1, config.num_layers)
         )
         self.norm = RMSNorm(size, config.rms_norm_eps)

@@ -40,7 +40,6 @@ class HydraConfig(DecoderConfig):
         num_heads: K, one for each drafted token (the authors' recipe has 4).
         num_layers: blocks of each head's MLP; the first block reads the concatenation (1 as in Medusa; 4 in the
             authors' recipe of Hydra++).
-        tie_lm_head: one LM head for all draft heads. In the authors' code each head has its own: K * D * V weights.
         use_prefix_attention: Hydra++'s decoder layer over the target's states. The default loss is then distillation;
             without the layer it is cross-entropy to the data's tokens, as for Medusa.
         use_embedding_norm: an RMSNorm on the token embeddings. The authors have none. Embeddings may be far smaller
@@ -56,36 +55,26 @@ class HydraConfig(DecoderConfig):
     head_type: ClassVar[str] = "hydra"
     reads_one_layer = True
 
-    def __init__(
-        self,
-        *,
-        num_heads: int = 4,
-        num_layers: int = 1,
-        tie_lm_head: bool = False,
-        use_prefix_attention: bool = False,
-        use_embedding_norm: bool = True,
-        use_biases: bool = False,
-        use_prefix_norm: bool = False,
-        dropout: float = 0.0,
-        **kwargs: Any,
-    ) -> None:
-        if num_heads < 1 or num_layers < 1:
-            raise ValueError(f"num_heads is {num_heads} and num_layers {num_layers}; allowed is 1 or more of each")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout is {dropout}; allowed is 0 (none) up to, not including, 1")
-        if use_prefix_norm and not use_prefix_attention:
+    num_heads: int = 4
+    num_layers: int = 1
+    use_prefix_attention: bool = False
+    use_embedding_norm: bool = True
+    use_biases: bool = False
+    use_prefix_norm: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_heads < 1 or self.num_layers < 1:
+            raise ValueError(
+                f"num_heads is {self.num_heads} and num_layers {self.num_layers}; allowed is 1 or more of each"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; allowed is 0 (none) up to, not including, 1")
+        if self.use_prefix_norm and not self.use_prefix_attention:
             raise ValueError(
                 "use_prefix_norm is true, but there is no prefix layer: set use_prefix_attention to true too"
             )
-        self.num_heads = num_heads
-        self.num_layers = num_layers
-        self.tie_lm_head = tie_lm_head
-        self.use_prefix_attention = use_prefix_attention
-        self.use_embedding_norm = use_embedding_norm
-        self.use_biases = use_biases
-        self.use_prefix_norm = use_prefix_norm
-        self.dropout = dropout
-        super().__init__(**kwargs)
+        super().__post_init__(**kwargs)
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
@@ -182,8 +171,7 @@ class HydraHeads(DraftHeads):
         self.embedding_norm = RMSNorm(size, config.rms_norm_eps) if config.use_embedding_norm else nn.Identity()
         self.mlps = nn.ModuleList(self._make_mlp(config, num_tokens=i + 1) for i in range(config.num_heads))
         self.lm_head = nn.ModuleList(
-            nn.Linear(size, config.target_vocab_size, bias=config.use_biases)
-            for _ in range(1 if config.tie_lm_head else config.num_heads)
+            nn.Linear(size, config.target_vocab_size, bias=config.use_biases) for _ in range(config.num_heads)
         )
         if config.use_biases:
             for lm_head in self.lm_head:
@@ -201,9 +189,6 @@ class HydraHeads(DraftHeads):
     @property
     def max_depth(self) -> int:  # type: ignore[override]
         return int(self.config.num_heads)
-
-    def lm_head_of(self, index: int) -> nn.Module:
-        return cast(nn.Module, self.lm_head[0 if self.config.tie_lm_head else index])
 
     def init_from_target(self, target: Target) -> None:
         weight = target.lm_head_weight()
@@ -225,7 +210,7 @@ class HydraHeads(DraftHeads):
         inputs, steps = [hidden], []
         for i, mlp in enumerate(self.mlps):
             inputs.append(nn.functional.pad(embedded[:, i + 1 :], (0, 0, 0, min(i + 1, length))))
-            steps.append(DraftStep(2 + i, mlp(torch.cat(inputs, dim=-1)), self.lm_head_of(i)))
+            steps.append(DraftStep(2 + i, mlp(torch.cat(inputs, dim=-1)), self.lm_head[i]))
         return steps
 
     # Decoding.
@@ -266,4 +251,4 @@ class HydraHeads(DraftHeads):
         """Logits [B, W, V] of head `index` after the paths [B, W, index + 1]; hidden [B, 1, D]."""
         tokens = self.embed_normed(paths).flatten(2)  # [B, W, (index + 1) * D]
         inputs = torch.cat([hidden.expand(-1, tokens.shape[1], -1), tokens], dim=-1)
-        return cast(Tensor, self.lm_head_of(index)(self.mlps[index](inputs)))
+        return cast(Tensor, self.lm_head[index](self.mlps[index](inputs)))

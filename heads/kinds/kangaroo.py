@@ -55,34 +55,25 @@ class KangarooConfig(DecoderConfig):
             distribution whose best token has a smaller chance than this, at temperature 1 (the paper uses 0.6). None =
             off, the default: trees have fixed shapes, so leaving a node out saves no time. You may change it between
             texts: `from_pretrained(path, confidence_threshold=0.6)`, or in `heads.config`.
-        use_mlp: a gated MLP with its own norm after the attention. The paper's adapter has none (section 3.1: one
-            multi-head attention and two norms).
         **kwargs: arguments of `DecoderConfig`.
     """
 
     model_type = "draftsmith_kangaroo"
     head_type: ClassVar[str] = "kangaroo"
 
-    def __init__(
-        self,
-        *,
-        exit_layer: int = 1,
-        confidence_threshold: float | None = None,
-        use_mlp: bool = False,
-        feature_layers: tuple[int, ...] | list[int] = (),
-        **kwargs: Any,
-    ) -> None:
-        self.exit_layer = exit_layer
-        self.confidence_threshold = confidence_threshold
-        self.use_mlp = use_mlp
-        num_layers = kwargs.get("target_num_layers", 0)
+    exit_layer: int = 1
+    confidence_threshold: float | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        exit_layer, num_layers = self.exit_layer, self.target_num_layers
         if num_layers == 1:
             raise ValueError("this target has 1 layer; Kangaroo exits before the last layer, so it needs 2 or more")
         if num_layers and not 0 < exit_layer < num_layers:
             raise ValueError(
                 f"exit_layer is {exit_layer}; allowed is 1 to {num_layers - 1} for a target of {num_layers} layers"
             )
-        super().__init__(feature_layers=feature_layers or [exit_layer], **kwargs)
+        self.feature_layers = self.feature_layers or [exit_layer]
+        super().__post_init__(**kwargs)
         self.check_settings()
 
     def check_settings(self) -> None:
@@ -102,16 +93,15 @@ class KangarooConfig(DecoderConfig):
 
 
 class KangarooAdapter(DecoderLayer):
-    """A decoder layer; without an MLP by default, as in the paper. `KangarooHeads` has the norm before the LM head."""
+    """A decoder layer without an MLP (section 3.1: one multi-head attention and two norms). `KangarooHeads` has the
+    norm before the LM head."""
 
     def __init__(self, config: KangarooConfig) -> None:
         super().__init__(config, config.target_hidden_size)
-        self.use_mlp: bool = config.use_mlp
-        if not self.use_mlp:
-            del self.post_attention_layernorm, self.mlp
+        del self.post_attention_layernorm, self.mlp
 
     def _add_mlp(self, hidden: Tensor) -> Tensor:
-        return super()._add_mlp(hidden) if self.use_mlp else hidden
+        return hidden
 
 
 @dataclass

@@ -36,13 +36,16 @@ class MedusaConfig(DraftHeadsConfig):
     head_type: ClassVar[str] = "medusa"
     reads_one_layer = True
 
-    def __init__(self, *, num_heads: int = 5, num_layers: int = 1, shares_lm_head: bool = False, **kwargs: Any) -> None:
-        if num_heads < 1 or num_layers < 0:
-            raise ValueError(f"num_heads is {num_heads} and num_layers {num_layers}; allowed are >= 1 and >= 0")
-        self.num_heads = num_heads
-        self.num_layers = num_layers
-        self.shares_lm_head = shares_lm_head
-        super().__init__(**kwargs)
+    num_heads: int = 5
+    num_layers: int = 1
+    shares_lm_head: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_heads < 1 or self.num_layers < 0:
+            raise ValueError(
+                f"num_heads is {self.num_heads} and num_layers {self.num_layers}; allowed are >= 1 and >= 0"
+            )
+        super().__post_init__(**kwargs)
 
 
 class ResidualBlock(nn.Module):

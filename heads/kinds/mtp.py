@@ -84,29 +84,19 @@ class MTPConfig(WindowedConfig):
     head_type: ClassVar[str] = "mtp"
     reads_one_layer = True
 
-    def __init__(
-        self,
-        *,
-        num_steps: int = 4,
-        share_block: bool = True,
-        norm_output: bool = True,
-        hidden_first: bool = False,
-        zero_first_embedding: bool = False,
-        reads_before_final_norm: bool = False,
-        stock_layer: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if num_steps < 1:
-            raise ValueError(f"num_steps is {num_steps}; allowed is 1 or more drafted tokens (FastMTP trains 3)")
-        self.num_steps = num_steps
-        self.share_block = share_block
-        self.norm_output = norm_output
-        self.hidden_first = hidden_first
-        self.zero_first_embedding = zero_first_embedding
-        self.reads_before_final_norm = reads_before_final_norm
-        self.stock_layer = stock_layer
-        super().__init__(**kwargs)
-        if self.sliding_window is not None and (not share_block or stock_layer or self.layer_types):
+    num_steps: int = 4
+    share_block: bool = True
+    norm_output: bool = True
+    hidden_first: bool = False
+    zero_first_embedding: bool = False
+    reads_before_final_norm: bool = False
+    stock_layer: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps is {self.num_steps}; allowed is 1 or more drafted tokens (FastMTP trains 3)")
+        super().__post_init__(**kwargs)
+        if self.sliding_window is not None and (not self.share_block or self.stock_layer or self.layer_types):
             raise ValueError(
                 f"sliding_window is {self.sliding_window}; a window is for one shared block like Llama's: set "
                 "share_block to true, and leave stock_layer and layer_types out"

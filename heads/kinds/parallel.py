@@ -4,7 +4,7 @@ Legend: B batch, T sequence length, S slots of one call, W of them in one pass, 
 D hidden size, F fused features, V target vocabulary, Vd draft vocabulary.
 
 Depth 0 is EAGLE-3's: slot t pairs g_t = fc(features of position t) with the embedding of x_{t+1} and predicts x_{t+2}.
-Mask row d of slot t has RoPE position t + d, pairs a learned embedding with a learned hidden state (the same for all
+Mask row d of slot t has RoPE position t + d, pairs a learned embedding with fc(learned features) (the same for all
 rows), and predicts x_{t+2+d}. It sees the slots up to t and the mask rows 1 to d of slot t.
 
 In training deeper rows are dropped geometrically: a share `keep_ratio`^d of each sequence's slots keeps row d, and with
@@ -48,8 +48,6 @@ class ParallelConfig(Eagle3Config):
         num_layers: EAGLE-3's layer plus the plain decoder layers above it (likewise).
         keep_ratio: the share of one depth's slots that the next depth is trained on (0.7 in published trainers).
         min_keep_ratio: the share of all slots that every depth keeps (0.2 in published trainers).
-        mask_before_fc: the learned hidden state of mask rows is one of features, which fc projects, as engines read it.
-            True in new heads; False in older checkpoints, whose state is fc's output.
         mask_token_id: the token whose embedding mask rows have, for heads with an `own_embedding`; None = an embedding
             beside the table.
         **kwargs: arguments of `Eagle3Config`, without `ttt_steps` and `norm_output`.
@@ -58,47 +56,40 @@ class ParallelConfig(Eagle3Config):
     model_type = "draftsmith_parallel"
     head_type: ClassVar[str] = "parallel"
 
-    def __init__(
-        self,
-        *,
-        num_depths: int = 6,
-        num_layers: int = 2,
-        keep_ratio: float = 0.7,
-        min_keep_ratio: float = 0.2,
-        mask_before_fc: bool = False,
-        mask_token_id: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        if "ttt_steps" in kwargs or kwargs.pop("norm_output", False):
+    num_depths: int = 6
+    num_layers: int = 2
+    keep_ratio: float = 0.7
+    min_keep_ratio: float = 0.2
+    mask_token_id: int | None = None
+    ttt_steps: int = 1
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.ttt_steps != 1 or self.norm_output:
             raise ValueError(
                 "ttt_steps and norm_output belong to heads that draft one depth after another: set num_depths instead"
             )
-        if num_depths < 2:
+        if self.num_depths < 2:
             raise ValueError(
-                f"num_depths is {num_depths}; allowed is 2 or more (for one depth, use EAGLE-3 heads with ttt_steps=1)"
+                f"num_depths is {self.num_depths}; allowed is 2 or more (for one depth, use EAGLE-3 heads with "
+                "ttt_steps=1)"
             )
-        for name, value in (("keep_ratio", keep_ratio), ("min_keep_ratio", min_keep_ratio)):
+        for name, value in (("keep_ratio", self.keep_ratio), ("min_keep_ratio", self.min_keep_ratio)):
             if not 0 < value <= 1:
                 raise ValueError(f"{name} is {value}; allowed is a share above 0 and up to 1 (1 drops nothing)")
-        self.num_depths = num_depths
-        self.keep_ratio = keep_ratio
-        self.min_keep_ratio = min_keep_ratio
-        self.mask_before_fc = mask_before_fc
-        self.mask_token_id = mask_token_id
-        super().__init__(num_layers=num_layers, **kwargs)
-        del self.ttt_steps
-        if mask_token_id is not None and not self.own_embedding:
+        super().__post_init__(**kwargs)
+        token, vocab_size = self.mask_token_id, self.target_vocab_size
+        if token is not None and not self.own_embedding:
             raise ValueError(
-                f"mask_token_id is {mask_token_id}, a row of embeddings that the heads train: set own_embedding=true, "
-                "or leave it out"
+                f"mask_token_id is {token}, a row of embeddings that the heads train: set own_embedding=true, or leave "
+                "it out"
             )
-        if mask_token_id is not None and self.target_vocab_size and not 0 <= mask_token_id < self.target_vocab_size:
-            raise ValueError(f"mask_token_id is {mask_token_id}; allowed is 0 to {self.target_vocab_size - 1}")
+        if token is not None and vocab_size and not 0 <= token < vocab_size:
+            raise ValueError(f"mask_token_id is {token}; allowed is 0 to {vocab_size - 1}")
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
         num_layers, num_depths = default_shape(target.num_layers)
-        usual = {"num_layers": num_layers, "num_depths": num_depths, "mask_before_fc": True, "norm_output": False}
+        usual = {"num_layers": num_layers, "num_depths": num_depths, "norm_output": False}
         return super().from_target(target, **{**usual, **overrides})
 
 
@@ -144,11 +135,9 @@ class ParallelHeads(Eagle3Heads):
 
     def __init__(self, config: ParallelConfig) -> None:
         super().__init__(config)
-        size = config.hidden_size
         if config.mask_token_id is None:
-            self.mask_embedding = nn.Parameter(torch.zeros(size))
-        width = self.fc.in_features if config.mask_before_fc else size
-        self.mask_hidden = nn.Parameter(torch.full((width,), 0.02))  # a norm of zeros would be zero
+            self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
+        self.mask_hidden = nn.Parameter(torch.full((self.fc.in_features,), 0.02))  # a norm of zeros would be zero
 
     @property
     def max_depth(self) -> int:  # type: ignore[override]
@@ -161,17 +150,16 @@ class ParallelHeads(Eagle3Heads):
     def init_from_target(self, target: Target) -> None:
         super().init_from_target(target)
         with torch.no_grad():
-            mask = self.mask_embedding if self.config.mask_token_id is None else self._mask_row()
-            mask.copy_(mean_embedding(target))
+            self._mask_row().copy_(mean_embedding(target))
 
     def _mask_row(self) -> Tensor:
-        """[D], the mask's row of the heads' own embeddings."""
-        return self.embed_tokens.weight[self.config.mask_token_id]
+        """[D], the embedding of mask rows: by itself, or a row of the heads' own table."""
+        token = self.config.mask_token_id
+        return self.mask_embedding if token is None else self.embed_tokens.weight[token]
 
     def mask_inputs(self) -> tuple[Tensor, Tensor]:
         """The embedding and the g of every mask row, both [D]."""
-        embedding = self.mask_embedding if self.config.mask_token_id is None else self._mask_row()
-        return embedding, self.fuse(self.mask_hidden) if self.config.mask_before_fc else self.mask_hidden
+        return self._mask_row(), self.fuse(self.mask_hidden)
 
     def with_masks(self, embedded: Tensor, g: Tensor, num_masks: int) -> tuple[Tensor, Tensor]:
         """Embeddings and g of slots [B, W, D], each followed by M mask rows: [B, W + M, D]."""

@@ -83,12 +83,12 @@ class DraftStep:
 
 
 def unroll_documents(
-    unroll: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], list[DraftStep]],
+    unroll: Callable[[Tensor, Tensor, Tensor, Tensor | None], list[DraftStep]],
     document_ids: Tensor,
     num_groups: int | None,
     features: Tensor,
     input_ids: Tensor,
-    loss_mask: Tensor | None,
+    loss_mask: Tensor,
     token_seeds: Tensor | None,
 ) -> list[DraftStep]:
     """The steps of a packed batch [B, T], each of whose documents is unrolled by itself.
@@ -101,8 +101,7 @@ def unroll_documents(
     groups = split_documents(document_ids, num_groups=num_groups)
     unrolled = []
     for group in groups:
-        mask, seeds = (None if x is None else group.read(x) for x in (loss_mask, token_seeds))
-        mask = None if mask is None else mask * group.mask
+        mask, seeds = group.read(loss_mask) * group.mask, None if token_seeds is None else group.read(token_seeds)
         unrolled.append(unroll(group.read(features), group.read(input_ids), mask, seeds))
     joined = []
     for steps in zip(*unrolled, strict=True):

@@ -262,26 +262,19 @@ class Rows:
 
 
 class DraftAttention(nn.Module):
-    """Grouped-query attention whose input may be wider than the hidden size (EAGLE-3 reads 2D).
+    """Grouped-query attention whose input may be wider than the hidden size (EAGLE-3 reads 2D). The projections to q, k
+    and v, and the one back to the hidden size, have biases where the config says so; they start at 0.
 
     Args:
-        qkv_bias, o_bias: whether the projections to q, k and v, and the one back to the hidden size, have biases. They
-            start at 0.
         window: how many of the last accepted slots a row sees; None = all.
     """
 
     def __init__(
-        self,
-        config: PreTrainedConfig,
-        input_size: int,
-        hidden_size: int,
-        *,
-        qkv_bias: bool = False,
-        o_bias: bool = False,
-        window: int | None = None,
+        self, config: PreTrainedConfig, input_size: int, hidden_size: int, *, window: int | None = None
     ) -> None:
         super().__init__()
         self.window = window
+        qkv_bias, o_bias = getattr(config, "qkv_bias", False), getattr(config, "o_bias", False)
         self.head_dim: int = config.head_dim
         self.num_heads: int = config.num_attention_heads
         self.num_groups: int = config.num_key_value_heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,13 +79,25 @@ def decode_chains(
     return chains
 
 
-def compare_with_engine(heads: DraftHeads, texts: Texts, depth: int, result: dict[str, Any], name: str) -> None:
-    """An engine's texts, its drafts at every step, and its counts of accepted tokens at every position are ours."""
+def compare_with_vllm(
+    run_vllm: Callable[..., dict[str, Any]], heads: DraftHeads, texts: Texts, depth: int, /, *script: str, **job: Any
+) -> None:
+    """vLLM's texts, its drafts at every step, and its counts of accepted tokens at every position are ours.
+
+    Args:
+        *script, **job: of `run_vllm`, beside the texts.
+    """
+    told = {"num_drafts": depth, "prompts": texts.prompts, "max_new_tokens": texts.max_new_tokens}
+    result = run_vllm(*script, **told, **job)
     ours = decode_chains(heads.target, heads, texts.prompts, depth=depth, max_new_tokens=texts.max_new_tokens)
     assert ours.texts == texts.replies
     assert [text["tokens"] for text in result["texts"]] == ours.texts
     differences = explain_differences(heads, texts.prompts, ours, [text["drafts"] for text in result["texts"]])
-    print(f"\n{name}: {ours.num_steps} steps, {len(differences)} with other drafts", *differences, sep="\n")
+    print(
+        f"\n{heads.config.head_type}: {ours.num_steps} steps, {len(differences)} with other drafts",
+        *differences,
+        sep="\n",
+    )
     assert ours.num_steps >= LEAST_STEPS
     histogram = ours.stats.accepted_histogram
     per_position = [sum(histogram[position:]) for position in range(1, depth + 1)]

@@ -13,7 +13,7 @@ import pytest
 
 from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.inference import Target
-from tests.engines.chains import Texts, compare_with_engine
+from tests.engines.chains import Texts, compare_with_vllm
 from tests.engines.learning import learn_by_heart, load_trained
 
 DEPTH = 4
@@ -42,14 +42,7 @@ def test_vllm_drafts_as_we_do(
         "norm_output": {"norm_output": True},
     }
     heads = start_from_eagle3(target, "eagle3", **changes[name]) if name in changes else load_trained(name, target)
-    result = run_vllm(
-        heads=str(exported(heads)),
-        method=heads.config.head_type,
-        num_drafts=DEPTH,
-        prompts=texts.prompts,
-        max_new_tokens=texts.max_new_tokens,
-    )
-    compare_with_engine(heads, texts, DEPTH, result, name)
+    compare_with_vllm(run_vllm, heads, texts, DEPTH, heads=str(exported(heads)), method=heads.config.head_type)
 
 
 @pytest.mark.parametrize("format_name", ["vllm", "speculators"])
@@ -59,40 +52,18 @@ def test_p_eagle(
     vocabulary = load_trained("eagle3", target).config.draft_vocab_size
     settings = {"draft_vocab_size": vocabulary, "num_depths": DEPTH, "num_layers": 2}
     heads = learn_by_heart(start_from_eagle3(target, "parallel", **settings), texts, num_steps=40)
-    result = run_vllm(
-        heads=str(exported(heads, format_name)),
-        method="eagle3",
-        options={"parallel_drafting": True},
-        num_drafts=DEPTH,
-        prompts=texts.prompts,
-        max_new_tokens=texts.max_new_tokens,
-    )
-    compare_with_engine(heads, texts, DEPTH, result, f"parallel, {format_name}")
+    job = {"heads": str(exported(heads, format_name)), "method": "eagle3", "options": {"parallel_drafting": True}}
+    compare_with_vllm(run_vllm, heads, texts, DEPTH, **job)
 
 
-BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {"DFlash": ("vllm", {}), "speculators": ("speculators", {})}
-
-
-@pytest.mark.parametrize(("format_name", "settings"), BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize("format_name", ["vllm", "speculators"])
 def test_blocks(
-    format_name: str,
-    settings: dict[str, Any],
-    target: Target,
-    texts: Texts,
-    run_vllm: Callable[..., Any],
-    exported: Callable[..., Path],
+    format_name: str, target: Target, texts: Texts, run_vllm: Callable[..., Any], exported: Callable[..., Path]
 ) -> None:
     """DFlash with a mask of its own, which its training moves away from every token."""
-    heads = create_heads("block", target, block_size=DEPTH + 1, num_layers=2, num_anchors=16, **settings)
+    heads = create_heads("block", target, block_size=DEPTH + 1, num_layers=2, num_anchors=16)
     learn_by_heart(heads, texts, num_steps=60)
-    result = run_vllm(
-        heads=str(exported(heads, format_name)),
-        method="dflash",
-        num_drafts=DEPTH,
-        prompts=texts.prompts,
-        max_new_tokens=texts.max_new_tokens,
-    )
-    compare_with_engine(heads, texts, DEPTH, result, f"block, {format_name}, {settings}")
+    compare_with_vllm(run_vllm, heads, texts, DEPTH, heads=str(exported(heads, format_name)), method="dflash")
 
 
 def test_dflash2(target: Target, texts: Texts, run_vllm: Callable[..., Any], exported: Callable[..., Path]) -> None:
@@ -100,15 +71,8 @@ def test_dflash2(target: Target, texts: Texts, run_vllm: Callable[..., Any], exp
     few = Texts(texts.prompts[:6], texts.replies[:6], texts.max_new_tokens)
     heads = create_heads("dflash2", target, block_size=DEPTH + 1, num_layers=2, num_anchors=32, selector_rank=32)
     learn_by_heart(heads, few, num_steps=60)
-    result = run_vllm(
-        "vllm_interpreted.py",
-        heads=str(exported(heads)),
-        method="dflash",
-        num_drafts=DEPTH,
-        prompts=few.prompts,
-        max_new_tokens=few.max_new_tokens,
-    )
-    compare_with_engine(heads, few, DEPTH, result, "dflash2")
+    job = {"heads": str(exported(heads)), "method": "dflash"}
+    compare_with_vllm(run_vllm, heads, few, DEPTH, "vllm_interpreted.py", **job)
 
 
 def test_plain_vllm_writes_the_targets_texts(texts: Texts, run_vllm: Callable[..., Any]) -> None:

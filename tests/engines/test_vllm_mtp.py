@@ -16,7 +16,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from draftsmith.heads.kinds.mtp import MTPHeads
 from draftsmith.inference import Target
-from tests.engines.chains import compare_with_engine, write_texts
+from tests.engines.chains import compare_with_vllm, write_texts
 from tests.engines.learning import learn_by_heart
 from tests.heads.formats.test_native_mtp import (
     name_as_deepseek,
@@ -85,13 +85,5 @@ def test_mtp(family: str, tmp_path: Path, run_vllm: Callable[..., Any], exported
     texts = write_texts(target, prompts, MAX_NEW_TOKENS)
     heads = MTPHeads.from_target_checkpoint(tmp_path / "target", target, num_steps=DEPTH, **settings)
     learn_by_heart(heads, texts, num_steps=60)
-    result = run_vllm(
-        target=str(exported(heads)),
-        method="mtp",
-        engine={"trust_remote_code": family == "mimo"},
-        num_drafts=DEPTH,
-        prompts=prompts,
-        max_new_tokens=MAX_NEW_TOKENS,
-        max_length=128,
-    )
-    compare_with_engine(heads, texts, DEPTH, result, f"mtp, {family}")
+    job = {"target": str(exported(heads)), "method": "mtp", "max_length": 128}
+    compare_with_vllm(run_vllm, heads, texts, DEPTH, **job, engine={"trust_remote_code": family == "mimo"})

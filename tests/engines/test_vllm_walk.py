@@ -18,7 +18,7 @@ from draftsmith.heads import DraftHeads
 from draftsmith.inference import Target
 from draftsmith.scripts import export_heads, import_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
-from tests.engines.chains import Texts, compare_with_engine, decode_chains
+from tests.engines.chains import Texts, compare_with_vllm, decode_chains
 from tests.engines.learning import load_trained
 from tests.training.runner import Runner
 
@@ -76,7 +76,4 @@ def test_the_way_of_published_heads(target: Target, texts: Texts, run_vllm: Call
 
     heads = DraftHeads.from_pretrained(trained, dtype=torch.float32)
     assert not torch.equal(heads.state_dict()["fc.weight"], theirs.state_dict()["fc.weight"])
-    result = run_vllm(
-        heads=str(served), method="eagle3", num_drafts=DEPTH, prompts=texts.prompts, max_new_tokens=texts.max_new_tokens
-    )
-    compare_with_engine(heads.bind(target), texts, DEPTH, result, "published EAGLE-3 heads, trained further")
+    compare_with_vllm(run_vllm, heads.bind(target), texts, DEPTH, heads=str(served), method="eagle3")

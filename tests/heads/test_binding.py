@@ -13,17 +13,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import draftsmith.heads as heads_package
 from draftsmith.heads import DraftHeads, create_heads
-from draftsmith.inference import Decoder, Target, generate
+from draftsmith.inference import Target, generate
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 
 
 class TestBinding:
-    @pytest.mark.parametrize("head_type", heads_package.HEAD_TYPES)
-    def test_another_target(self, target: Target, head_type: str) -> None:
-        heads = create_heads(head_type, target)
+    def test_another_target(self, target: Target) -> None:
+        heads = create_heads("kangaroo", target)
         others: list[tuple[dict[str, Any], str]] = [
             ({"hidden_size": 64, "head_dim": 8}, "hidden size 32, this target .* has 64"),
             ({"vocab_size": 100}, "vocabulary size 128, this target .* has 100"),
@@ -85,19 +83,6 @@ class TestViews:
 
 class TestDtypes:
     """Heads draft in the target's dtype, whatever their own is."""
-
-    def test_drafting_runs_in_the_targets_dtype(self, saved: Path) -> None:
-        heads = DraftHeads.from_pretrained(saved)
-        before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
-        target = Target(tiny_target("llama", dtype=torch.bfloat16))
-        seen: list[torch.dtype] = []
-        heads.fc.register_forward_hook(lambda *call: seen.append(call[2].dtype))
-        decoder = Decoder(target, heads)
-        decoder.generate(random_prompt(9), max_new_tokens=8, do_sample=False)
-        assert decoder.drafter is not heads
-        assert set(seen) == {torch.bfloat16}
-        assert heads.dtype == torch.float32
-        assert all(torch.equal(tensor, before[name]) for name, tensor in heads.state_dict().items())
 
     def test_the_copy_is_kept_until_the_weights_change(self, saved: Path) -> None:
         heads = DraftHeads.from_pretrained(saved)

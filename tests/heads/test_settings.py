@@ -18,10 +18,15 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"block_size": 1},
         {"num_layers": 0},
         {"markov_rank": -1},
-        {"loss_decay": 0.0},
         {"confidence_threshold": 0.3},
         {"has_confidence": True, "confidence_threshold": -1},
         {"mask_token_id": 128},
+    ],
+    "dflash2": [
+        {"block_size": 8, "conv_kernel_size": 9},
+        {"conv_group_size": 5},
+        {"selector_rank": 0},
+        {"selector_top_k": 129},
     ],
     "eagle": [
         {"ttt_steps": 0},
@@ -59,6 +64,7 @@ def test_a_value_that_is_not_allowed(target: Target, kind: str, overrides: dict[
     ("kind", "overrides", "message"),
     [
         ("block", {"feature_layers": []}, "feature_layers is empty"),
+        ("dflash2", {"markov_rank": 4}, "markov_rank and has_confidence are DSpark's"),
         ("eagle3", {"feature_layers": []}, "feature_layers is empty"),
         ("eagle3", {"feature_layers": [1, 2, 7]}, r"feature_layers \[7\]"),
         ("eagle3", {"feature_layers": [1, -1, 2]}, r"feature_layers \[-1\]"),
@@ -78,11 +84,6 @@ def test_settings_that_do_not_go_together(target: Target, kind: str, overrides: 
 def test_a_key_that_does_not_exist(target: Target, kind: str, key: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"'{key}' .* '{meant}'"):
         create_heads(kind, target, **{key: 2})
-
-
-def test_unknown_kind(target: Target) -> None:
-    with pytest.raises(ValueError, match=f"head_type 'eagle9'.*{', '.join(sorted(HEAD_TYPES))}"):
-        create_heads("eagle9", target)
 
 
 def test_defaults_follow_the_target() -> None:

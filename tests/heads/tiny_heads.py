@@ -69,12 +69,12 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "hydra": (
         {"num_layers": 2},
-        {"num_heads": 3, "tie_lm_head": True, "use_embedding_norm": False},
+        {"num_heads": 3, "use_embedding_norm": False},
         {"num_layers": 2, "use_prefix_attention": True},  # Hydra++
         {"num_layers": 2, "use_prefix_attention": True, "use_prefix_norm": True, "use_biases": True},
     ),
     # A layer of each kind of attention within 4 layers of every family.
-    "kangaroo": ({}, {"exit_layer": 4, "use_mlp": True, "num_key_value_heads": 4}),
+    "kangaroo": ({}, {"exit_layer": 4, "num_key_value_heads": 4}),
     "medusa": ({}, {"num_heads": 3, "num_layers": 2}, {"num_heads": 3, "shares_lm_head": True}),
     "mtp": (
         {},

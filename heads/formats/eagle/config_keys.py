@@ -35,6 +35,7 @@ _HARMLESS = {
     *("norm_topk_prob", "routed_scaling_factor"),  # of mixtures
     "sliding_window_pattern",  # layer_types says it
     *("embed_requires_grad", "has_no_defaults_at_init", "sliding_window_non_causal"),
+    *("efficient_lm_head_config", "num_aux_hidden_states"),  # of EAGLE-4: a head that is left out, and fc's width
     *("next_layer_regular", "parallel_draft_step", "parallel_draft_heads_num_layers"),
     *(OWN_KEY, *_TABLES, "speculators_config", "speculators_model_type", "speculators_version"),
     *("pard_token", "ptd_token_id", "mask_token_id", "num_anchors", "confidence_head_alpha"),

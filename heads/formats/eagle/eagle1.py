@@ -60,7 +60,7 @@ class Eagle1(Format):
         layers = {match[1] for name in published if (match := re.match(r"layers\.(\d+)\.", name))}
         settings = read_decoder(reading, len(layers))
         if len(layers) > 1:
-            reading.problems.append(f"the checkpoint has {len(layers)} layers, and EAGLE-1 heads here have one")
+            reading.refuse(f"the checkpoint has {len(layers)} layers, and EAGLE-1 heads here have one")
         drop_rope_tables(reading, settings)
         settings |= {
             **read_biases(reading, "layers.0."),
@@ -81,14 +81,12 @@ class Eagle1(Format):
         stated = published.own_setting("fc_bias", published.setting("bias", True))
         if bias is None:
             if stated and published.setting("bias") is None and not is_sglang:
-                reading.problems.append(
-                    'config.json has no "bias", which means true: where fc has none, set "bias" to false'
-                )
+                reading.refuse('config.json has no "bias", which means true: where fc has none, set "bias" to false')
             return bool(stated)
         if stated:
             return True
         if bool(bias.any()) and not is_sglang:
-            reading.problems.append('config.json has "bias": false, and tensor fc.bias is not zero')
+            reading.refuse('config.json has "bias": false, and tensor fc.bias is not zero')
         if bool(bias.any()):
             return True
         del reading.tensors["fc.bias"]

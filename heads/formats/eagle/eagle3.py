@@ -89,7 +89,7 @@ class Eagle3(Format):
                 if number and f"layers.{number}.input_layernorm.weight" not in published:  # SGLang's name for it
                     ours = ours.replace("hidden_norm", "input_layernorm")
             if ours in reading.tensors:
-                reading.problems.append(f"tensors {reading.names.get(ours, ours)} and {name} are the same part")
+                reading.refuse(f"tensors {reading.names.get(ours, ours)} and {name} are the same part")
             reading.tensors[ours] = published[name]
             if ours != name:
                 reading.names[ours] = name
@@ -106,9 +106,6 @@ class Eagle3(Format):
             **read_own_settings(reading, _OWN),
             "feature_layers": read_layer_ids(reading),
         }
-        if settings["fc_norm"] and settings["norm_before_fc"]:
-            reading.problems.append("fc_norm and norm_before_fc are both true, and exclude each other")
-            settings["norm_before_fc"] = False
         further = {f"layers.{n - 1}.{part}": f"layers.{n}.{part}" for n in layers - {0} for part in PARTS}
         reading.names = further | reading.names
         if is_parallel(published):
@@ -119,9 +116,7 @@ class Eagle3(Format):
     def _read_masks(self, reading: Reading, settings: dict[str, Any], num_layers: int) -> Imported:
         """What P-EAGLE has beside EAGLE-3: more layers, and the embedding and the hidden state of mask rows."""
         published, tensors = reading.published, reading.tensors
-        if settings.pop("norm_output"):
-            reading.problems.append("norm_output is true, and P-EAGLE feeds no output back")
-        settings |= {"num_layers": num_layers, "mask_before_fc": True}
+        settings["num_layers"] = num_layers
         if (depths := read_depths(published)) is not None:
             settings.setdefault("num_depths", depths)
         if "mask_hidden" in tensors:
@@ -130,12 +125,11 @@ class Eagle3(Format):
         given = {key: value for key in MASK_KEYS if (value := published.setting(key)) is not None}
         name, token = next(iter(given.items()), ("", None))
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < reading.target.vocab_size:
-            reading.problems.append(
+            reading.refuse(
                 f"config.json names no mask token ({' or '.join(MASK_KEYS)})"
                 if token is None
                 else f"{name} is {token!r}, and the target has tokens 0 to {reading.target.vocab_size - 1}"
             )
-            return reading.finish("parallel", settings)
         if table is None:
             reading.notes.append(f"the checkpoint has no embed_tokens.weight: masks have the target's token {token}")
             table = as_wide_as(target_table(reading.target), tensors.get("mask_hidden"))
@@ -201,29 +195,22 @@ def read_layer_ids(reading: Reading) -> list[int]:
     """The tapped layers: as stated, or those that every reader takes."""
     num_layers, published = reading.target.num_layers, reading.published
     stated, own = published.setting(IDS), published.own_setting("feature_layers")
-    ids: Any = stated if own is None else own
     usual = authors_layers(num_layers)
-    if ids is None:
+    if own is not None:
+        return list(own)
+    if stated is None:
         if not 0 < usual[0] < usual[1] < usual[2]:
-            reading.problems.append(
+            reading.refuse(
                 f"config.json has no {IDS}, and the usual {usual} of a target of {num_layers} layers are not distinct"
             )
-        ids = usual
-    if not isinstance(ids, list) or not ids or not all(isinstance(one, int) for one in ids):
-        reading.problems.append(f"{IDS} is {ids!r}, and should be a list of layer ids")
-        ids = usual
-    elif own is None and stated is not None:
-        ids = _read_counting(reading, ids, usual)
-    if missing := [one for one in ids if not 0 <= one <= num_layers]:
-        reading.problems.append(f"layer ids {missing} of {ids} do not exist: the target has {num_layers} layers")
-    if num_layers in ids and own is None:
-        reading.problems.append(
+        return usual
+    ids = _read_counting(reading, reading.layers(IDS, 0, num_layers), usual)
+    if num_layers in ids:
+        reading.refuse(
             f"layer ids {ids} tap the state after the last layer. Here hidden_states[{num_layers}] comes after the "
             "final norm, and other projects mean the state before it"
         )
-    if len(set(ids)) < len(ids):
-        reading.problems.append(f"layer ids {ids} repeat a layer")
-    return list(ids)
+    return ids
 
 
 def _read_counting(reading: Reading, ids: list[int], usual: list[int]) -> list[int]:

@@ -68,7 +68,7 @@ class VLLMEagle3(Eagle3):
         return replace(exported, config={**keys, "pard_token": token}, commands=(command,))
 
     def refuse(self, config: Any) -> None:
-        refuse_unwritable(self.title, *engine_limits(config, "vLLM"), *vllm_limits(config))
+        refuse_unwritable(self.title, *engine_limits(config, "vLLM"))
 
 
 UNREAD = "norm_before_residual"  # the one flag that SGLang does not know
@@ -123,13 +123,5 @@ def engine_limits(config: Any, engine: str) -> tuple[tuple[bool, str], ...]:
         (ids != sorted(ids), f"{engine} sorts the layer ids {ids}, and fc reads them in their own order"),
         (config.target_num_layers in ids, f"{engine} taps the inputs of layers, not the last norm's output"),
         (len(ids) != 3, f"{engine} taps three layers, these heads {len(ids)}"),
-    )
-
-
-def vllm_limits(config: Any) -> tuple[tuple[bool, str], ...]:
-    """What vLLM, and speculators as vLLM reads it, cannot do."""
-    is_old = hasattr(config, "mask_before_fc") and not config.mask_before_fc
-    return (
         (config.qkv_bias != config.o_bias, "attention_bias there means all four projections or none"),
-        (is_old, "their mask is fc's output, and readers have fc's input: train new heads, or mask_before_fc=true"),
     )

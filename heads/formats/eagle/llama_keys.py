@@ -6,16 +6,16 @@ Legend: D hidden size, V target vocabulary, Vd draft vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from draftsmith.heads.config import DEFAULT_ROPE, LAYER_TYPES, SLIDING, decoder_settings
+from draftsmith.heads.config import DEFAULT_ROPE, SLIDING, decoder_settings
 from draftsmith.heads.formats.eagle.config_keys import find_unread
 from draftsmith.heads.formats.format import Imported
-from draftsmith.heads.formats.published import OWN_KEY, Published
+from draftsmith.heads.formats.published import OWN_KEY, Published, refuse
 from draftsmith.heads.formats.tensors import as_wide_as, count_rows, is_targets_table
 from draftsmith.heads.modules.vocabulary import map_tensors
 from draftsmith.inference.targets.target import Target
@@ -49,55 +49,62 @@ class Reading:
         published, target: what is read, and for which target.
         tensors: by our names.
         names: our name -> the checkpoint's, where they differ.
-        problems, notes: as in `Imported`.
+        notes: as in `Imported`.
     """
 
     published: Published
     target: Target
     tensors: dict[str, Tensor] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive whole number of the config; without a default it must be there."""
         value = self.published.setting(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        self._complain(name, value, "a positive integer")
-        return 1
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            self._refuse_value(name, value, "a positive integer")
+        return value
 
     def number(self, name: str) -> float:
         """A positive number of the config, which must be there."""
         value = self.published.setting(name)
-        if is_number(value) and value > 0:
-            return float(value)
-        self._complain(name, value, "a positive number")
-        return 1.0
+        if not is_number(value) or value <= 0:
+            self._refuse_value(name, value, "a positive number")
+        return float(value)
 
     def flag(self, name: str) -> bool:
         value = self.published.setting(name, False)
         if not isinstance(value, bool):
-            self._complain(name, value, "true or false")
-        return bool(value)
+            self._refuse_value(name, value, "true or false")
+        return value
+
+    def layers(self, name: str, first: int, last: int) -> list[int]:
+        """Numbers of layers of the target."""
+        value = self.published.setting(name)
+        is_list = isinstance(value, list) and bool(value) and all(isinstance(one, int) for one in value)
+        if not is_list or not all(first <= one <= last for one in value):
+            self._refuse_value(name, value, f"a list of layers from {first} to {last}")
+        return list(value)
 
     def expect(self, name: str, wanted: Any, *, may_lack: bool = False) -> None:
         """A key with one value that is read."""
         value = self.published.setting(name)
         if value != wanted and not (value is None and may_lack):
-            self._complain(name, value, repr(wanted))
+            self._refuse_value(name, value, repr(wanted))
 
-    def _complain(self, name: str, value: Any, wanted: str) -> None:
+    def _refuse_value(self, name: str, value: Any, wanted: str) -> NoReturn:
         where = "the metadata" if self.published.is_gguf else "config.json"
-        self.problems.append(
-            f"{where} has no {name}" if value is None else f"{name} is {value!r}, and should be {wanted}"
-        )
+        self.refuse(f"{where} has no {name}" if value is None else f"{name} is {value!r}, and should be {wanted}")
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Raises ValueError with what is wrong with the checkpoint, in one sentence."""
+        refuse(self.published.path, problem)
 
     def finish(self, kind: str, settings: dict[str, Any]) -> Imported:
         problems, notes = find_unread(self.published, settings["head_dim"])
-        self.problems += self.published.find_contradictions() + problems
-        self.notes += notes
-        return Imported(kind, settings, self.tensors, self.names, self.problems, self.notes)
+        if problems := self.published.find_contradictions() + problems:
+            refuse(self.published.path, *problems)
+        return Imported(kind, settings, self.tensors, self.names, self.notes + notes)
 
 
 def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
@@ -106,19 +113,18 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
     Args:
         num_layers: how many layers the checkpoint's tensors have.
     """
-    published, target, problems = reading.published, reading.target, reading.problems
+    published, target = reading.published, reading.target
     for name, wanted in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        if (found := reading.integer(name)) != wanted and published.setting(name) is not None:
-            problems.append(f"{name} is {found}, and the target's is {wanted}: these heads are for another target")
+        if (found := reading.integer(name)) != wanted:
+            reading.refuse(f"{name} is {found}, and the target's is {wanted}: these heads are for another target")
     reading.expect("target_hidden_size", target.hidden_size, may_lack=True)
     reading.expect("mlp_bias", False, may_lack=True)
     if (stated := reading.integer("num_hidden_layers")) != num_layers:
-        problems.append(f"num_hidden_layers is {stated}, and the tensors are of {num_layers} layers")
+        reading.refuse(f"num_hidden_layers is {stated}, and the tensors are of {num_layers} layers")
     num_heads = reading.integer("num_attention_heads")
     activation = published.setting("hidden_act", published.setting("hidden_activation", "silu"))
     if not isinstance(activation, str) or activation not in ACT2FN:
-        problems.append(f"hidden_act is {activation!r}, which transformers does not know")
-        activation = "silu"
+        reading.refuse(f"hidden_act is {activation!r}, which transformers does not know")
     return {
         "num_attention_heads": num_heads,
         "num_key_value_heads": reading.integer("num_key_value_heads", num_heads),
@@ -128,52 +134,41 @@ def read_decoder(reading: Reading, num_layers: int) -> dict[str, Any]:
         "rms_norm_eps": reading.number("rms_norm_eps"),
         "rope_parameters": _read_rope(reading),
         "max_position_embeddings": reading.integer("max_position_embeddings", 2048),
-        **_read_windows(reading, num_layers),
+        **_read_windows(reading),
     }
 
 
-def _read_windows(reading: Reading, num_layers: int) -> dict[str, Any]:
-    """Settings of `WindowedConfig`. Configs of other models keep a number that no layer uses."""
-    published, problems = reading.published, reading.problems
-    types, is_used = published.setting("layer_types"), published.setting("use_sliding_window", True)
-    if published.setting("sliding_window") is None or not is_used:
-        if isinstance(types, list) and SLIDING in types:
-            problems.append(f"layer_types has {SLIDING}, and the config has no sliding_window in use")
-        return {}
-    window = reading.integer("sliding_window")
-    if types is None:
-        problems.append(
+def _read_windows(reading: Reading) -> dict[str, Any]:
+    """Settings of `WindowedConfig`, which checks them. Configs of other models keep a number that no layer uses."""
+    published = reading.published
+    types, is_used = published.setting("layer_types", []), published.setting("use_sliding_window", True)
+    has_window = published.setting("sliding_window") is not None and is_used
+    window = reading.integer("sliding_window") if has_window else None
+    if window is not None and not types:
+        reading.refuse(
             f"sliding_window is {window}, and no layer_types says which layers have it: add them to the config"
         )
-        return {}
-    if not isinstance(types, list) or len(types) != num_layers or not {*types} <= LAYER_TYPES:
-        problems.append(f"layer_types is {types!r}; heads here have {num_layers} of {', '.join(sorted(LAYER_TYPES))}")
-        return {}
-    return {"sliding_window": window, "layer_types": types} if SLIDING in types else {}
+    is_unused = SLIDING not in types if window is None else {*types} == {"full_attention"}
+    return {} if is_unused else {"sliding_window": window, "layer_types": types}
 
 
 def _read_rope(reading: Reading) -> dict[str, Any]:
     """RoPE as the checkpoint states it. The original trainer always had 10000 and wrote nothing, so the target's base
     is never inherited."""
-    published, problems = reading.published, reading.problems
     stated: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(value := published.setting(name, {}), dict):
-            stated |= {key: one for key, one in value.items() if one is not None}
-        else:
-            problems.append(f"{name} is {value!r}, and should be a table")
-    kind = stated.pop("type", "default")
-    rope: dict[str, Any] = {"rope_type": kind, **stated}
-    needed = ROPE_TYPES.get(str(rope["rope_type"]))
-    is_known = needed is not None and all(is_number(rope.get(key)) for key in needed)
-    if needed is None:
-        problems.append(f"RoPE of type {rope['rope_type']!r} is not read; allowed are {', '.join(ROPE_TYPES)}")
-    elif not is_known:
-        lost = (key for key in needed if not is_number(rope.get(key)))
-        problems.append(f"RoPE of type {rope['rope_type']!r} has no number for {', '.join(lost)}")
+        if not isinstance(value := reading.published.setting(name, {}), dict):
+            reading.refuse(f"{name} is {value!r}, and should be a table")
+        stated |= {key: one for key, one in value.items() if one is not None}
+    rope: dict[str, Any] = {"rope_type": stated.pop("type", "default"), **stated}
+    kind = rope["rope_type"]
+    if kind not in ROPE_TYPES:
+        reading.refuse(f"RoPE of type {kind!r} is not read; allowed are {', '.join(ROPE_TYPES)}")
+    if lost := [key for key in ROPE_TYPES[kind] if not is_number(rope.get(key))]:
+        reading.refuse(f"RoPE of type {kind!r} has no number for {', '.join(lost)}")
     if (share := rope.pop("partial_rotary_factor", 1.0)) != 1:
-        problems.append(f"RoPE turns {share!r} of each head, and heads here turn all of it")
-    theta = published.setting("rope_theta")
+        reading.refuse(f"RoPE turns {share!r} of each head, and heads here turn all of it")
+    theta = reading.published.setting("rope_theta")
     if "rope_theta" not in rope:
         rope["rope_theta"] = DEFAULT_ROPE["rope_theta"] if theta is None else theta
         theirs = target_rope(reading.target)["rope_theta"]
@@ -183,9 +178,8 @@ def _read_rope(reading: Reading) -> dict[str, Any]:
                 f"{theirs:g}"
             )
     if not is_number(rope["rope_theta"]) or rope["rope_theta"] <= 0:
-        problems.append(f"rope_theta is {rope['rope_theta']!r}, and should be a positive number")
-        rope["rope_theta"] = DEFAULT_ROPE["rope_theta"]
-    return rope if is_known else dict(DEFAULT_ROPE)
+        reading.refuse(f"rope_theta is {rope['rope_theta']!r}, and should be a positive number")
+    return rope
 
 
 def is_number(value: Any) -> bool:
@@ -202,6 +196,7 @@ def write_decoder(config: Any, num_layers: int = 1) -> dict[str, Any]:
     """The inverse of `read_decoder`: keys of a Llama config. RoPE stands there as old and as new readers know it."""
     rope = dict(config.rope_parameters)
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    window, types = config.sliding_window, config.layer_types or [SLIDING] * num_layers
     return {
         "model_type": "llama",
         **{name: getattr(config, name) for name in COPIED},
@@ -211,15 +206,8 @@ def write_decoder(config: Any, num_layers: int = 1) -> dict[str, Any]:
         "rope_scaling": None if rope["rope_type"] == "default" else scaling,
         "rope_parameters": rope,
         "tie_word_embeddings": False,
-        **_write_windows(config, num_layers),
+        **({} if window is None else {"sliding_window": window, "use_sliding_window": True, "layer_types": types}),
     }
-
-
-def _write_windows(config: Any, num_layers: int) -> dict[str, Any]:
-    if config.sliding_window is None:
-        return {}
-    types = config.layer_types or [SLIDING] * num_layers
-    return {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": types}
 
 
 def read_own_settings(reading: Reading, names: tuple[str, ...]) -> dict[str, Any]:
@@ -227,8 +215,8 @@ def read_own_settings(reading: Reading, names: tuple[str, ...]) -> dict[str, Any
     found = {name: reading.published.own_setting(name) for name in names}
     for name, value in found.items():
         if value is not None and not is_number(value):
-            reading.problems.append(f"{OWN_KEY}.{name} is {value!r}, and should be a number")
-    return {name: value for name, value in found.items() if is_number(value)}
+            reading.refuse(f"{OWN_KEY}.{name} is {value!r}, and should be a number")
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def read_biases(reading: Reading, layer: str) -> dict[str, bool]:
@@ -257,7 +245,7 @@ def drop_rope_tables(reading: Reading, settings: dict[str, Any]) -> None:
     for name in [name for name in reading.tensors if name.endswith("rotary_emb.inv_freq")]:
         found = reading.tensors.pop(name).float()
         if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-2):
-            reading.problems.append(f"tensor {reading.names.get(name, name)} is not RoPE with rope_theta {theta:g}")
+            reading.refuse(f"tensor {reading.names.get(name, name)} is not RoPE with rope_theta {theta:g}")
 
 
 def read_draft_vocabulary(reading: Reading) -> dict[str, Any]:
@@ -266,6 +254,7 @@ def read_draft_vocabulary(reading: Reading) -> dict[str, Any]:
     Worked example: V = 6 and d2t = [1, 3, 3] are the target ids [1, 4, 5], so t2d is True at 1, 4 and 5.
     """
     head, total = reading.tensors.get("lm_head.weight"), reading.target.vocab_size
+    head_name = reading.names.get("lm_head.weight", "lm_head.weight")
     stated = reading.published.setting("draft_vocab_size")
     is_ours = OWN_KEY in reading.published.config  # then it must be there: exports always write it
     if head is None and not is_ours and stated in (None, total) and "d2t" not in reading.tensors:
@@ -274,19 +263,16 @@ def read_draft_vocabulary(reading: Reading) -> dict[str, Any]:
         reading.notes.append("the checkpoint has no lm_head.weight: the heads get a copy of the target's")
     size = total if head is None else count_rows(head)
     if size != total and stated is None and not reading.published.is_gguf:
-        reading.problems.append(f"config.json has no draft_vocab_size, and lm_head.weight has {size} rows of {total}")
-    elif stated is not None and stated != size:
-        reading.problems.append(f"draft_vocab_size is {stated}, and lm_head.weight has {size} rows")
+        reading.refuse(f"config.json has no draft_vocab_size, and lm_head.weight has {size} rows of {total}")
+    if stated is not None and stated != size:
+        reading.refuse(f"draft_vocab_size is {stated}, and lm_head.weight has {size} rows")
     d2t, t2d = (reading.tensors.pop(name, None) for name in ("d2t", "t2d"))
     if size == total and d2t is None and t2d is None:
         return {"draft_vocab_size": None}
     if d2t is None:
-        reading.problems.append("tensor d2t is missing")
-        return {"draft_vocab_size": None}
-    problem = _find_wrong_map(d2t, t2d, size, total)
-    if problem is not None:
-        reading.problems.append(f"{problem} ({reading.names.get('lm_head.weight', 'lm_head.weight')} has {size} rows)")
-        return {"draft_vocab_size": None if size == total else size}
+        reading.refuse(f"tensor d2t is missing, and {head_name} has {size} rows of {total}")
+    if (problem := _find_wrong_map(d2t, t2d, size, total)) is not None:
+        reading.refuse(f"{problem} ({head_name} has {size} rows)")
     ids = d2t.long() + torch.arange(size)
     if size == total:  # every token at its own place, or `_find_wrong_map` would have said so
         return {"draft_vocab_size": None}

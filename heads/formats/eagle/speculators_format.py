@@ -14,10 +14,10 @@ from torch import Tensor
 
 from draftsmith.heads.config import name_of_target
 from draftsmith.heads.formats.eagle.eagle3 import FLAGS, IDS, Eagle3, is_parallel, own_settings
-from draftsmith.heads.formats.eagle.engines import engine_limits, vllm_limits, write_masks
+from draftsmith.heads.formats.eagle.engines import engine_limits, write_masks
 from draftsmith.heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, write_decoder
 from draftsmith.heads.formats.format import Exported, Imported
-from draftsmith.heads.formats.published import OWN_KEY, Published
+from draftsmith.heads.formats.published import OWN_KEY, Published, refuse
 from draftsmith.heads.formats.tensors import take_copies, target_table
 from draftsmith.inference.targets.target import Target
 
@@ -36,30 +36,26 @@ class Speculators(Eagle3):
         return "speculators_model_type" in published.config
 
     def read(self, published: Published, target: Target) -> Imported:
-        copied, tensors = take_verifier(published, target)
-        imported = super().read(replace(published, tensors=tensors), target)
-        imported.problems.extend(copied)
-        algorithm = published.config["speculators_model_type"]
+        path, algorithm = published.path, published.config["speculators_model_type"]
         layer = published.config.get("transformer_layer_config")
         if algorithm not in _ALGORITHMS:
-            imported.problems.append(
-                f"speculators_model_type is {algorithm!r}; this reader knows {', '.join(_ALGORITHMS)}"
-            )
+            refuse(path, f"speculators_model_type is {algorithm!r}; this reader knows {', '.join(_ALGORITHMS)}")
         if not isinstance(layer, dict):
-            imported.problems.append("config.json has no transformer_layer_config")
-        elif layer.get("model_type") not in _LAYER_TYPES:
-            imported.problems.append(
+            refuse(path, "config.json has no transformer_layer_config")
+        if layer.get("model_type") not in _LAYER_TYPES:
+            refuse(
+                path,
                 f"model_type of transformer_layer_config is {layer.get('model_type')!r}; allowed are "
-                f"{', '.join(_LAYER_TYPES)}"
+                f"{', '.join(_LAYER_TYPES)}",
             )
         if "norm_before_residual" not in published.config:
-            imported.problems.append("config.json has no norm_before_residual, whose default differs between releases")
+            refuse(path, "config.json has no norm_before_residual, whose default differs between releases")
         if is_parallel(published) and "mask_hidden" not in published:
-            imported.problems.append("tensor mask_hidden is missing")
-        return imported
+            refuse(path, "tensor mask_hidden is missing")
+        return super().read(replace(published, tensors=without_verifier(published, target)), target)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
-        refuse_unwritable(self.title, *engine_limits(config, "vLLM"), *vllm_limits(config))
+        refuse_unwritable(self.title, *engine_limits(config, "vLLM"))
         token, named = write_masks(config, tensors, target)
         named.setdefault("embed_tokens.weight", target_table(target).to(named["fc.weight"].dtype))
         algorithm, cls, depths = _ALGORITHMS[0], "Eagle3DraftModel", config.ttt_steps if token is None else 0
@@ -106,9 +102,9 @@ def speculators_keys(config: Any, target: Target, algorithm: str, num_proposed: 
     }
 
 
-def take_verifier(published: Published, target: Target) -> tuple[list[str], dict[str, Tensor]]:
-    """Problems, and the tensors without speculators' frozen copies of the target's norm and LM head. The copy of the LM
-    head has the draft vocabulary's rows only, where that is reduced."""
+def without_verifier(published: Published, target: Target) -> dict[str, Tensor]:
+    """The tensors without speculators' frozen copies of the target's norm and LM head. The copy of the LM head has the
+    draft vocabulary's rows only, where that is reduced."""
     tensors, lm_head = dict(published), target.lm_head_weight().detach().cpu()
     t2d, copy = tensors.get("t2d"), tensors.get("verifier_lm_head.weight")
     if t2d is not None and copy is not None and t2d.shape == (len(lm_head),) and copy.shape != lm_head.shape:
@@ -116,4 +112,5 @@ def take_verifier(published: Published, target: Target) -> tuple[list[str], dict
     own = {"verifier_lm_head.weight": lm_head}
     if (gain := target.final_norm_gain()) is not None:
         own["verifier_norm.weight"] = gain
-    return take_copies(tensors, own), tensors
+    take_copies(published.path, tensors, own)
+    return tensors

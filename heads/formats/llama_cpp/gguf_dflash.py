@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from draftsmith.heads.formats.block_mask import find_token
+from draftsmith.heads.formats.block_mask import embed_token, find_token
 from draftsmith.heads.formats.dflash2 import SIZES
 from draftsmith.heads.formats.eagle.llama_keys import Reading, refuse_unwritable, window_limit
 from draftsmith.heads.formats.format import Exported, Imported
@@ -70,12 +69,9 @@ class GgufDFlash(Gguf):
         names = _names(num_layers)
         found = rename(tensors, names)
         settings["mask_token_id"] = token = published.setting(_MASK)
-        if isinstance(token, int) and 0 <= token < target.num_embeddings:
-            with torch.no_grad():
-                mask = target.embed_tokens(torch.tensor([token], device=target.device))[0].cpu()
-            found["mask_embedding"] = mask
-        else:
-            reading.problems.append(f"{_MASK} is {token!r}, and should be a token of the target")
+        if not isinstance(token, int) or not 0 <= token < target.num_embeddings:
+            reading.refuse(f"{_MASK} is {token!r}, and should be a token of the target")
+        found["mask_embedding"] = embed_token(target, token)
         if published.setting(f"{OWN_KEY}.num_anchors") is not None:
             settings["num_anchors"] = reading.integer(f"{OWN_KEY}.num_anchors")
         refuse_unread(reading, "dflash.")
@@ -84,7 +80,7 @@ class GgufDFlash(Gguf):
             name: as_wide_as(x, wide) if any(part in name for part in (*_WIDE, "mask")) else x
             for name, x in found.items()
         }
-        return Imported("dflash2" if sizes else "block", settings | sizes, found, names, reading.problems)
+        return Imported("dflash2" if sizes else "block", settings | sizes, found, names)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         most, token = getattr(config, "selector_top_k", 0), find_token(tensors["mask_embedding"], target)

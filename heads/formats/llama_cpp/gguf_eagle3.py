@@ -164,7 +164,7 @@ class GgufEagle3(Gguf):
         for name in (_Q, _K):
             if name in found and found[name].dim() == 2 and head_dim % 2 == 0 and len(found[name]) % head_dim == 0:
                 found[name] = _to_halves(found[name], head_dim)
-        return Imported("eagle3", settings, found, _NAMES, reading.problems)
+        return Imported("eagle3", settings, found, _NAMES)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         flags = [f"{name} {getattr(config, name)}" for name, fine in _FIXED.items() if getattr(config, name) != fine]
@@ -204,11 +204,7 @@ def read_shape(reading: Reading, prefix: str) -> dict[str, Any]:
 def read_layers(reading: Reading, *names: str) -> list[int]:
     """The layers under the first of these names that there is; the others may not contradict it."""
     name = next((name for name in names if name in reading.published.config), names[0])
-    layers = reading.published.setting(name)
-    last = reading.target.num_layers - 1
-    if not isinstance(layers, list) or not all(isinstance(one, int) and 0 <= one <= last for one in layers):
-        reading.problems.append(f"{name} is {layers!r}, and should be a list of layers from 0 to {last}")
-        return []
+    layers = reading.layers(name, 0, reading.target.num_layers - 1)
     for other in names:
         reading.expect(other, layers, may_lack=True)
     return layers
@@ -218,7 +214,7 @@ def refuse_unread(reading: Reading, prefix: str) -> None:
     """Every other key of the architecture may change what its graph computes."""
     published = reading.published
     if unread := sorted(name for name in published.config.keys() - published.asked if name.startswith(prefix)):
-        reading.problems.append(
+        reading.refuse(
             "the metadata has keys that heads here do not know, and that may change what they compute: "
             f"{', '.join(unread)}"
         )
@@ -280,12 +276,12 @@ def read_rope(reading: Reading, prefix: str, tensors: dict[str, Tensor], head_di
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": reading.number(f"{prefix}rope.scaling.factor")}
     elif kind != "none":
-        reading.problems.append(f"{prefix}rope.scaling.type is {kind!r}; none and linear are read here")
+        reading.refuse(f"{prefix}rope.scaling.type is {kind!r}; none and linear are read here")
     if (factors := tensors.pop(_ROPE_FACTORS, None)) is None:
         return rope
     own = target_rope(reading.target)
     rope = {**own, "rope_theta": rope["rope_theta"]}
     expected = _find_factors(rope, head_dim) if own["rope_type"] == "llama3" and head_dim % 2 == 0 else None
     if expected is None or expected.shape != factors.shape or not torch.allclose(expected, factors.float(), rtol=1e-4):
-        reading.problems.append(f"tensor {_ROPE_FACTORS} is not the scaling of the target's RoPE ({own['rope_type']})")
+        reading.refuse(f"tensor {_ROPE_FACTORS} is not the scaling of the target's RoPE ({own['rope_type']})")
     return rope

@@ -9,10 +9,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.nn import functional as F
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
+from draftsmith.heads.formats.block import BlockSpeculators, DFlash, VLLMBlock
 from draftsmith.heads.formats.published import Published, open_published
 from draftsmith.heads.formats.transformers_dflash import TransformersDFlash
 from draftsmith.inference import Target
@@ -27,19 +26,12 @@ from tests.heads.formats.round_trip import (
     refusal_of,
     write,
 )
-from tests.heads.kinds.slow_layer import norm, turn
+from tests.heads.kinds.slow_layer import run_block
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
 FLASH = {"block_size": 4}
 SPARK = {"block_size": 4, "predicts_at_anchor": True, "markov_rank": 6, "has_confidence": True}
-
-
-def test_a_mask_that_is_a_token_is_written_as_its_number(target: Target) -> None:
-    for known in (DFlash(), SGLangBlock(), VLLMBlock()):
-        published = publish(known, tiny_heads("block", target, **FLASH, mask_token_id=77))
-        assert published.config["dflash_config"]["mask_token_id"] == 77
-        assert "embed_tokens.weight" not in published
 
 
 def test_a_mask_of_its_own_takes_a_seldom_tokens_place(target: Target, tmp_path: Path) -> None:
@@ -69,53 +61,12 @@ def test_vllms_file_of_a_mask(target: Target, tmp_path: Path) -> None:
     assert "mask_embedding.pt is damaged, or holds more than tensors" in refusal_of(DFlash(), published, target)
 
 
-def rotated(x: Tensor, begin: int, theta: float) -> Tensor:
-    """RoPE of heads x [H, T, d], the first of them at position `begin`."""
-    return torch.stack([turn(heads, begin + t, theta) for t, heads in enumerate(x.unbind(1))], dim=1)
-
-
-def convolve(at: dict[str, Tensor], name: str, side: int, rows: Tensor, inputs: Tensor) -> Tensor:
-    """DFlash 2's convolution of a block's rows [N, D], with kernels that `inputs` [N, D] give; DFlash has none."""
-    if f"{name}.base_kernel" not in at:
-        return rows
-    base = at[f"{name}.base_kernel"]
-    _, taps, size = base.shape
-    found = torch.zeros_like(rows)
-    for t, x in enumerate(inputs):
-        kernel = (at[f"{name}.kernel_projection"] @ x).view(2, taps, -1)
-        for tap in range(min(taps, t + 1)):
-            own = kernel[side, tap].repeat_interleave(size // kernel.shape[-1])
-            found[t] += (base[side, tap] + own) * rows[t - tap]
-    return found
-
-
-def reference(published: Published, target: Target, states: Tensor, anchor: int) -> Tensor:
-    """The authors' forward pass for one block after states [T, features * D]: normed states [N, D]."""
-    config, w = published.config, published.tensors
-    eps, theta, size = config["rms_norm_eps"], config["rope_theta"], config["head_dim"]
+def reference(published: Published, heads: DraftHeads, states: Tensor, anchor: int) -> Tensor:
+    """The authors' forward pass, by their names, for one block after states [T, features * D]: normed states [N, D]."""
+    config, target = published.config, heads.target
     token_ids = torch.tensor([anchor] + [published.setting("mask_token_id")] * (config["block_size"] - 1))
-    x = w.get("embed_tokens.weight", target.embed_tokens.weight)[token_ids]
-    context = norm(states @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
-    for i in range(config["num_hidden_layers"]):
-        at = {name.removeprefix(f"layers.{i}.").removesuffix(".weight"): y for name, y in w.items()}
-        entered = norm(x, at["input_layernorm"], eps)
-        normed = convolve(at, "attention_conv", 0, entered, entered)
-        both = torch.cat([context, normed])
-        q, k, v = (
-            (y @ at[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, size)).transpose(0, 1)
-            for name, y in (("q", normed), ("k", both), ("v", both))
-        )
-        q = rotated(norm(q, at["self_attn.q_norm"], eps), len(context), theta)
-        k = rotated(norm(k, at["self_attn.k_norm"], eps), 0, theta)
-        k, v = (y.repeat_interleave(len(q) // len(y), dim=0) for y in (k, v))
-        attended = (q @ k.transpose(1, 2) / size**0.5).softmax(-1) @ v
-        attended = attended.transpose(0, 1).flatten(1) @ at["self_attn.o_proj"].T
-        x = x + convolve(at, "attention_conv", 1, attended, entered)
-        entered = norm(x, at["post_attention_layernorm"], eps)
-        y = convolve(at, "mlp_conv", 0, entered, entered)
-        y = (F.silu(y @ at["mlp.gate_proj"].T) * (y @ at["mlp.up_proj"].T)) @ at["mlp.down_proj"].T
-        x = x + convolve(at, "mlp_conv", 1, y, entered)
-    return norm(x, w["norm.weight"], eps)
+    table: Any = published.get("embed_tokens.weight", target.embed_tokens.weight)
+    return run_block(published.tensors, heads.config, states, table[token_ids])
 
 
 @torch.no_grad()
@@ -135,7 +86,7 @@ def test_drafts_are_those_of_the_authors(settings: dict[str, Any], target: Targe
     steps = read.unroll(features, input_ids)
     assert len(steps) == (4 if is_spark else 3)
     for slot in (0, 4, 7):
-        rows = reference(published, target, states[0, : slot + 1], int(input_ids[0, slot + 1]))
+        rows = reference(published, read, states[0, : slot + 1], int(input_ids[0, slot + 1]))
         for depth, step in enumerate(steps):
             row = rows[depth if is_spark else depth + 1]
             expected = row @ target.lm_head_weight().T

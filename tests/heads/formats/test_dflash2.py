@@ -33,7 +33,7 @@ def test_drafts_are_those_of_the_authors(target: Target) -> None:
     steps = read.unroll(features, input_ids)
     assert len(steps) == 3
     for slot in (0, 4, 7):
-        rows = reference(published, target, features[0, : slot + 1], int(input_ids[0, slot + 1]))
+        rows = reference(published, read, features[0, : slot + 1], int(input_ids[0, slot + 1]))
         for depth, step in enumerate(steps):
             row = rows[depth + 1]
             unary = row @ target.lm_head_weight().T

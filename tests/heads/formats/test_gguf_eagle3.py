@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.checkpoint import read_head_type
@@ -25,22 +24,10 @@ from tests.heads.formats.round_trip import (
     refusal_of,
     write,
 )
-from tests.heads.kinds.slow_layer import turn
 from tests.heads.tiny_heads import plain_eagle3
 from tests.tiny_targets import tiny_target
 
 KNOWN = GgufEagle3()
-
-
-def test_half_precision(target: Target, tmp_path: Path) -> None:
-    dtype = torch.bfloat16
-    heads: Any = plain_eagle3(target, draft_vocab_size=40).to(dtype)
-    published = open_published(str(write(export_heads(KNOWN, heads), tmp_path)))
-    assert published["blk.0.attn_v.weight"].dtype == dtype
-    assert published["blk.0.attn_norm.weight"].dtype == torch.float32
-    found = import_heads(KNOWN, published, target)
-    for name, tensor in heads.state_dict().items():
-        assert torch.equal(found.state_dict()[name].to(tensor.dtype), tensor), name
 
 
 def test_quantized_files_are_read_as_float32(target: Target, tmp_path: Path) -> None:
@@ -61,43 +48,6 @@ def test_quantized_files_are_read_as_float32(target: Target, tmp_path: Path) -> 
     assert found.dtype == torch.float32
     for name, x in heads.state_dict().items():
         torch.testing.assert_close(found.state_dict()[name], x, rtol=0, atol=float(x.float().abs().max()) / 100)
-
-
-def rotate_halves(x: Tensor, position: int) -> Tensor:
-    """transformers' RoPE of one head [d]."""
-    return turn(x[None], position, 10000.0)[0]
-
-
-def rotate_neighbours(x: Tensor, position: int) -> Tensor:
-    """llama.cpp's."""
-    turned = torch.empty_like(x)
-    for i in range(len(x) // 2):
-        angle = torch.tensor(position * 10000.0 ** (-2 * i / len(x)))
-        turned[2 * i] = x[2 * i] * angle.cos() - x[2 * i + 1] * angle.sin()
-        turned[2 * i + 1] = x[2 * i + 1] * angle.cos() + x[2 * i] * angle.sin()
-    return turned
-
-
-def test_rows_are_in_llama_cpps_order(target: Target) -> None:
-    """Channel i of a head's first half comes to 2 i, of its second half to 2 i + 1; so attention scores stay."""
-    heads: Any = plain_eagle3(target)
-    ours, theirs = heads.state_dict(), export_heads(KNOWN, heads).tensors
-    size = heads.config.head_dim
-    for name, count in (("q", heads.config.num_attention_heads), ("k", heads.config.num_key_value_heads)):
-        rows, found = ours[f"midlayer.self_attn.{name}_proj.weight"], theirs[f"blk.0.attn_{name}.weight"]
-        for head in range(count):
-            for i in range(size // 2):
-                assert torch.equal(found[head * size + 2 * i], rows[head * size + i])
-                assert torch.equal(found[head * size + 2 * i + 1], rows[head * size + size // 2 + i])
-    x, y = torch.randn(2, 64)
-    scores = []
-    for tensors, q, k, rotate in (
-        (ours, "midlayer.self_attn.q_proj.weight", "midlayer.self_attn.k_proj.weight", rotate_halves),
-        (theirs, "blk.0.attn_q.weight", "blk.0.attn_k.weight", rotate_neighbours),
-    ):
-        query, key = tensors[q][:size] @ x, tensors[k][:size] @ y
-        scores.append(rotate(query, 7) @ rotate(key, 3))
-    torch.testing.assert_close(*scores)
 
 
 def test_the_tokenizer_is_the_targets(target: Target, tmp_path: Path) -> None:
@@ -156,10 +106,9 @@ class TestFiles:
         with pytest.raises(ValueError, match=rf"eagle3\.gguf holds EAGLE-3 heads in GGUF\. Pass target=model.*{file}"):
             DraftHeads.from_pretrained(file)
 
-    @pytest.mark.parametrize("size", [3, -50])
-    def test_a_truncated_file(self, size: int, target: Target, tmp_path: Path) -> None:
+    def test_a_truncated_file(self, target: Target, tmp_path: Path) -> None:
         folder = write(export_heads(KNOWN, plain_eagle3(target)), tmp_path)
         file = folder / "eagle3.gguf"
-        file.write_bytes(file.read_bytes()[:size])
+        file.write_bytes(file.read_bytes()[:-50])
         with pytest.raises(ValueError, match=r"eagle3\.gguf is no GGUF file, or it is damaged or truncated"):
             open_published(str(folder))

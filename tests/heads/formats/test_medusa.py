@@ -35,15 +35,16 @@ def authors_tensors(num_heads: int, num_layers: int) -> dict[str, Tensor]:
 
 def test_heads_are_counted_and_score_as_the_authors_do(target: Target) -> None:
     """Published configs say 2 heads of a file with 5."""
-    tensors = authors_tensors(5, 1)
-    published = Published("x", {"medusa_num_heads": 2, "medusa_num_layers": 1}, "medusa_lm_head.pt", tensors)
+    tensors = authors_tensors(5, 2)
+    published = Published("x", {"medusa_num_heads": 2, "medusa_num_layers": 2}, "medusa_lm_head.pt", tensors)
     heads: Any = import_heads(Medusa(), published, target)
     assert heads.max_depth == 5
     x = torch.randn(1, 4, 32)
     for i, step in enumerate(heads.unroll(x, torch.zeros(1, 4, dtype=torch.long))):
-        weight, bias = (tensors[f"{i}.0.linear.{part}"] for part in ("weight", "bias"))
-        expected = (x + F.silu(x @ weight.T + bias)) @ tensors[f"{i}.1.weight"].T
-        torch.testing.assert_close(step.head(step.hidden), expected)
+        y = x
+        for j in range(2):
+            y = y + F.silu(y @ tensors[f"{i}.{j}.linear.weight"].T + tensors[f"{i}.{j}.linear.bias"])
+        torch.testing.assert_close(step.head(step.hidden), y @ tensors[f"{i}.2.weight"].T)
 
 
 def test_the_checkpoint_of_a_whole_model(target: Target) -> None:
@@ -59,8 +60,6 @@ def test_the_checkpoint_of_a_whole_model(target: Target) -> None:
     assert f"{name} differs from the target's own" in refusal_of(
         Medusa(), change(published, {name: own[name] + 1}), target
     )
-    other = {name: x + 1 for name, x in own.items()}
-    assert "more tensors of the whole model" in refusal_of(Medusa(), change(published, other), target)
     assert "model.extra has no place" in refusal_of(
         Medusa(), change(published, {"model.extra": torch.zeros(1)}), target
     )
@@ -68,7 +67,10 @@ def test_the_checkpoint_of_a_whole_model(target: Target) -> None:
 
 @pytest.mark.parametrize("version", [None, 2])
 def test_the_version_is_seen_from_the_tensors(version: Any, target: Target) -> None:
-    heads = tiny_heads("medusa", target, num_heads=2, shares_lm_head=True)
+    heads: Any = tiny_heads("medusa", target, num_heads=2, shares_lm_head=True)
+    x = torch.randn(1, 4, 32)
+    for head, step in zip(heads.heads, heads.unroll(x, torch.zeros(1, 4, dtype=torch.long)), strict=True):
+        torch.testing.assert_close(step.head(step.hidden), head.blocks(x) @ target.lm_head_weight().T)
     published = change(publish(Medusa(), heads), config={"version": version})
     notes = Medusa().read(published, target).notes
     assert len(notes) == (version != 2)

@@ -109,33 +109,30 @@ def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return split
 
 
-def name_as_deepseek(modules: list[Module], num_layers: int) -> dict[str, Tensor]:
-    tensors = {}
-    for index, module in enumerate(modules):
-        prefix = f"model.layers.{num_layers + index}"
-        names = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
-        tensors.update({f"{prefix}.{theirs}.weight": module.parts[ours] for ours, theirs in names.items()})
-        tensors.update({f"{prefix}.{name}": tensor for name, tensor in module.layer.state_dict().items()})
-        tensors[f"{prefix}.embed_tokens.weight"] = torch.zeros(128, 32)
-        tensors[f"{prefix}.shared_head.head.weight"] = torch.zeros(128, 32)
-    return split_experts(tensors)
-
-
+DEEPSEEK = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "norm": "shared_head.norm"}
 QWEN = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "norm": "norm"}
 MIMO = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj", "norm": "final_layernorm"}
 
 
-def name_one(modules: list[Module], names: dict[str, str], prefix: str, layer: str) -> dict[str, Tensor]:
-    tensors = {f"{prefix}.{theirs}.weight": modules[0].parts[ours] for ours, theirs in names.items()}
-    return tensors | {f"{layer}.{name}": tensor for name, tensor in modules[0].layer.state_dict().items()}
+def name_one(module: Module, names: dict[str, str], prefix: str, layer: str) -> dict[str, Tensor]:
+    tensors = {f"{prefix}.{theirs}.weight": module.parts[ours] for ours, theirs in names.items()}
+    return tensors | {f"{layer}.{name}": tensor for name, tensor in module.layer.state_dict().items()}
+
+
+def name_as_deepseek(modules: list[Module], num_layers: int) -> dict[str, Tensor]:
+    tensors = {}
+    for prefix, module in ((f"model.layers.{num_layers + index}", module) for index, module in enumerate(modules)):
+        copies = (f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight")
+        tensors |= name_one(module, DEEPSEEK, prefix, prefix) | {name: torch.zeros(128, 32) for name in copies}
+    return split_experts(tensors)
 
 
 def name_as_qwen(modules: list[Module], _: int) -> dict[str, Tensor]:
-    return name_one(modules, QWEN, "mtp", "mtp.layers.0")
+    return name_one(modules[0], QWEN, "mtp", "mtp.layers.0")
 
 
 def name_as_mimo(modules: list[Module], _: int) -> dict[str, Tensor]:
-    return name_one(modules, MIMO, "model.mtp_layers.0", "model.mtp_layers.0")
+    return name_one(modules[0], MIMO, "model.mtp_layers.0", "model.mtp_layers.0")
 
 
 def write_checkpoint(model: PreTrainedModel, tensors: dict[str, Tensor], path: Path) -> Path:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from draftsmith.heads.formats.eagle.eagle3 import IDS
 from draftsmith.heads.formats.registry import find_format
-from tests.heads.formats.eagle.checkpoints import CHECKPOINTS, NUM_LAYERS
-from tests.heads.formats.round_trip import change, publish, refusal_of
+from tests.heads.formats.round_trip import CHECKPOINTS, NUM_LAYERS, change, publish, refusal_of
 from tests.heads.tiny_heads import AS_PUBLISHED, tiny_heads
 from tests.tiny_targets import target_of
 
@@ -21,7 +21,21 @@ MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "hydra": ("hydra", "hydra", {"num_heads": 2, "use_embedding_norm": False}),
     "gguf": ("gguf", "eagle3", AS_PUBLISHED),
 }
+# Keys that change what a layer computes, with values that heads here cannot have.
+MATHS: dict[str, Any] = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.5,
+    "query_pre_attn_scalar": 256,
+    "logits_scaling": 8.0,
+    "final_logit_softcapping": 30.0,
+    "use_qk_norm": True,
+    "quantization_config": {"bits": 4},
+    "mlp_bias": True,
+}
 KEYS: list[tuple[str, dict[str, Any], str]] = [
+    *(("eagle", {key: value}, key) for key, value in MATHS.items()),
+    ("speculators", {"transformer_layer_config": {"logits_scaling": 8.0}}, "logits_scaling"),
     ("eagle", {"bias": False}, "fc.bias"),
     ("eagle", {"qkv_bias": True}, "layers.0.self_attn.q_proj.bias"),
     ("eagle", {"vocab_size": 256}, "vocab_size is 256"),
@@ -34,21 +48,21 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
     ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
     ("eagle3", {"draft_vocab_size": 50}, "draft_vocab_size is 50"),
     ("eagle3", {"fc_norm": True}, "fc_norm.0.weight"),
-    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4, 40]}, "[40] of [2, 4, 40]"),
-    ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 4]}, "fc.weight is [32, 96]"),
+    ("eagle3", {IDS: [2, 4, 40], "eagle_config": {IDS: [2, 4, 40]}}, "is [2, 4, 40], and should be a list"),
+    ("eagle3", {IDS: [2, 4], "eagle_config": {IDS: [2, 4]}}, "fc.weight is [32, 96]"),
     ("speculators", {"speculators_model_type": "mtp"}, "speculators_model_type is 'mtp'"),
     # speculators itself loads some layers without such a key, silently wrong.
     ("speculators", {"transformer_layer_config": {"model_type": None}}, "model_type"),
     ("speculators", {"transformer_layer_config": {"hidden_size": None}}, "hidden_size"),
     ("p-eagle", {"pard_token": 128}, "pard_token is 128"),
     ("dflash", {"dflash_config": {"target_layer_ids": None}}, "config.json has no target_layer_ids"),
-    ("dflash", {"dflash_config": {"target_layer_ids": [1, 9]}}, "target_layer_ids [9] are no layers"),
-    ("dflash", {"dflash_config": {"target_layer_ids": "all"}}, "no list of layers as target_layer_ids"),
+    ("dflash", {"dflash_config": {"target_layer_ids": [1, 9]}}, "is [1, 9], and should be a list of layers from 0"),
+    ("dflash", {"dflash_config": {"target_layer_ids": "all"}}, "target_layer_ids is 'all', and should be a list"),
     ("dflash", {"dflash_config": {"mask_token_id": None}}, "config.json has no mask_token_id"),
     ("dflash", {"dflash_config": {"mask_token_id": 400}}, "mask_token_id is 400"),
     ("dflash", {"dflash_config": {"mask_token_id": "<mask>"}}, "mask_token_id is '<mask>'"),
     ("dflash", {"rope_parameters": None, "rope_theta": None}, "config.json has no rope_theta"),
-    ("dflash", {"layer_types": ["sliding_attention"] * 2}, "the config has no sliding_window in use"),
+    ("dflash", {"layer_types": ["sliding_attention"] * 2}, "sliding_window is null"),
     ("dflash", {"draft_vocab_size": 40}, "draft_vocab_size is 40"),
     ("dflash", {"num_target_layers": 36}, "num_target_layers is 36, and should be 8"),
     ("dspark", {"markov_rank": -2}, "markov_rank is -2, and should be a positive integer"),

@@ -66,25 +66,6 @@ def test_a_published_checkpoint_is_named(
     assert ("Pass target=model" in told) == (found.cure is None)
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("pytorch_model.bin", b"no weights", r"pytorch_model\.bin (is damaged|holds more)"),
-        ("model.safetensors", b"no weights", r"model\.safetensors is damaged or truncated"),
-        ("model.safetensors.index.json", b"{", r"model\.safetensors\.index\.json is not JSON"),
-        (
-            "model.safetensors.index.json",
-            b'{"weight_map": {"fc.weight": "model-1.safetensors"}}',
-            r"index\.json names the file model-1\.safetensors, which is not there",
-        ),
-    ],
-)
-def test_a_damaged_file_is_named(tmp_path: Path, file: str, content: bytes, message: str) -> None:
-    (tmp_path / file).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        open_published(str(tmp_path))
-
-
 def test_a_format_is_found_by_its_name_and_the_kind() -> None:
     assert find_format("vllm", "eagle3") is not find_format("vllm", "eagle")
     with pytest.raises(ValueError, match=r"got format 'onnx'; allowed are .*speculators"):

@@ -17,7 +17,7 @@ from draftsmith.heads.formats.format import Format
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import FORMATS, find_format
 from draftsmith.inference import Target
-from tests.heads.formats.round_trip import assert_damage_is_named, assert_lost_keys_are_refused
+from tests.heads.formats.round_trip import NUM_LAYERS, assert_damage_is_named, assert_lost_keys_are_refused
 from tests.heads.test_contract import assert_same_tensors, config_of
 from tests.heads.tiny_heads import AS_PUBLISHED, VARIANT_IDS, VARIANTS, tiny_heads
 from tests.tiny_targets import target_of
@@ -150,8 +150,6 @@ CASES = [
     for is_damaged, more in ((True, MORE), (False, WHOLE))
     for n, (name, kind, overrides, reason) in enumerate(more)
 ]
-# The authors' EAGLE-3 taps layers that are distinct in targets of seven layers and more.
-NUM_LAYERS = 8
 
 
 def export(known: Format, heads: DraftHeads, target: Target, folder: Path) -> Path:

@@ -1,6 +1,6 @@
-"""A decoder layer one slot at a time, for references that are compared with the layers of trained heads.
+"""A decoder layer one slot at a time, and a block drafter's pass, for references that are compared with trained heads.
 
-Legend: D hidden size, H query heads, d head size.
+Legend: D hidden size, H query heads, d head size, T context length, N block size.
 """
 
 from __future__ import annotations
@@ -59,6 +59,55 @@ def finish(weights: dict[str, Tensor], config: Any, hidden: Tensor) -> Tensor:
     gate, up = (weights[f"mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
     activated = F.silu(gate) if config.hidden_act == "silu" else F.gelu(gate, approximate="tanh")
     return hidden + weights["mlp.down_proj.weight"] @ (activated * up)
+
+
+def rotated(x: Tensor, begin: int, theta: float) -> Tensor:
+    """RoPE of heads x [H, T, d], the first of them at position `begin`."""
+    return torch.stack([turn(heads, begin + t, theta) for t, heads in enumerate(x.unbind(1))], dim=1)
+
+
+def convolve(at: dict[str, Tensor], name: str, side: int, rows: Tensor, inputs: Tensor) -> Tensor:
+    """DFlash 2's convolution of a block's rows [N, D], with kernels that `inputs` [N, D] give; DFlash has none."""
+    if f"{name}.base_kernel" not in at:
+        return rows
+    base = at[f"{name}.base_kernel"]
+    _, taps, size = base.shape
+    found = torch.zeros_like(rows)
+    for t, x in enumerate(inputs):
+        kernel = (at[f"{name}.kernel_projection.weight"] @ x).view(2, taps, -1)
+        for tap in range(min(taps, t + 1)):
+            own = kernel[side, tap].repeat_interleave(size // kernel.shape[-1])
+            found[t] += (base[side, tap] + own) * rows[t - tap]
+    return found
+
+
+def run_block(weights: dict[str, Tensor], config: Any, states: Tensor, x: Tensor, *, is_causal: bool = False) -> Tensor:
+    """The authors' forward pass of DFlash and DFlash 2, for one block x [N, D] after the target's states
+    [T, features * D]: normed states [N, D]."""
+    eps, theta, size = config.rms_norm_eps, config.rope_parameters["rope_theta"], config.head_dim
+    context = norm(states @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
+    seen = torch.ones(len(x), len(context) + len(x), dtype=torch.bool)
+    seen = seen.tril(len(context)) if is_causal else seen
+    for i in range(config.num_layers):
+        at = layer_weights(weights, f"layers.{i}.")
+        entered = norm(x, at["input_layernorm.weight"], eps)
+        normed = convolve(at, "attention_conv", 0, entered, entered)
+        both = torch.cat([context, normed])
+        q, k, v = (
+            (y @ at[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, size)).transpose(0, 1)
+            for name, y in (("q", normed), ("k", both), ("v", both))
+        )
+        q = rotated(norm(q, at["self_attn.q_norm.weight"], eps), len(context), theta)
+        k = rotated(norm(k, at["self_attn.k_norm.weight"], eps), 0, theta)
+        k, v = (y.repeat_interleave(len(q) // len(y), dim=0) for y in (k, v))
+        scores = (q @ k.transpose(1, 2) / size**0.5).masked_fill(~seen, float("-inf"))
+        attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ at["self_attn.o_proj.weight"].T
+        x = x + convolve(at, "attention_conv", 1, attended, entered)
+        entered = norm(x, at["post_attention_layernorm.weight"], eps)
+        y = convolve(at, "mlp_conv", 0, entered, entered)
+        y = (F.silu(y @ at["mlp.gate_proj.weight"].T) * (y @ at["mlp.up_proj.weight"].T)) @ at["mlp.down_proj.weight"].T
+        x = x + convolve(at, "mlp_conv", 1, y, entered)
+    return norm(x, weights["norm.weight"], eps)
 
 
 def layer_weights(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.heads import create_heads
 from draftsmith.heads.kinds.dflash2 import BlockConvolution, DFlash2Heads
 from draftsmith.inference import Target, generate
 from draftsmith.inference.drafters.sampling import DraftSampling
@@ -101,21 +100,6 @@ class TestTrees:
         drawn = logits.gather(2, output.sequences[:, 9:, None])
         assert (logits > drawn).sum(-1).max() < 5
         assert sum(output.stats.accepted_histogram[1:]) > 0
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"markov_rank": 4}, "markov_rank and has_confidence are DSpark's"),
-        ({"conv_kernel_size": 9, "block_size": 8}, "conv_kernel_size is 9; allowed is 1 to 8"),
-        ({"conv_group_size": 5}, "conv_group_size is 5, which does not divide the hidden size 32"),
-        ({"selector_rank": 0}, "selector_rank is 0; allowed is 1 or more"),
-        ({"selector_top_k": 129}, "selector_top_k is 129; allowed is 1 to 128"),
-    ],
-)
-def test_bad_settings(target: Target, overrides: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        create_heads("dflash2", target, **overrides)
 
 
 @torch.no_grad()

@@ -51,13 +51,12 @@ def score_slowly(heads: HydraHeads, hidden: Tensor, token_ids: list[int]) -> Ten
     for layer in range(1, config.num_layers):
         w, b = (weights[f"mlps.{i}.{2 * layer + 1}.linear.{name}"] for name in ("weight", "bias"))
         x = x + F.silu(w @ x + b)
-    return weights[f"lm_head.{0 if config.tie_lm_head else i}.weight"] @ x
+    return weights[f"lm_head.{i}.weight"] @ x
 
 
 VARIANTS = {
     "hydra": PLAIN,
     "as the authors do": {"num_layers": 1, "use_embedding_norm": False},
-    "one LM head": {"tie_lm_head": True, "num_heads": 3},
     "hydra++": PLUS,
 }
 

@@ -25,6 +25,7 @@ from draftsmith.inference.trees.token_tree import TokenTree
 from draftsmith.training.features.encoding import encode
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
+from tests.heads.test_contract import Prefix, assert_scores, assert_tree_matches
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 
@@ -43,8 +44,6 @@ def score_slowly(heads: KangarooHeads, token_ids: list[int]) -> Tensor:
     outputs = []
     for t, x in enumerate(states):
         hidden = x + slow_layer.attend(layer, config, inputs[: t + 1], list(range(t + 1)))
-        if config.use_mlp:
-            hidden = slow_layer.finish(layer, config, hidden)
         outputs.append(heads.target.compute_logits(norm(hidden, weights["norm.weight"], eps)))
     return torch.stack(outputs)
 
@@ -82,7 +81,7 @@ def test_the_first_layers_are_prepared_once_for_each_model(monkeypatch: pytest.M
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("overrides", [{}, {"exit_layer": 4, "use_mlp": True, "num_key_value_heads": 4}], ids=str)
+@pytest.mark.parametrize("overrides", [{}, {"exit_layer": 4, "num_key_value_heads": 4}], ids=str)
 def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any]) -> None:
     heads = kangaroo(target, **overrides)
     input_ids = random_prompt(9, batch_size=2)
@@ -99,34 +98,13 @@ def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, A
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_drafts_equal_plain_passes_over_each_path(family: str, attn_implementation: str) -> None:
     """Rows of different lengths, longer than the window of 8; four layers hold every kind of attention."""
-    target = target_of(family, attn_implementation=attn_implementation)
-    heads = kangaroo(target, exit_layer=4)
-    token_ids, lengths = random_prompt(15, batch_size=2), torch.tensor([14, 10])  # of the prompt, without the root
-    cache = target.new_cache(2, 32)
-    state = heads.start(2, 32, 6)
-    heads.share_cache(state, cache)
-    features = target.prefill(cache, token_ids[:, :14], lengths, feature_layers=heads.feature_layers).features
-    roots = [token_ids[row, : int(lengths[row]) + 1].tolist() for row in range(2)]
-    draft = heads.extend(state, features, token_ids[:, 1:], lengths, max_slots=14)
-    levels = [
-        (torch.tensor([[3, 5], [7, 9]]), torch.tensor([[0, 0], [0, 0]])),
-        (torch.tensor([[4, 6, 8], [2, 2, 3]]), torch.tensor([[1, 1, 0], [0, 1, 1]])),
-        (torch.tensor([[11], [12]]), torch.tensor([[2], [1]])),
-    ]
-    paths = [[root] for root in roots]
-    found = draft.logits
-    for depth in range(len(levels) + 1):
-        for row in range(2):
-            for node, path in enumerate(paths[row]):
-                expected = score_slowly(heads, path)[-1]
-                torch.testing.assert_close(found[row, node], expected, rtol=1e-3, atol=1e-3)
-        if depth < len(levels):
-            ids, parents = levels[depth]
-            found = heads.expand(state, ids, parents, depth + 1).logits
-            paths = [
-                [[*paths[row][above], token] for token, above in zip(ids[row].tolist(), parents[row], strict=True)]
-                for row in range(2)
-            ]
+    heads = kangaroo(target_of(family, attn_implementation=attn_implementation), exit_layer=4)
+    prefix = Prefix(heads, [15, 11])
+    state = prefix.start(32, 32)
+    found = prefix.extend(state, [0, 0], prefix.counts.tolist())
+    for row in range(2):
+        assert_scores(found[row], prefix.expected(row, []))
+    assert_tree_matches(prefix, state, seed=1)
 
 
 class TestTheSharedCache:

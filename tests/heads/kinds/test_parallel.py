@@ -5,16 +5,13 @@ Legend: B batch, T sequence length, K depths, D hidden size.
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.heads import DraftHeads
 from draftsmith.heads.kinds.parallel import ParallelHeads
 from draftsmith.inference import Target
 from tests.heads.kinds import slow_layer
@@ -40,7 +37,7 @@ def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], s
             parts = [norm(part, weights[f"fc_norm.{i}.weight"], eps) for i, part in enumerate(parts)]
         return weights["fc.weight"] @ torch.cat([*parts])
 
-    g_of_mask = fuse(weights["mask_hidden"]) if config.mask_before_fc else weights["mask_hidden"]
+    g_of_mask = fuse(weights["mask_hidden"])
     embedded = [table[token_ids[t + 1]] for t in range(slot + 1)] + [mask] * num_masks
     hidden = [fuse(features[t]) for t in range(slot + 1)] + [g_of_mask] * num_masks
     for layer in range(config.num_layers):
@@ -68,7 +65,7 @@ def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], s
     [
         {"num_depths": 4, "num_layers": 3, "fc_norm": False},
         {"num_depths": 2, "num_layers": 1},
-        {"num_depths": 3, "mask_before_fc": False, "qkv_bias": True, "o_bias": True},
+        {"num_depths": 3, "qkv_bias": True, "o_bias": True},
         {"num_depths": 3, "own_embedding": True, "mask_token_id": 7},
     ],
 )
@@ -86,20 +83,6 @@ def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, A
                 if 0 <= slot < 8:
                     found = step.hidden[row, column]
                     torch.testing.assert_close(found, expected[slot][depth], rtol=1e-4, atol=1e-4)
-
-
-def test_masks_of_older_checkpoints_are_outputs_of_fc(target: Target, tmp_path: Path) -> None:
-    heads = parallel(target, mask_before_fc=False)
-    heads.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    for key in ("mask_before_fc", "mask_token_id", "own_embedding"):
-        del config[key]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    loaded = DraftHeads.from_pretrained(tmp_path).bind(target)
-    assert loaded.mask_hidden.shape == (32,)
-    input_ids, features = random_prompt(6), torch.randn(1, 6, 96)
-    for one, other in zip(heads.unroll(features, input_ids), loaded.unroll(features, input_ids), strict=True):
-        assert torch.equal(one.hidden, other.hidden)
 
 
 class TestDropping:

@@ -43,29 +43,20 @@ class TestRotaryEmbedding:
                 "original_max_position_embeddings": 64,
             },
             {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
-        ],
-        ids=lambda rope: f"{rope['rope_type']}-{rope['rope_theta']:g}",
-    )
-    def test_equals_the_targets(self, rope: dict[str, Any]) -> None:
-        model: Any = tiny_target("llama", rope_parameters=rope)
-        heads: Any = create_heads("eagle3", model)
-        positions = torch.tensor([[0, 1, 7, 63, 255], [3, 4, 5, 100, 5000]])
-        cos, sin = heads.midlayer.self_attn.rope(positions)
-        expected = model.model.rotary_emb(torch.zeros(1), positions)
-        torch.testing.assert_close((cos[:, 0], unsigned(sin)), expected)
-
-    def test_equals_the_full_attention_of_gemma3(self) -> None:
-        model: Any = tiny_target(
-            "gemma3",
-            rope_parameters={
+            {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
             },
-        )
+        ],
+        ids=lambda rope: f"{rope['rope_type']}-{rope['rope_theta']:g}" if "rope_type" in rope else "gemma3",
+    )
+    def test_equals_the_targets(self, rope: dict[str, Any]) -> None:
+        is_per_type = "full_attention" in rope
+        model: Any = tiny_target("gemma3" if is_per_type else "llama", rope_parameters=rope)
         heads: Any = create_heads("eagle3", model)
-        positions = torch.tensor([[0, 1, 50, 500]])
+        positions = torch.tensor([[0, 1, 7, 63, 255], [3, 4, 5, 100, 5000]])
         cos, sin = heads.midlayer.self_attn.rope(positions)
-        expected = model.model.rotary_emb(torch.zeros(1), positions, "full_attention")
+        expected = model.model.rotary_emb(torch.zeros(1), positions, *["full_attention"] * is_per_type)
         torch.testing.assert_close((cos[:, 0], unsigned(sin)), expected)
 
     def test_low_precision_is_turned_in_float32(self) -> None:
@@ -113,17 +104,6 @@ class TestDecoderSettings:
         settings = decoder_settings(config)  # type: ignore[arg-type]
         rope = RotaryEmbedding(Eagle3Config(**settings))
         assert rope(torch.tensor([[3]]))[0].shape[-1] == settings["head_dim"] == 16
-
-
-class TestRMSNorm:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_equals_torchs_own_in_float32(self, dtype: torch.dtype) -> None:
-        norm = RMSNorm(16, eps=1e-5)
-        norm.weight.data.uniform_(0.5, 2)
-        x = (10 * torch.randn(3, 16)).to(dtype)
-        expected = torch.nn.functional.rms_norm(x.float(), (16,), norm.weight, 1e-5)
-        assert norm(x).dtype == dtype
-        torch.testing.assert_close(norm(x), expected.to(dtype))
 
 
 class TestNarrowNorm:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from draftsmith.inference import Target
-from tests.heads.formats.eagle.checkpoints import NUM_LAYERS
+from tests.heads.formats.round_trip import NUM_LAYERS
 from tests.tiny_targets import target_of
 
 
