@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from draftsmith.scripts.measuring.measure import (
 from draftsmith.scripts.measuring.report import make_rows, reference_name, texts_of_one_row
 from draftsmith.scripts.measuring.roofline import count_weight_bytes
 from draftsmith.scripts.measuring.table import Row
-from draftsmith.scripts.shared.clock import TimeIsUp, cut_off_after
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import load_assistant, load_drafter_model, load_heads, load_target
 
@@ -288,7 +286,8 @@ def warm_up_all(
     *,
     limit: float,
 ) -> float:
-    """Decodes once with each. Those whose graphs are not made within the limit get a `problem`.
+    """Decodes once with each. After the first compiled one, those that might take longer to compile than the limit
+    allows get a `problem`.
 
     Args:
         note: gets a line for each.
@@ -303,15 +302,11 @@ def warm_up_all(
         left = limit - (time.perf_counter() - start)
         # The first heads are compiled in any case, and plain decoding with them: one without the other would mislead.
         is_limited = limit > 0 and contender.is_compiled and longest > 0 and not contender.name.startswith(PLAIN)
-        try:
-            if is_limited and left < longest:
-                raise TimeIsUp
-            with cut_off_after(left) if is_limited else nullcontext():
-                speed = warm_up(contender, batches, settings)
-        except TimeIsUp:
+        if is_limited and left < longest:
             contender.problem = TOO_LONG
             note(f"{place}: left out, {TOO_LONG}")
             continue
+        speed = warm_up(contender, batches, settings)
         seconds += settings.batch_size * settings.max_new_tokens / speed
         if contender.is_compiled:
             longest = max(longest, contender.warm_up_seconds)

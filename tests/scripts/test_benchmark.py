@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,25 +121,6 @@ def test_what_cannot_be_compiled_in_the_time_is_left_out(monkeypatch: pytest.Mon
     assert [bool(contender.problem) for contender in contenders] == [True, False, False, True]
     assert "--minutes" in contenders[0].problem
     assert (len(chosen), made.repeats) == (1, 3)
-
-
-def test_compiling_is_cut_off() -> None:
-    """While graphs are made, not after them."""
-
-    def decode(batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
-        return Run([[1] * 10], 0.001, 10)
-
-    def compile_for_a_minute(batch: Batch, settings: Settings, *, max_new_tokens: int | None = None) -> Run:
-        time.sleep(60)
-        return decode(batch, settings)
-
-    heads, others, plain = [
-        Contender(name, decode=compile_for_a_minute if name == "other heads" else decode, is_compiled=True)
-        for name in ("heads", "other heads", PLAIN)
-    ]
-    measure_with_progress([heads, others, plain], [prompt(0)], Settings(repeats=1), minutes=0.01)
-    assert [bool(one.problem) for one in (heads, others, plain)] == [False, True, False]
-    assert len(heads.runs) == len(plain.runs) == 1
 
 
 def test_a_tree_too_deep_for_its_heads_is_reported_not_raised(target: Target) -> None:
