@@ -172,10 +172,10 @@ def measure_combination(
     settings: Settings,
     *,
     trees: Sequence[str],
+    acceptance: Sequence[str],
     is_compiled: bool,
-    acceptance: Sequence[str] = ("exact",),
-    minutes: float = 0.0,
-    single_texts: list[list[int]] | None = None,
+    minutes: float,
+    single_texts: list[list[int]] | None,
 ) -> Measured:
     """Measures all contenders, interleaved, on one file's prompts at one temperature and batch size.
 
@@ -194,7 +194,7 @@ def measure_combination(
         subject.drafters,
         trees,
         settings,
-        modes=(is_compiled,),
+        is_compiled=is_compiled,
         acceptance=acceptance,
         assistant=subject.assistant,
     )
