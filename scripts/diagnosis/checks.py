@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from draftsmith.heads import DraftHeads
-from draftsmith.inference import Target
 from draftsmith.scripts.conversion.conventions import Convention, find_better
 from draftsmith.scripts.diagnosis.evidence import Evidence
 from draftsmith.scripts.diagnosis.speed import Speed
@@ -59,7 +58,6 @@ class Case:
         speed: None = not measured.
     """
 
-    target: Target
     heads: DraftHeads
     target_name: str
     heads_name: str
