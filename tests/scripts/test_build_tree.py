@@ -44,7 +44,10 @@ def options(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_from_conversations_to_a_tree_that_decodes(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     measured, widths = [], []
     measure = build_tree.measure_rank_accuracy
@@ -63,9 +66,8 @@ def test_from_conversations_to_a_tree_that_decodes(
     paths = yaml.safe_load(text)["paths"]
     assert paths == build_tree.best_static_tree(accuracy.tolist(), 5)
     assert len(paths) == 5
-    told = capsys.readouterr()
-    assert told.out == text
-    assert "--max_length is 384, but the target reads only 32 tokens (max_position_embeddings=32)" in told.err
+    assert capsys.readouterr().out == text
+    assert "max_length is 384, and the target takes only 32 tokens (max_position_embeddings=32)" in caplog.text
     assert "cut at 32 tokens" in text
     assert [place.name for place in options["output"].parent.iterdir()] == ["tree.yaml"]
 
