@@ -145,21 +145,6 @@ def describe_conditions(args: ResultsArguments) -> dict[str, Any]:
     return {**{name: getattr(args, name) for name in names}, **describe_machine(torch.device("cpu")), "heads": heads}
 
 
-def load(args: ResultsArguments) -> Subject:
-    return load_subject(
-        args.target,
-        heads=args.heads,
-        assistant=None,
-        drafter_model=None,
-        prompts=args.prompts,
-        num_prompts=args.limit,
-        max_new_tokens=args.max_new_tokens,
-        dtype=args.dtype,
-        device="cpu",
-        vocabulary=None if args.draft_vocab_size is None else DraftVocabulary(args.draft_vocab_size, []),
-    )
-
-
 def make_contenders(subject: Subject, args: ResultsArguments, folder: Path) -> Iterator[Contender]:
     """transformers, plain decoding in each way, n-grams and heads with each tree, and llama.cpp."""
     target = subject.target
@@ -286,7 +271,17 @@ def run(args: ResultsArguments) -> dict[str, Any]:
     """Measures what is missing, and writes what follows from all cells."""
     torch.set_num_threads(args.threads)
     cells = Cells(Path(args.cells), describe_conditions(args))
-    measure(args, load(args), cells)
+    subject = load_subject(
+        args.target,
+        heads=args.heads,
+        prompts=args.prompts,
+        num_prompts=args.limit,
+        max_new_tokens=args.max_new_tokens,
+        dtype=args.dtype,
+        device="cpu",
+        vocabulary=None if args.draft_vocab_size is None else DraftVocabulary(args.draft_vocab_size, []),
+    )
+    measure(args, subject, cells)
     content = make_content(cells.conditions | describe_program(), list(cells.found.values()))
     files = {".json": render_json(content), ".md": render_page(content)}
     if content["reports"]:
