@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from rich.console import Console
-from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.heads import create_heads
 from draftsmith.heads.formats.registry import find_format
@@ -345,18 +345,3 @@ def test_a_run_over_batch_sizes(small_chat: str, heads_path: Path, prompts: Path
     page = Path(files["markdown"]).read_text()
     for text in ("× generate", "× fastest plain", "overhead", "untrained, chain:1"):
         assert f"| {text} |" in page
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--temperature", "0", "-1"], "--temperature -1.0"),
-        (["--acceptance", "rejection"], "--acceptance rejection"),
-        (["--batch_size", "2", "2"], "--batch_size 2 2"),
-        (["--prompts", "nowhere.jsonl"], "--prompts nowhere.jsonl"),
-    ],
-)
-def test_wrong_options(words: list[str], message: str, prompts: Path) -> None:
-    parser = HfArgumentParser(BenchmarkArguments)
-    with pytest.raises(ValueError, match=message):
-        parser.parse_args_into_dataclasses(["--target", "t", "--prompts", str(prompts), *words])

@@ -80,19 +80,6 @@ def test_from_conversations_to_a_tree_that_decodes(
     assert torch.equal(found.sequences, expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"), [({"num_nodez": 3}, "num_nodez"), ({"num_ranks": 0}, "got --num_ranks 0: give at least 1")]
-)
-def test_options_that_cannot_work_end_it_before_anything_is_loaded(
-    options: dict[str, Any], changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build_tree, "load_target", lambda *_, **__: pytest.fail("the target was loaded"))
-    with pytest.raises(SystemExit) as exit_:
-        build_tree.main(words_of(**{**options, **changes}))
-    assert str(exit_.value.code).startswith("draftsmith tree: ")
-    assert message in str(exit_.value.code)
-
-
 # The tree against an exhaustive search.
 
 

@@ -248,11 +248,6 @@ def test_agreement_may_be_low_by_chance(same: int, *, is_fault: bool) -> None:
     assert bool(list(check_paths(case))) == is_fault  # type: ignore[arg-type]
 
 
-def test_numbers_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(SystemExit, match="got num_prompts 0"):
-        program.main(["--target", "T", "--heads", "H", "--num_prompts", "0"])
-
-
 @pytest.mark.parametrize(("seconds", "number"), [(0.5, 16), (6.0, 5), (60.0, 4)])
 def test_prompts_that_two_minutes_allow(seconds: float, number: int, capsys: pytest.CaptureFixture[str]) -> None:
     args = program.DiagnoseArguments(target="T", heads="H")
