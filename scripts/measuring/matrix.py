@@ -216,7 +216,7 @@ def measure_combination(
         num_prompts_too_long=num_too_long,
         num_prompts_again=-len(prompts) % settings.batch_size,
     )
-    rows = make_rows(contenders, prompts, settings, target, single_texts=single_texts)
+    rows = make_rows(contenders, prompts, settings, target, single_texts)
     return Measured(environment, rows, contenders, prompts, single_texts)
 
 

@@ -26,17 +26,11 @@ def make_rows(
     prompts: Sequence[Prompt],
     settings: Settings,
     target: Target,
-    *,
-    single_texts: Sequence[list[int]] | None = None,
+    single_texts: Sequence[list[int]],
 ) -> list[Row]:
-    """Rows in the contenders' order.
-
-    Args:
-        single_texts: the reference's text of each prompt by itself; None = from the runs (`texts_of_one_row`).
-    """
+    """Rows in the contenders' order. single_texts: the reference's text of each prompt by itself."""
     transformers = next((one for one in contenders if one.name == TRANSFORMERS and one.runs), None)
     references = transformers, find_fastest_plain(contenders)
-    single_texts = single_texts or texts_of_one_row(contenders, settings)
     return [_make_row(contender, references, prompts, settings, target, single_texts) for contender in contenders]
 
 
@@ -92,7 +86,7 @@ def _make_row(
     prompts: Sequence[Prompt],
     settings: Settings,
     target: Target,
-    single_texts: Sequence[list[int]] | None,
+    single_texts: Sequence[list[int]],
 ) -> Row:
     row = Row(contender.name, contender.tree, contender.problem, contender.warm_up_seconds)
     if contender.problem:
@@ -105,8 +99,7 @@ def _make_row(
     row.over_plain, _ = _ratio(contender, references[1])
     row.repeated_4grams = share_of_repeated_ngrams([text for run in contender.runs[0] for text in run.texts])
     _count_steps(row, contender)
-    if single_texts is not None:
-        _compare_texts(row, contender, single_texts, prompts, settings, target)
+    _compare_texts(row, contender, single_texts, prompts, settings, target)
     return row
 
 

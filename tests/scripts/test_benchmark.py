@@ -142,7 +142,7 @@ def test_ratios_are_to_the_fastest_plain_decoding(target: Target) -> None:
         for name, spent in seconds.items()
     ]
     contenders[-1].tree = "chain"
-    rows = make_rows(contenders, [prompt(0)], Settings(), target)
+    rows = make_rows(contenders, [prompt(0)], Settings(), target, [text])
     assert [row.over_plain for row in rows] == [0.25, 0.5, 1.0, 2.0]
     first, second = headline(rows)
     assert first.startswith("Fastest drafter: h, compiled, chain, acceptance length 1.50, texts identical: 1/1")
@@ -247,7 +247,7 @@ def test_rows_by_hand(target: Target) -> None:
         contender("mine", [[run, run] for run in mine]),
         Contender("broken", problem="too deep"),
     ]
-    generate, plain, row, broken = make_rows(contenders, [prompt(0), prompt(1)], Settings(), target)
+    generate, plain, row, broken = make_rows(contenders, [prompt(0), prompt(1)], Settings(), target, [text, text])
     assert generate.tokens_per_second == 4.0
     assert (generate.over_transformers, plain.over_transformers) == (1.0, 0.5)
     assert (row.tokens_per_second, row.tokens_per_second_range) == (6.0, (4.0, 8.0))
@@ -277,7 +277,7 @@ def test_another_text_in_any_repeat_is_counted_with_both_logits(target: Target, 
         contender(TRANSFORMERS, [[Run([text], 1.0, 6)], [Run([text], 1.0, 6)]]),
         contender("mine", [[Run([one_text], 1.0, 6, stats_of([1], total=1.0))] for one_text in (text, wrong)]),
     ]
-    row = make_rows(contenders, [one], replace(Settings(), repeats=2), target)[1]
+    row = make_rows(contenders, [one], replace(Settings(), repeats=2), target, [text])[1]
     assert (row.num_identical, row.num_compared) == (0, 1)
     ((name, difference),) = row.differences
     with torch.inference_mode():
