@@ -26,8 +26,7 @@ from draftsmith.heads.formats.format import Exported, Format
 from draftsmith.heads.formats.registry import FORMATS, find_format
 from draftsmith.inference import Target
 from draftsmith.scripts.conversion.serving_card import fill_commands, fill_python, render_serving_card
-from draftsmith.scripts.shared.model_loading import check_folder, load_target
-from draftsmith.scripts.shared.new_folder import check_new_folder
+from draftsmith.scripts.shared.model_loading import check_folder, check_new_folder, load_target
 from draftsmith.training.data.options import option
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser

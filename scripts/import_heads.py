@@ -22,8 +22,7 @@ from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.importing import build_heads
 from draftsmith.scripts.conversion.conventions import advise, compare_on_texts, question_prompts
-from draftsmith.scripts.shared.model_loading import DTYPES, check_folder, load_target
-from draftsmith.scripts.shared.new_folder import check_new_folder
+from draftsmith.scripts.shared.model_loading import DTYPES, check_folder, check_new_folder, load_target
 from draftsmith.training.data.options import option
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser

@@ -6,11 +6,9 @@ counts; the prefill and its token do not. For transformers, whose steps are unkn
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from draftsmith.inference import GenerationStats, Target
@@ -18,7 +16,6 @@ from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.text_difference import find_difference
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
 from draftsmith.scripts.measuring.table import Row, describe_texts
-from draftsmith.training.whole_files import write_text
 
 
 def make_rows(
@@ -197,8 +194,3 @@ def make_report(
         for row, contender in zip(rows, contenders, strict=True)
     }
     return {"environment": environment, "rows": [asdict(row) for row in rows], "runs": runs}
-
-
-def write_json(path: Path, reports: Sequence[dict[str, Any]]) -> None:
-    """Writes {"reports": [...]}."""
-    write_text(path, json.dumps({"reports": list(reports)}, indent=1, allow_nan=False) + "\n")
