@@ -202,9 +202,7 @@ def test_acceptance_rules_are_an_axis_of_sampled_decoding(target: Target) -> Non
     assert {name for name, _ in make(0.0, "exact", "rejection")} == {"h"}
 
 
-def test_prompts_of_both_formats_and_too_long_ones(
-    target: Target, chat_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prompts_of_both_formats_and_too_long_ones(target: Target, chat_tokenizer: Any, tmp_path: Path) -> None:
     rows = [
         {"id": "first", "turns": ["Hi there", "not this one"]},
         {"id": "long", "turns": ["word " * 900]},
@@ -220,17 +218,6 @@ def test_prompts_of_both_formats_and_too_long_ones(
     assert chat_tokenizer.decode(prompts[0].input_ids[0]).endswith("Hi there<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(ValueError, match="no prompt that leaves room for 1024 tokens"):
         load_prompts(path, chat_tokenizer, target, num_prompts=None, max_new_tokens=1024)
-    path = tmp_path / "tools.jsonl"
-    path.write_text(json.dumps({"id": "p7", "turns": ["Hi"], "tools": [{"name": "look"}]}))
-    with pytest.raises(ValueError, match=r"tools\.jsonl: the prompt p7: .* tools"):
-        load_prompts(path, chat_tokenizer, target, num_prompts=None, max_new_tokens=8)
-    with path.open("a") as appended:
-        appended.write('\n{"id": "p8", "turns": ["Hi"]}\n')
-    prompts, num_too_long = load_prompts(path, chat_tokenizer, target, num_prompts=1, max_new_tokens=8)
-    assert ([(one.id, one.index) for one in prompts], num_too_long) == ([("p8", 0)], 0)
-    (warning,) = [record.getMessage() for record in caplog.records]
-    assert "left out 1 prompts" in warning
-    assert "p7" in warning
 
 
 # What the numbers say.
