@@ -8,16 +8,12 @@ Both decoders are this library's, and take turns in one process.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from pathlib import Path
 from textwrap import TextWrapper
 from typing import Any
-
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -21,9 +20,6 @@ from dataclasses import dataclass
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch
 
