@@ -175,7 +175,7 @@ def test_untrained_depths(plant: Plant, replies: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["heads.1.lm_head.weight"] = tensors["heads.1.lm_head.weight"].flip(0).contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert faults_of(examine(folder, replies, num_prompts=4, max_new_tokens=64))[0] == "Depth 2 was not trained"
+    assert faults_of(examine(folder, replies, num_prompts=4, max_new_tokens=96))[0] == "Depth 2 was not trained"
 
 
 def test_a_vocabulary_of_other_data(plant: Plant, replies: Path) -> None:
