@@ -10,10 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
-
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
 

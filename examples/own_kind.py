@@ -10,12 +10,7 @@ For `draftsmith train --head_type bigram`, let your package name the class in it
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
 from torch import Tensor, nn

@@ -12,13 +12,11 @@ Several prompt files, temperatures and batch sizes make a matrix, with one repor
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
 from rich.console import Console
@@ -31,7 +29,7 @@ from draftsmith.scripts.measuring.matrix import (
     measure_combination,
 )
 from draftsmith.scripts.measuring.measure import Settings
-from draftsmith.scripts.measuring.report import headline, make_report, write_json
+from draftsmith.scripts.measuring.report import headline, make_report
 from draftsmith.scripts.measuring.result_formats import FORMATS, ResultFiles
 from draftsmith.scripts.measuring.table import make_grids
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
@@ -190,7 +188,7 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
             single_texts = measured.single_texts
             reports.append(make_report(measured.environment, measured.rows, measured.contenders))
             if args.json is not None:
-                write_json(Path(args.json), reports)
+                write_text(Path(args.json), json.dumps({"reports": reports}, indent=1, allow_nan=False) + "\n")
             for grid in make_grids(measured.rows, measured.environment):
                 grid.print(console)
                 pages.append(grid.to_markdown())
@@ -214,7 +212,3 @@ def main() -> None:
     with one_line_errors("draftsmith bench"):
         (args,) = ProgramParser([BenchmarkArguments], doc=__doc__, groups=GROUPS).read()
         run(args, Console(width=None if sys.stdout.isatty() else 150))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,22 +6,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.utils.data import DataLoader
 
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
-from draftsmith.inference import StaticTree, Target
+from draftsmith.inference import StaticTree
+from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, load_heads, load_target
-from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
 from draftsmith.training.data.collation import ConversationCollator
-from draftsmith.training.data.conversations import load_conversations
-from draftsmith.training.data.options import option
+from draftsmith.training.data.options import DataArguments, option
+from draftsmith.training.data.training_sets import cut_to_limit, load_every_row
 from draftsmith.training.losses.rank_accuracy import measure_rank_accuracy
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
@@ -58,9 +54,9 @@ def build(args: TreeArguments) -> None:
     output.parent.mkdir(parents=True, exist_ok=True)
     target, tokenizer = load_target(args.target, dtype=args.dtype)
     heads = load_heads(args.heads, target)
-    conversations = load_conversations(args.dataset, max_samples=args.num_samples)
-    max_length = fit_length(args.max_length, target)
-    rows = drop_unusable(tokenize_conversations(conversations, tokenizer, max_length=max_length))
+    data = DataArguments(dataset=args.dataset, max_samples=args.num_samples, max_length=args.max_length)
+    data = cut_to_limit(data, find_length_limit(target.text_config))
+    rows = load_every_row(data, tokenizer)
     batches = DataLoader(rows, batch_size=8, collate_fn=ConversationCollator(tokenizer.pad_token_id or 0))
     accuracy = measure_rank_accuracy(heads, batches, num_ranks=args.num_ranks).tolist()
     # One step serves every depth, and a tree of this many nodes is no deeper.
@@ -68,7 +64,8 @@ def build(args: TreeArguments) -> None:
     paths = best_static_tree(depths, args.num_nodes)
     lines = [
         f"# {len(paths)} nodes, {StaticTree(paths).max_depth} deep, from the accuracy of {args.heads} on {args.target}",
-        f"# ({len(rows)} conversations of {', '.join(args.dataset)}, cut at {max_length} tokens); by draftsmith tree.",
+        f"# ({len(rows)} conversations of {', '.join(args.dataset)}, cut at {data.max_length} tokens); by draftsmith "
+        "tree.",
         "# Accuracy at each depth, rank 0 first:",
         *(f"#   {depth}: {' '.join(f'{value:.3f}' for value in row)}" for depth, row in enumerate(accuracy, start=1)),
         "paths:",
@@ -104,20 +101,3 @@ def best_static_tree(accuracy: Sequence[Sequence[float]], num_nodes: int) -> lis
         drafted += level
     best = sorted(drafted, key=lambda node: (-node[1], len(node[0])))[:num_nodes]  # of a tie the parent
     return [list(path) for path, _ in sorted(best, key=lambda node: (len(node[0]), node[0]))]
-
-
-def fit_length(max_length: int, target: Target) -> int:
-    """`max_length`, or the target's position limit if that is smaller; says so on the standard error."""
-    limit = target.max_length
-    if limit is None or max_length <= limit:
-        return max_length
-    print(
-        f"draftsmith tree: --max_length is {max_length}, but the target reads only {limit} tokens "
-        f"({target.length_limit_reason}): longer conversations are cut there",
-        file=sys.stderr,
-    )
-    return limit
-
-
-if __name__ == "__main__":
-    sys.exit(main())

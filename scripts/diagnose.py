@@ -17,9 +17,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 import torch
 import yaml
 from torch import Tensor
@@ -95,7 +92,8 @@ class DiagnoseArguments:
 def main(argv: list[str] | None = None) -> int:
     with one_line_errors("draftsmith diagnose"):
         (args,) = ProgramParser([DiagnoseArguments], doc=__doc__, groups=GROUPS).read(argv)
-        page = diagnose(args)
+        case, tokenizer = examine(args)
+        page = describe(case, find_faults(case), break_down(case.evidence, tokenizer))
     print(render_text(page), end="")
     if args.html is not None:
         write_text(Path(args.html), render_html(page))
@@ -103,8 +101,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
-    """What the page shows."""
+def examine(args: DiagnoseArguments) -> tuple[Case, Any]:
+    """What the checks look at, and the tokenizer."""
     vocabulary = DraftVocabulary.of(args)
     target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
     heads = load_heads(args.heads, target)
@@ -130,7 +128,6 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
     )
     tree = None if args.tree is None else fit_tree(args.tree, heads.max_depth)
     case = Case(
-        target,
         view,
         args.target,
         args.heads,
@@ -146,7 +143,7 @@ def diagnose(args: DiagnoseArguments) -> dict[str, Any]:
         if args.speed
         else None,
     )
-    return describe(case, find_faults(case), break_down(evidence, tokenizer))
+    return case, tokenizer
 
 
 def _choose_number(args: DiagnoseArguments, seconds: float, *, num_prompts: int) -> int:
@@ -195,7 +192,3 @@ def _find_prompts(args: Any, data: TrainingData | None, tokenizer: Any) -> tuple
     report_rejected(args.prompts or "the training conversations", rejected, num_left=len(encoded))
     systems = [system_of(conversation.messages_before_reply()) for conversation, _ in encoded]
     return [torch.tensor([ids]) for _, ids in encoded], max(set(systems), key=systems.count)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

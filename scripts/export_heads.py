@@ -11,16 +11,12 @@ command that serves them.
 from __future__ import annotations
 
 import shlex
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.checkpoint import SCRATCH, replace_checkpoint
@@ -30,8 +26,7 @@ from draftsmith.heads.formats.format import Exported, Format
 from draftsmith.heads.formats.registry import FORMATS, find_format
 from draftsmith.inference import Target
 from draftsmith.scripts.conversion.serving_card import fill_commands, fill_python, render_serving_card
-from draftsmith.scripts.shared.model_loading import check_folder, load_target
-from draftsmith.scripts.shared.new_folder import check_new_folder
+from draftsmith.scripts.shared.model_loading import check_folder, check_new_folder, load_target
 from draftsmith.training.data.options import option
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
@@ -179,7 +174,3 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _comparable(one) for key, one in value.items() if key not in _NOTES}
     return torch.tensor(value).item() if isinstance(value, float) else value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,16 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 from draftsmith.heads.checkpoint import read_head_type
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.importing import build_heads
 from draftsmith.scripts.conversion.conventions import advise, compare_on_texts, question_prompts
-from draftsmith.scripts.shared.model_loading import DTYPES, check_folder, load_target
-from draftsmith.scripts.shared.new_folder import check_new_folder
+from draftsmith.scripts.shared.model_loading import DTYPES, check_folder, check_new_folder, load_target
 from draftsmith.training.data.options import option
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
@@ -108,7 +104,3 @@ def run(args: ImportArguments) -> None:
         f"to {args.output}.\n"
         f"Next: {shlex.join(['draftsmith', 'chat', '--target', args.target, '--heads', args.output])}"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

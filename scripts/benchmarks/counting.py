@@ -21,21 +21,14 @@ from draftsmith.inference import Target
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 # The shapes of Llama-3.2-1B and Llama-3.1-8B, and a toy.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
              "num_attention_heads": 4, "num_key_value_heads": 2},
     "1B": {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-           "num_attention_heads": 32, "num_key_value_heads": 8, "rope_parameters": {**LLAMA3_ROPE, "factor": 32.0}},
+           "num_attention_heads": 32, "num_key_value_heads": 8},
     "8B": {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-           "num_attention_heads": 32, "num_key_value_heads": 8, "rope_parameters": {**LLAMA3_ROPE, "factor": 8.0}},
+           "num_attention_heads": 32, "num_key_value_heads": 8},
 }  # fmt: skip
 DRAFT_VOCABULARY = 32_000  # of EAGLE-3's published heads
 

@@ -133,9 +133,9 @@ class Shape:
                 parts = {f"{name} ms": value for name, value in decode().items() if name in ("draft", "verify")}
                 decoder.is_synchronised = False
                 line = {"step ms": milliseconds, **(parts if drafter is not None else {})}
-                if one := count_round(target, drafter, script, [prompt[:1]], max_new_tokens=1 + 3 * length):
-                    work = Work(one.weight_bytes, one.flops * batch)  # the weights are read once for all rows
-                    line["of the roofline"] = work.limit_milliseconds(self.hardware) / milliseconds
+                one = count_round(target, drafter, script, prompt[:1], max_new_tokens=1 + 3 * length)
+                work = Work(one.weight_bytes, one.flops * batch)  # the weights are read once for all rows
+                line["of the roofline"] = work.limit_milliseconds(self.hardware) / milliseconds
             line[f"tokens/s at {length}"] = 1000 * batch * length / milliseconds
             if kind is None:
                 self.plain.setdefault((batch, context), milliseconds)

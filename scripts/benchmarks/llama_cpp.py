@@ -17,26 +17,25 @@ from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.gguf_file import write_gguf
-from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import to_pairs, write_rope
+from draftsmith.heads.formats.llama_cpp.gguf_eagle3 import LAYER_SIZES, OF_LAYER, to_pairs, write_rope
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
 from draftsmith.scripts.benchmarks import llama_process
 from draftsmith.scripts.measuring.measure import Batch, Run, Settings
 
-# A layer's tensors: transformers' name -> llama.cpp's.
-LAYER = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 NORMAL, CONTROL = 1, 3  # types of tokens
-ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+SIZES = {
+    "vocab_size": "vocab_size",
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "rope.dimension_count": "head_dim",
+    **LAYER_SIZES,
+}
+ENDS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
 
 
 def write_llama(file: Path, target: Target, tokenizer: Any = None) -> None:
@@ -47,24 +46,17 @@ def write_llama(file: Path, target: Target, tokenizer: Any = None) -> None:
     metadata: dict[str, Any] = {
         "general.architecture": "llama",
         **({"tokenizer.ggml.model": "none"} if tokenizer is None else describe_tokenizer(tokenizer)),
-        "llama.vocab_size": config.vocab_size,
-        "llama.block_count": config.num_hidden_layers,
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "llama.rope.dimension_count": config.head_dim,
+        **{f"llama.{theirs}": getattr(config, ours) for theirs, ours in SIZES.items()},
         **{f"llama.{key}": value for key, value in rope.items()},
     }
-    ends = {ours: theirs for ours, theirs in ENDS.items() if not (theirs == "output" and config.tie_word_embeddings)}
-    tensors = {f"{theirs}.weight": state[f"{ours}.weight"] for ours, theirs in ends.items()}
-    for index in range(config.num_hidden_layers):
-        for ours, theirs in LAYER.items():
-            weight: Tensor = state[f"model.layers.{index}.{ours}.weight"]
-            is_turned = theirs in ("attn_q", "attn_k")
-            tensors[f"blk.{index}.{theirs}.weight"] = to_pairs(weight, config.head_dim) if is_turned else weight
+    layers = range(config.num_hidden_layers)
+    names = {f"model.layers.{i}.{ours}": f"blk.{i}.{theirs}" for i in layers for ours, theirs in OF_LAYER.items()}
+    tensors: dict[str, Tensor] = {theirs: state[ours] for ours, theirs in (ENDS | names).items()}
+    for name in tensors:
+        if name.endswith(("attn_q.weight", "attn_k.weight")):
+            tensors[name] = to_pairs(tensors[name], config.head_dim)
+    if config.tie_word_embeddings:
+        del tensors["output.weight"]
     if factors is not None:
         tensors["rope_freqs.weight"] = factors
     write_gguf(file, metadata, tensors)

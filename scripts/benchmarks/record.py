@@ -8,14 +8,12 @@ Both decoders are this library's, and take turns in one process.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import Any
-
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch
 
@@ -31,6 +29,7 @@ from draftsmith.training.whole_files import write_text
 
 COLUMNS, CHARACTER, LINE = 50, 8.0, 19  # characters in a line; pixels of a character and of a line
 MARGIN, TOP, GAP = 18, 74, 24
+SLOW_DOWN = 2.0  # seconds of the picture per measured second
 PAUSE = 4.0  # seconds for which both whole texts are shown
 COLOURS = {"page": "#0f172a", "text": "#e2e8f0", "dim": "#94a3b8", "drafted": "#4ade80"}
 Piece = tuple[float, str, bool]  # seconds, text, is it drafted
@@ -42,66 +41,52 @@ class RecordArguments:
     heads: str = option(default="examples/heads/smollm2-135m-eagle3", help="Draft heads: a folder or a hub id.")
     prompt: str = option(default="What is a good way to learn a language?", help="The prompt.")
     tree: str = option(default="dynamic:3,2,8", help="Token tree.")
-    temperature: float = option(default=0.0, help="Sampling temperature; 0 = greedy.")
-    seed: int = option(default=3, help="Seed of the sampling.")
     max_new_tokens: int = option(default=64, help="Longest reply in tokens.")
     dtype: str = option(default="bfloat16", help="Dtype of target and heads.")
-    threads: int = option(default=1, help="CPU threads.")
-    pack_weights: bool = option(default=True, help="On a CPU: pack the weights for faster steps.")
-    slow_down: float = option(default=2.0, help="Seconds of the picture per measured second.")
     output: str = option(default="docs/images/demo.svg", help="The SVG file to write.")
 
 
 def main() -> None:
     with one_line_errors("record.py"):
         (args,) = ProgramParser([RecordArguments], doc=__doc__).read()
-        torch.set_num_threads(args.threads)
-        target, tokenizer = load_target(args.target, dtype=args.dtype)
-        if args.pack_weights:
-            target = target.with_packed_weights()
-        heads = load_heads(args.heads, target)
-        input_ids = encode_messages(tokenizer, [{"role": "user", "content": args.prompt}]).to(target.device)
-        options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
-        options["tokenizer"] = tokenizer
-        if args.temperature:
-            options |= {"temperature": args.temperature, "seed": args.seed}
-        decoders = Decoder(target), Decoder(target, heads, tree=args.tree)
-        recordings = record_side_by_side(*decoders, input_ids, **options)
+        torch.set_num_threads(1)
+        target, tokenizer = load_target(args.target, dtype=args.dtype, device="cpu")
+        packed, heads = target.with_packed_weights(), load_heads(args.heads, target)
+        input_ids = encode_messages(tokenizer, [{"role": "user", "content": args.prompt}])
+        options = {"max_new_tokens": args.max_new_tokens, "do_sample": False, "tokenizer": tokenizer}
+        recordings = record_side_by_side(Decoder(packed), Decoder(packed, heads, tree=args.tree), input_ids, **options)
         plain, drafted = recordings
         if plain.token_ids != drafted.token_ids:
             raise ValueError(f"the two texts differ in {args.dtype}: give another --prompt, or --dtype float32")
         names = [f"{Path(args.target).name}, plain decoding", f"{Path(args.heads).name} heads"]
-        machine = describe_machine(target.device)
-        hardware = f"{machine['gpu'] or machine['cpu']}, {args.threads} thread{'s' * (args.threads > 1)}, {args.dtype}"
-        hardware += ", packed weights" * args.pack_weights
-        picture = draw(recordings, tokenizer, names, args, hardware)
-        write_text(Path(args.output), picture)
+        hardware = f"{describe_machine(target.device)['cpu']}, 1 thread, {args.dtype}, packed weights"
+        write_text(Path(args.output), draw(recordings, tokenizer, args.prompt, names, hardware))
         print(
             f"Wrote {args.output}: {plain.tokens_per_second:.0f} and {drafted.tokens_per_second:.0f} tokens/s, "
             f"acceptance length {drafted.acceptance_length:.2f}."
         )
 
 
-def draw(recordings: list[Recording], tokenizer: Any, names: list[str], args: RecordArguments, hardware: str) -> str:
+def draw(recordings: list[Recording], tokenizer: Any, prompt: str, names: list[str], hardware: str) -> str:
     """The SVG: a panel for each recording, everything repeated after a pause."""
     columns = [lay_out(find_pieces(one, tokenizer)) for one in recordings]
     num_lines = max(line for column in columns for _, line, *_ in column) + 1
     panel = COLUMNS * CHARACTER
     width, height = 2 * MARGIN + 2 * panel + GAP, TOP + num_lines * LINE + 74
-    cycle = max(one.seconds for one in recordings) * args.slow_down + PAUSE
+    cycle = max(one.seconds for one in recordings) * SLOW_DOWN + PAUSE
     ratio = recordings[1].tokens_per_second / recordings[0].tokens_per_second
-    body = [_text(MARGIN, 26, f"> {args.prompt}", COLOURS["text"], weight="bold")]
+    body = [_text(MARGIN, 26, f"> {prompt}", COLOURS["text"], weight="bold")]
     for place, (one, column) in enumerate(zip(recordings, columns, strict=True)):
         left = MARGIN + place * (panel + GAP)
         body.append(_text(left, 54, names[place], COLOURS["dim"]))
         for at, line, start, text, is_drafted in column:
             colour = COLOURS["drafted" if is_drafted else "text"]
-            shown = _appearing(at * args.slow_down, cycle)
+            shown = _appearing(at * SLOW_DOWN, cycle)
             body.append(_text(left + start * CHARACTER, TOP + (line + 1) * LINE, text, colour, inside=shown))
         speed = f"{one.tokens_per_second:.0f} tokens/s" + (f", {ratio:.2f} × plain decoding" if place else "")
-        shown = _appearing(one.seconds * args.slow_down, cycle)
+        shown = _appearing(one.seconds * SLOW_DOWN, cycle)
         body.append(_text(left, height - 42, speed, COLOURS["text"], weight="bold", inside=shown))
-    note = f"Measured on {hardware}; shown {args.slow_down:g} × slower. Green: accepted drafts. Same text."
+    note = f"Measured on {hardware}; shown {SLOW_DOWN:g} × slower. Green: accepted drafts. Same text."
     body.append(_text(MARGIN, height - 16, note, COLOURS["dim"], size=11, fit=False))
     return "\n".join(
         [
@@ -133,26 +118,16 @@ def lay_out(pieces: list[Piece], columns: int = COLUMNS) -> list[tuple[float, in
     [(0.1, 0, 0, 'ab ', True), (0.1, 1, 0, 'cd', True), (0.2, 1, 2, 'e', False)]
     """
     text = "".join(piece for _, piece, _ in pieces)
-    places: list[tuple[int, int]] = []
-    line = column = 0
-    for index, character in enumerate(text):
-        starts_word = not character.isspace() and (index == 0 or text[index - 1].isspace())
-        if starts_word and column and column + len(text[index:].split(maxsplit=1)[0]) > columns:
-            line, column = line + 1, 0
-        places.append((line, column))
-        line, column = (line + 1, 0) if character == "\n" else (line, column + 1)
-    found: list[tuple[float, int, int, str, bool]] = []
-    index = 0
-    for seconds, piece, is_drafted in pieces:
-        for character in piece:
-            line, column = places[index]
-            index += 1
-            if character == "\n":
-                continue
-            if found and found[-1][0] == seconds and found[-1][1] == line and found[-1][4] == is_drafted:
-                found[-1] = (*found[-1][:3], found[-1][3] + character, is_drafted)
-            else:
-                found.append((seconds, line, column, character, is_drafted))
+    wrap = TextWrapper(columns, drop_whitespace=False, replace_whitespace=False, expand_tabs=False).wrap
+    lines = [line for paragraph in text.splitlines(keepends=True) for line in wrap(paragraph)]
+    places = [(line, column) for line, words in enumerate(lines) for column in range(len(words))]
+    marks = [(seconds, is_drafted) for seconds, piece, is_drafted in pieces for _ in piece]
+    found = []
+    characters = zip(marks, places, text, strict=True)
+    for ((seconds, is_drafted), line), run in groupby(characters, key=lambda one: (one[0], one[1][0])):
+        own = list(run)
+        _, (_, column), _ = own[0]
+        found.append((seconds, line, column, "".join(letter for *_, letter in own).rstrip("\n"), is_drafted))
     return found
 
 

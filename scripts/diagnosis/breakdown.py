@@ -24,21 +24,21 @@ def break_down(evidence: Evidence, tokenizer: Any) -> dict[str, Table]:
     kinds = {id(text): name_kinds(text, tokenizer) for text in evidence.texts}
     tables = {
         "by depth, where the drafts before are right": [row for row in depths if row[2] >= FEWEST],
-        "at depth 1, by place among the new tokens": _group(
+        "at depth 1, by place among the new tokens": group(
             evidence.texts, lambda text, place: _name_range(place - text.prompt_length, PLACES), PLACES
         ),
         "at depth 1, by kind of text": sorted(
-            _group(evidence.texts, lambda text, place: kinds[id(text)][place - text.prompt_length]),
+            group(evidence.texts, lambda text, place: kinds[id(text)][place - text.prompt_length]),
             key=lambda row: -row[2],
         ),
-        "at depth 1, by entropy of the target in nats": _group(
+        "at depth 1, by entropy of the target in nats": group(
             evidence.texts, lambda text, place: _name_range(float(text.entropies[place]), ENTROPIES), ENTROPIES
         ),
     }
     return {name: table for name, table in tables.items() if len(table) > 1}
 
 
-def _group(texts: Iterable[Text], name: Callable[[Text, int], str], bounds: tuple[float, ...] = ()) -> Table:
+def group(texts: Iterable[Text], name: Callable[[Text, int], str], bounds: tuple[float, ...] = ()) -> Table:
     """Accuracy at depth 1 of each group of predicted tokens."""
     counts: dict[str, list[int]] = {_name_range(bound, bounds): [0, 0] for bound in (-1.0, *bounds)} if bounds else {}
     for text in texts:

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from draftsmith.heads import DraftHeads
-from draftsmith.inference import Target
 from draftsmith.scripts.conversion.conventions import Convention, find_better
+from draftsmith.scripts.diagnosis.breakdown import group
 from draftsmith.scripts.diagnosis.evidence import Evidence
 from draftsmith.scripts.diagnosis.speed import Speed
 from draftsmith.scripts.diagnosis.training_data import TrainingData
@@ -59,7 +57,6 @@ class Case:
         speed: None = not measured.
     """
 
-    target: Target
     heads: DraftHeads
     target_name: str
     heads_name: str
@@ -238,19 +235,11 @@ def check_length(case: Case) -> Iterator[Finding]:
         )
     if case.max_length is None:
         return
-    places = [
-        torch.stack([text.hits[0], text.is_drafted[0], torch.arange(len(text.ids)) < case.max_length])
-        for text in case.evidence.texts
-    ]
-    new = [rows[:, text.prompt_length :] for rows, text in zip(places, case.evidence.texts, strict=True)]
-    right, known, within = torch.cat(new, dim=1)
-    counts = [int((known & part).sum()) for part in (within, ~within)]
-    if min(counts) < MIN_STEPS:
-        return
-    near, far = (
-        int((right & known & part).sum()) / count for part, count in zip((within, ~within), counts, strict=True)
-    )
-    if far < FALLS * near:
+    names = ("in the first tokens", "after them")
+    groups = group(case.evidence.texts, lambda text, place: names[place > case.max_length])
+    shares = {name: share for name, share, count in groups if count >= MIN_STEPS}
+    near, far = map(shares.get, names)
+    if near is not None and far is not None and far < FALLS * near:
         yield Finding(
             "Acceptance falls in long texts",
             f"{near:.0%} of the drafts of depth 1 are right in the first {case.max_length} tokens, which training "

@@ -161,7 +161,7 @@ def make_contenders(
     trees: Sequence[str],
     settings: Settings,
     *,
-    modes: Sequence[bool] = (False,),
+    is_compiled: bool = False,
     acceptance: Sequence[str] = ("exact",),
     assistant: PreTrainedModel | None = None,
 ) -> list[Contender]:
@@ -170,8 +170,7 @@ def make_contenders(
     If a tree is too deep for a drafter, or a rule refuses the tree, the contender gets a `problem`; there is no error.
 
     Args:
-        modes: how heads run: False = eager, True = compiled. Plain decoding and transformers' `generate` always run
-            eagerly, and also compiled if heads do.
+        is_compiled: heads run compiled; plain decoding and transformers' `generate` both ways.
         acceptance: names of rules. They make no difference in greedy decoding.
         assistant: a small causal LM or a DFlash assistant; adds transformers' assisted generation as a baseline.
 
@@ -179,14 +178,13 @@ def make_contenders(
         ValueError: for an unknown tree, and for two trees of the same name.
     """
     names = _name_trees(trees)
-    plain_modes = (False, True) if True in modes else (False,)
     rules = acceptance if settings.is_sampled else ("exact",)
     drafters = [(NGRAMS, NgramDrafter(), trees[:1]), *((name, drafter, trees) for name, drafter in heads.items())]
-    graphs: bool | Decoder = True  # of the target: one compiled decoder makes them for all
+    graphs: bool | Decoder = is_compiled  # of the target: one compiled decoder makes them for all
     contenders: dict[str, list[Contender]] = {name: [] for name, _, _ in drafters}
     for name, drafter, own_trees in sorted(drafters, key=lambda one: -len(one[1].feature_layers)):
-        own_modes = modes if name in heads else (False,)  # compiling does not help n-gram look-ups
-        for tree, rule, mode in itertools.product(own_trees, rules, own_modes):
+        mode = is_compiled and name in heads  # compiling does not help n-gram look-ups
+        for tree, rule in itertools.product(own_trees, rules):
             ending = "" if rule == "exact" else f", {rule}"
             contender = Contender(_mark(name + ending, mode), names[tree], is_compiled=mode, is_exact=rule == "exact")
             try:
@@ -198,7 +196,7 @@ def make_contenders(
             else:
                 graphs = contender.decode.decoder if mode and graphs is True else graphs
             contenders[name].append(contender)
-    baselines = _make_baselines(target, plain_modes, assistant, settings.batch_size, graphs)
+    baselines = _make_baselines(target, graphs, assistant, settings.batch_size)
     return [*baselines, *itertools.chain(*contenders.values())]
 
 
@@ -216,17 +214,14 @@ def _name_trees(trees: Sequence[str]) -> dict[str, str]:
 
 
 def _make_baselines(
-    target: Target,
-    plain_modes: Sequence[bool],
-    assistant: PreTrainedModel | None,
-    batch_size: int,
-    graphs: bool | Decoder,
+    target: Target, graphs: bool | Decoder, assistant: PreTrainedModel | None, batch_size: int
 ) -> list[Contender]:
-    """The contenders without heads: transformers' decodings and plain decoding. graphs: how the latter is compiled."""
+    """The contenders without heads: transformers' decodings and plain decoding; with graphs also compiled."""
+    modes = {False: {}, True: compiled_options()} if graphs else {False: {}}
     one_row = f"transformers speculates only for single rows, and the batch has {batch_size}" if batch_size > 1 else ""
     contenders = [
         Contender(_mark(TRANSFORMERS, mode), decode=TransformersDecoding(target, **options), is_compiled=mode)
-        for mode, options in zip(plain_modes, ({}, compiled_options()), strict=False)
+        for mode, options in modes.items()
     ]
     contenders.append(
         Contender(
@@ -244,7 +239,7 @@ def _make_baselines(
         contenders.append(contender)
     return contenders + [
         Contender(_mark(PLAIN, mode), decode=OurDecoding(target, None, is_compiled=mode and graphs), is_compiled=mode)
-        for mode in plain_modes
+        for mode in modes
     ]
 
 

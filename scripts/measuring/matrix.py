@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ from draftsmith.scripts.measuring.measure import (
 from draftsmith.scripts.measuring.report import make_rows, reference_name, texts_of_one_row
 from draftsmith.scripts.measuring.roofline import count_weight_bytes
 from draftsmith.scripts.measuring.table import Row
-from draftsmith.scripts.shared.clock import TimeIsUp, cut_off_after
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import load_assistant, load_drafter_model, load_heads, load_target
 
@@ -80,13 +78,13 @@ def load_subject(
     name: str,
     *,
     heads: Sequence[str],
-    assistant: str | None,
-    drafter_model: str | None,
     prompts: Sequence[str],
     num_prompts: int | None,
     max_new_tokens: int,
     dtype: str,
     device: str | None,
+    assistant: str | None = None,
+    drafter_model: str | None = None,
     has_packed_weights: bool = False,
     is_invariant: bool = False,
     vocabulary: DraftVocabulary | None = None,
@@ -174,10 +172,10 @@ def measure_combination(
     settings: Settings,
     *,
     trees: Sequence[str],
+    acceptance: Sequence[str],
     is_compiled: bool,
-    acceptance: Sequence[str] = ("exact",),
-    minutes: float = 0.0,
-    single_texts: list[list[int]] | None = None,
+    minutes: float,
+    single_texts: list[list[int]] | None,
 ) -> Measured:
     """Measures all contenders, interleaved, on one file's prompts at one temperature and batch size.
 
@@ -196,7 +194,7 @@ def measure_combination(
         subject.drafters,
         trees,
         settings,
-        modes=(is_compiled,),
+        is_compiled=is_compiled,
         acceptance=acceptance,
         assistant=subject.assistant,
     )
@@ -218,7 +216,7 @@ def measure_combination(
         num_prompts_too_long=num_too_long,
         num_prompts_again=-len(prompts) % settings.batch_size,
     )
-    rows = make_rows(contenders, prompts, settings, target, single_texts=single_texts)
+    rows = make_rows(contenders, prompts, settings, target, single_texts)
     return Measured(environment, rows, contenders, prompts, single_texts)
 
 
@@ -288,7 +286,8 @@ def warm_up_all(
     *,
     limit: float,
 ) -> float:
-    """Decodes once with each. Those whose graphs are not made within the limit get a `problem`.
+    """Decodes once with each. After the first compiled one, those that might take longer to compile than the limit
+    allows get a `problem`.
 
     Args:
         note: gets a line for each.
@@ -303,15 +302,11 @@ def warm_up_all(
         left = limit - (time.perf_counter() - start)
         # The first heads are compiled in any case, and plain decoding with them: one without the other would mislead.
         is_limited = limit > 0 and contender.is_compiled and longest > 0 and not contender.name.startswith(PLAIN)
-        try:
-            if is_limited and left < longest:
-                raise TimeIsUp
-            with cut_off_after(left) if is_limited else nullcontext():
-                speed = warm_up(contender, batches, settings)
-        except TimeIsUp:
+        if is_limited and left < longest:
             contender.problem = TOO_LONG
             note(f"{place}: left out, {TOO_LONG}")
             continue
+        speed = warm_up(contender, batches, settings)
         seconds += settings.batch_size * settings.max_new_tokens / speed
         if contender.is_compiled:
             longest = max(longest, contender.warm_up_seconds)

@@ -9,12 +9,13 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.inference import GenerationStats, Target
 from draftsmith.inference.request.model_settings import find_model_settings
@@ -85,14 +86,9 @@ class Batch:
 
     @classmethod
     def of(cls, *prompts: Prompt, index: int = 0) -> Batch:
-        length = max(prompt.input_ids.shape[1] for prompt in prompts)
-        pads = [(length - prompt.input_ids.shape[1], 0) for prompt in prompts]
-        rows = [(prompt.input_ids, torch.ones_like(prompt.input_ids)) for prompt in prompts]
-        input_ids, mask = (
-            torch.cat([pad(values, padding) for values, padding in zip(column, pads, strict=True)])
-            for column in zip(*rows, strict=True)
-        )
-        return cls(prompts, index, input_ids, mask)
+        rows = [prompt.input_ids[0] for prompt in prompts]
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        return cls(prompts, index, pad(rows), pad([torch.ones_like(row) for row in rows]))
 
 
 def make_batches(prompts: Sequence[Prompt], batch_size: int) -> list[Batch]:

@@ -6,11 +6,9 @@ counts; the prefill and its token do not. For transformers, whose steps are unkn
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from draftsmith.inference import GenerationStats, Target
@@ -18,7 +16,6 @@ from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.text_difference import find_difference
 from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
 from draftsmith.scripts.measuring.table import Row, describe_texts
-from draftsmith.training.whole_files import write_text
 
 
 def make_rows(
@@ -26,17 +23,11 @@ def make_rows(
     prompts: Sequence[Prompt],
     settings: Settings,
     target: Target,
-    *,
-    single_texts: Sequence[list[int]] | None = None,
+    single_texts: Sequence[list[int]],
 ) -> list[Row]:
-    """Rows in the contenders' order.
-
-    Args:
-        single_texts: the reference's text of each prompt by itself; None = from the runs (`texts_of_one_row`).
-    """
+    """Rows in the contenders' order. single_texts: the reference's text of each prompt by itself."""
     transformers = next((one for one in contenders if one.name == TRANSFORMERS and one.runs), None)
     references = transformers, find_fastest_plain(contenders)
-    single_texts = single_texts or texts_of_one_row(contenders, settings)
     return [_make_row(contender, references, prompts, settings, target, single_texts) for contender in contenders]
 
 
@@ -92,7 +83,7 @@ def _make_row(
     prompts: Sequence[Prompt],
     settings: Settings,
     target: Target,
-    single_texts: Sequence[list[int]] | None,
+    single_texts: Sequence[list[int]],
 ) -> Row:
     row = Row(contender.name, contender.tree, contender.problem, contender.warm_up_seconds)
     if contender.problem:
@@ -105,8 +96,7 @@ def _make_row(
     row.over_plain, _ = _ratio(contender, references[1])
     row.repeated_4grams = share_of_repeated_ngrams([text for run in contender.runs[0] for text in run.texts])
     _count_steps(row, contender)
-    if single_texts is not None:
-        _compare_texts(row, contender, single_texts, prompts, settings, target)
+    _compare_texts(row, contender, single_texts, prompts, settings, target)
     return row
 
 
@@ -204,8 +194,3 @@ def make_report(
         for row, contender in zip(rows, contenders, strict=True)
     }
     return {"environment": environment, "rows": [asdict(row) for row in rows], "runs": runs}
-
-
-def write_json(path: Path, reports: Sequence[dict[str, Any]]) -> None:
-    """Writes {"reports": [...]}."""
-    write_text(path, json.dumps({"reports": list(reports)}, indent=1, allow_nan=False) + "\n")

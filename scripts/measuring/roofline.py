@@ -13,10 +13,10 @@ limit is never too high.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class Hardware:
     matmul_gflop_s: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
     """The work of a round: bytes of weights read, and floating-point operations of products with weights."""
 
@@ -58,9 +58,8 @@ class Work:
 
 def measure_bandwidth(num_bytes: int, device: torch.device) -> float:
     """GB/s of reading a buffer of `num_bytes` (at most `MAX_BUFFER_BYTES`), the best of several passes."""
-    buffer = torch.ones(
-        max(1, min(num_bytes, MAX_BUFFER_BYTES) // 4), device=device
-    )  # ones: untouched zero pages take no memory
+    # Ones: untouched pages of zeros take no memory.
+    buffer = torch.ones(max(1, min(num_bytes, MAX_BUFFER_BYTES) // 4), device=device)
     return 4e-9 * buffer.numel() / best_seconds(lambda: torch.dot(buffer, buffer), device)
 
 
@@ -103,67 +102,48 @@ def count_weight_bytes(model: nn.Module) -> int:
     )
 
 
-class WorkCounter:
+@contextmanager
+def count_work(*models: nn.Module) -> Iterator[Work]:
     """Inside its context, adds up the work of these modules' forward passes. A module that runs at every level of a
     tree reads its weights at every level."""
+    work = Work(0.0, 0.0)
 
-    def __init__(self, *models: nn.Module) -> None:
-        self.work = Work(0.0, 0.0)
-        self._modules = {module for model in models for module in model.modules()}
-        self._handles: list[Any] = []
-
-    def __enter__(self) -> Self:
-        self._handles = [module.register_forward_hook(self._count) for module in self._modules]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _count(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def count(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(module, nn.Embedding):
             return
         own = list(module.parameters(recurse=False))
-        flops = 0.0
         if isinstance(output, Tensor):
             num_rows = output.numel() / output.shape[-1]
-            flops = sum(2.0 * num_rows * weight.numel() for weight in own if weight.dim() == 2)
+            work.flops += sum(2.0 * num_rows * weight.numel() for weight in own if weight.dim() == 2)
         # A pass does not read all experts (stacked in one tensor). Without experts, the limit stays a lower bound.
-        num_bytes = sum(weight.numel() * weight.element_size() for weight in own if weight.dim() <= 2)
-        self.work = Work(self.work.weight_bytes + num_bytes, self.work.flops + flops)
+        work.weight_bytes += sum(weight.numel() * weight.element_size() for weight in own if weight.dim() <= 2)
+
+    modules = {module for model in models for module in model.modules()}
+    handles = [module.register_forward_hook(count) for module in modules]
+    try:
+        yield work
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def count_round(
-    target: Target,
-    drafter: Drafter | None,
-    policy: TreePolicy | None,
-    prompts: Sequence[Tensor],
-    *,
-    max_new_tokens: int = 32,
-) -> Work | None:
-    """The work of an average round, counted while a prompt is decoded eagerly and greedily.
+    target: Target, drafter: Drafter | None, policy: TreePolicy | None, prompt: Tensor, *, max_new_tokens: int = 32
+) -> Work:
+    """The work of an average round, counted while a prompt [1, L] is decoded eagerly and greedily.
 
-    The first round does not count, because the drafter also reads the prompt in it.
+    The first round does not count, because the drafter also reads the prompt in it. The text must have a second one.
 
     Args:
         drafter, policy: as in `Decoder`; both None for plain decoding.
-        prompts: [1, L] each; the first prompt whose text has a second round is counted.
-
-    Returns:
-        None when no text is long enough.
     """
     decoder = Decoder(target, drafter, tree=policy)
-    counter = WorkCounter(target.model, *([decoder.drafter] if isinstance(decoder.drafter, nn.Module) else []))
-    for prompt in prompts:
-        marks: list[Work] = []  # after the prefill, after the first round, ...
-        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "stop_strings": []}
-        with counter:
-            for _ in decoder.stream(prompt, torch.ones_like(prompt), **options):
-                marks.append(counter.work)
-        num_rounds = len(marks) - 2
-        if num_rounds > 0:
-            first, last = asdict(marks[1]), asdict(marks[-1])
-            return Work(**{name: (last[name] - first[name]) / num_rounds for name in first})
-    return None
+    models = [target.model, *([decoder.drafter] if isinstance(decoder.drafter, nn.Module) else [])]
+    marks: list[Work] = []  # after the prefill, after the first round, ...
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "stop_strings": []}
+    with count_work(*models) as work:
+        for _ in decoder.stream(prompt, torch.ones_like(prompt), **options):
+            marks.append(replace(work))
+    _, first, *_, last = marks
+    num_rounds = len(marks) - 2
+    return Work((last.weight_bytes - first.weight_bytes) / num_rounds, (last.flops - first.flops) / num_rounds)

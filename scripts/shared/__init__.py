@@ -1,1 +1,1 @@
-"""What several programs use: loading models, errors in one line, whole files, recordings, the clock."""
+"""What several programs use: loading models, the draft vocabulary, recordings, the clock."""

@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.checkpoint import read_head_type
+from draftsmith.heads.checkpoint import SCRATCH, read_head_type
 from draftsmith.heads.formats.transformers_dflash import MODEL_TYPE as DFLASH_ASSISTANT
 from draftsmith.inference import Drafter, DynamicTree, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
@@ -123,6 +123,20 @@ def check_folder(name: str) -> None:
     """
     if is_missing(name):
         raise ValueError(f"got {name}: there is no such folder; give a folder or a hub id")
+
+
+def check_new_folder(name: str) -> Path:
+    """The path of a folder to write, in full: it is not there yet, or empty.
+
+    Raises:
+        ValueError: it holds something, or is a file.
+    """
+    folder = Path(name).resolve()
+    if folder.is_file():
+        raise ValueError(f"--output {name} is a file: give a folder")
+    if folder.is_dir() and any(file.name != SCRATCH for file in folder.iterdir()):
+        raise ValueError(f"--output {name} is not empty: give another folder, or empty it")
+    return folder
 
 
 def check_device(name: str | None) -> str:

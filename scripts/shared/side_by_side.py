@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,8 +61,4 @@ def record_side_by_side(
         for _ in range(2):  # the first call compiles, the second one compiles for other lengths of the cache
             record(decoder, input_ids, **options)
     turns = [[record(decoder, input_ids, **options) for decoder in decoders] for _ in range(repeats)]
-    columns = list(zip(*turns, strict=True))
-    middles = [statistics.median_low(one.seconds for one in column) for column in columns]
-    return [
-        next(one for one in column if one.seconds == middle) for column, middle in zip(columns, middles, strict=True)
-    ]
+    return [sorted(column, key=lambda one: one.seconds)[(repeats - 1) // 2] for column in zip(*turns, strict=True)]

@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.heads import HEAD_TYPES, DraftHeads
+from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, DynamicTree, Target
 from draftsmith.inference.engine import Emission, Engine
 from draftsmith.inference.step import StepOutput
 from draftsmith.scripts.benchmarks.counting import ScriptedTree, make_counting_target, make_random_heads
 from tests.conftest import REPOSITORY
+from tests.gpu.conftest import KINDS
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
 TRAINED = REPOSITORY / "examples" / "heads"
-TRAINED_KINDS = sorted(path.parent.name for path in TRAINED.glob("*/config.json") if "-" not in path.parent.name)
+TRAINED_KINDS = [kind for kind in KINDS if (TRAINED / kind).is_dir()]
 TREE, ACCEPTED, NUM_NEW = DynamicTree(4, 3, 8), 3, 17
 
 
@@ -38,7 +39,7 @@ def decode_scripted(kind: str, device: torch.device, batch_size: int, **options:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
+@pytest.mark.parametrize("kind", KINDS)
 def test_accepted_drafts_of_every_kind(kind: str, batch_size: int, device: torch.device) -> None:
     text, length = decode_scripted(kind, device, batch_size)
     assert text.device.type == device.type
@@ -47,7 +48,7 @@ def test_accepted_drafts_of_every_kind(kind: str, batch_size: int, device: torch
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
+@pytest.mark.parametrize("kind", KINDS)
 def test_random_heads_change_no_token(kind: str, do_sample: bool, device: torch.device) -> None:
     target = Target(tiny_target("llama").to(device))
     prompt = random_prompt(12, batch_size=2).to(device)
@@ -96,7 +97,7 @@ class Watch:
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("do_sample", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_waits_once(
     kind: str, batch_size: int, do_sample: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +115,7 @@ def test_a_step_waits_once(
 
 
 @pytest.mark.slow  # to rehearse it on a CPU; `make gpu` runs it
-@pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
+@pytest.mark.parametrize("kind", KINDS)
 def test_compiled_steps(kind: str, device: torch.device, request: pytest.FixtureRequest) -> None:
     if device.type == "cpu":
         request.getfixturevalue("traced_alone")
@@ -123,7 +124,7 @@ def test_compiled_steps(kind: str, device: torch.device, request: pytest.Fixture
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("kind", sorted(HEAD_TYPES))
+@pytest.mark.parametrize("kind", KINDS)
 def test_captured_steps(kind: str, batch_size: int, device: torch.device) -> None:
     if device.type == "cpu":
         pytest.skip("CUDA graphs need a GPU")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftsmith.inference import Decoder, DynamicTree, Target
-from tests.gpu.conftest import CUDA_MARKS
+from tests.gpu.conftest import HAS_CUDA
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.kernels.kernel_checks import (
     CASES,
@@ -21,7 +21,10 @@ from tests.lossless.near_tie import assert_same_text
 from tests.tiny_targets import random_prompt, tiny_target
 
 pytest.importorskip("triton", reason="the optional extra `triton` is not installed")
-pytestmark = CUDA_MARKS
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HAS_CUDA, reason="torch finds no CUDA device: `make gpu` where there is one"),
+]
 CUDA = torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16]
 

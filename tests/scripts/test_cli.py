@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
@@ -77,30 +76,47 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-TARGET = ["--target", str(CHAT_TARGET)]
+THERE, ABSENT = f"--target {CHAT_TARGET}", "--target ./absent"
+BENCH = f"bench {ABSENT} --prompts examples/prompts.jsonl"
+NO_SIZE = "--draft_vocab_data a.jsonl without --draft_vocab_size"
+NO_HEADS = "--draft_vocab_size 512 without --heads"
+# Command -> what it says. Options are checked before a target is looked for.
+WRONG_INPUT = {
+    f"chat {THERE} --prompt Hi --device cuda:99": "--device cuda:99",
+    f"chat {THERE} --heads examples/nowhere --prompt Hi": "examples/nowhere",
+    f"chat {THERE} --max-new-token 3": "'--max_new_token'|'--max-new-token'.*--max_new_tokens",
+    f"export {THERE} --heads HEADS --format sglan --output OUT": "--format 'sglan': .*mean sglang",
+    f"train {THERE} --dataset d.jsonl --head_type eagl3": "'eagl3'; did you mean eagle3",
+    f"inspect {THERE} --dataset nowhere.jsonl": "nowhere.jsonl",
+    f"chat {ABSENT} --temperature 1 --top_p 0": "--top_p 0.0",
+    f"chat {ABSENT} --tree chain": "--heads, --drafter_model or --ngrams",
+    f"chat {ABSENT} --acceptance rejection --temperature 1": "--acceptance rejection without --heads, --drafter_model",
+    f"chat {ABSENT} --heads h --ngrams": "--heads and --ngrams",
+    f"chat {ABSENT} --staged --drafter_model m --tree dynamic": "--staged with --tree dynamic",
+    f"chat {ABSENT} --distributed": "there is nothing to verify",
+    f"chat {ABSENT} --distributed --ngrams --tree chain:2": "with --tree: servers verify chains",
+    f"chat {ABSENT} --distributed --ngrams --compile": "with --compile",
+    f"chat {ABSENT} --ngrams --draft_vocab_data a.jsonl": NO_SIZE,
+    f"chat {ABSENT} --ngrams --draft_vocab_size 512": NO_HEADS,
+    f"serve {ABSENT} --ngrams --draft_vocab_data a.jsonl": NO_SIZE,
+    f"serve {ABSENT} --ngrams --draft_vocab_size 512": NO_HEADS,
+    f"{BENCH} --draft_vocab_size 512": NO_HEADS,
+    f"{BENCH} --temperature 0 -1": "--temperature -1.0",
+    f"{BENCH} --acceptance rejection": "--acceptance rejection",
+    f"{BENCH} --batch_size 2 2": "--batch_size 2 2",
+    f"{BENCH} nowhere.jsonl": "--prompts nowhere.jsonl",
+    f"tree {ABSENT} --heads h --dataset d --output OUT --num_nodez 3": "num_nodez",
+    f"tree {ABSENT} --heads h --dataset d --output OUT --num_ranks 0": "got --num_ranks 0: give at least 1",
+    f"diagnose {ABSENT} --heads h --num_prompts 0": "got num_prompts 0",
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["chat", *TARGET, "--prompt", "Hi", "--device", "cuda:99"], "--device cuda:99"),
-        (["chat", *TARGET, "--heads", "examples/nowhere", "--prompt", "Hi"], "examples/nowhere"),
-        (["chat", *TARGET, "--max-new-token", "3"], "'--max_new_token'|'--max-new-token'.*--max_new_tokens"),
-        (
-            ["export", *TARGET, "--heads", "HEADS", "--format", "sglan", "--output", "OUT"],
-            "--format 'sglan': .*mean sglang",
-        ),
-        (["train", *TARGET, "--dataset", "d.jsonl", "--head_type", "eagl3"], "'eagl3'; did you mean eagle3"),
-        (["inspect", *TARGET, "--dataset", "nowhere.jsonl"], "nowhere.jsonl"),
-    ],
-)
-def test_wrong_input_ends_in_one_line(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("command", "message"), WRONG_INPUT.items(), ids=lambda text: text[:60])
+def test_wrong_input_ends_in_one_line(command: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     with pytest.raises(SystemExit) as ended:
-        cli.main([str(tmp_path / "out.jsonl") if word == "OUT" else word for word in words])
+        cli.main(command.split())
     line = str(ended.value.code)
     assert re.search(message, line)
     assert "\n" not in line

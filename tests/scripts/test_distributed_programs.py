@@ -12,7 +12,7 @@ from tests.processes import TORCHRUN, run_python
 
 
 def launch(*words: str, typed: str = "") -> str:
-    program = (*TORCHRUN, "2", "-m", "draftsmith.scripts.cli")
+    program = (*TORCHRUN, "2", "-m", "draftsmith")
     return run_python(*program, *words, "--distributed", "--device", "cpu", typed=typed)
 
 

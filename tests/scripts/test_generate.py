@@ -81,24 +81,6 @@ def test_a_chat_keeps_its_turns_and_raw_text_does_not(chat_tokenizer: Any) -> No
     assert chat_tokenizer.decode(raw.ask("Once upon")[0]) == "Once upon"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"temperature": 1.0, "top_p": 0.0}, "--top_p 0.0"),
-        ({"tree": "chain"}, "--heads, --drafter_model or --ngrams"),
-        ({"acceptance": "rejection", "temperature": 1.0}, "--acceptance rejection without --heads, --drafter_model"),
-        ({"heads": "h", "ngrams": True}, "--heads and --ngrams"),
-        ({"staged": True, "drafter_model": "m", "tree": "dynamic"}, "--staged with --tree dynamic"),
-        ({"distributed": True}, "there is nothing to verify"),
-        ({"distributed": True, "ngrams": True, "tree": "chain:2"}, "with --tree: servers verify chains"),
-        ({"distributed": True, "ngrams": True, "compile": True}, "with --compile"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        GenerateArguments(target="t", **changes)
-
-
 @pytest.fixture
 def run_program(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs the program in this process on given standard input; returns what it printed."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from draftsmith.scripts import inspect_data
 from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.training.conversation_cases import sharegpt, tokenize, write
-from tests.training.runner import Runner, save_chat_target, words_of
+from tests.training.runner import TEMPLATE, Runner, save_chat_target, words_of
 
 
 @pytest.fixture(scope="module")
@@ -154,35 +154,31 @@ def test_a_training_config_and_a_stream_are_inspected(
 GOOD = {"prompt": "word1", "response": "word2"}
 
 
-def template(text: str | None) -> Callable[[Path, Path], dict[str, Any]]:
-    def save(folder: Path, target: Path) -> dict[str, Any]:
-        tokenizer = AutoTokenizer.from_pretrained(target)
-        tokenizer.chat_template = text
-        for file in target.iterdir():
-            if "chat_template" not in file.name:
-                (folder / file.name).write_bytes(file.read_bytes())
-        tokenizer.save_pretrained(folder)
-        return {"target": folder, "dataset": write(folder / "a.jsonl", [GOOD])}
-
-    return save
-
-
-# A file, a line and a tokenizer; the tests of the readers have every kind of bad input.
-BAD_INPUT: dict[str, tuple[Callable[[Path, Path], dict[str, Any]], str]] = {
-    "a missing file": (lambda folder, _: {"dataset": folder / "no.jsonl"}, "no.jsonl does not exist; give an existing"),
-    "broken JSON": (lambda folder, _: {"dataset": write(folder / "a.jsonl", ["{"])}, "a.jsonl, line 1: Expecting prop"),
-    "a template that refuses": (template("{{ raise_exception('never') }}"), r"the chat template rejects it \(never\)"),
-    "a template that adds no texts": (template("{{ messages[0].content + 1 }}"), r"rejects it \(TypeError: "),
-    "no chat template": (template(None), "the target's tokenizer has no chat template: set tokenizer.chat_template"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_INPUT)
+# A line, a chat template and what is said; the tests of the readers have every kind of bad input.
+@pytest.mark.parametrize(
+    ("line", "template", "message"),
+    [
+        ("{", TEMPLATE, "data.jsonl, line 1: Expecting prop"),
+        (GOOD, "{{ raise_exception('never') }}", r"the chat template rejects it \(never\)"),
+        (GOOD, "{{ messages[0].content + 1 }}", r"rejects it \(TypeError: "),
+        (GOOD, None, "the target's tokenizer has no chat template: set tokenizer.chat_template"),
+    ],
+    ids=["broken JSON", "a template that refuses", "a template that adds no texts", "no chat template"],
+)
 def test_bad_input_is_one_clear_line(
-    name: str, tmp_path: Path, target_path: Path, train: Runner, capsys: pytest.CaptureFixture[str]
+    line: Any,
+    template: str | None,
+    message: str,
+    tmp_path: Path,
+    target_path: Path,
+    train: Runner,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    make, message = BAD_INPUT[name]
-    options = {"target": target_path, "max_length": 64, **make(tmp_path, target_path)}
+    target = shutil.copytree(target_path, tmp_path / "target", ignore=shutil.ignore_patterns("chat_template*"))
+    tokenizer = AutoTokenizer.from_pretrained(target_path)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(target)
+    options = {"target": target, "max_length": 64, "dataset": write(tmp_path / "data.jsonl", [line])}
     with pytest.raises(ValueError, match=message) as error:  # of which train_heads.py makes a line
         train(**options, num_eval_prompts=0)
     assert "\n" not in str(error.value)

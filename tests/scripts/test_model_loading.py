@@ -4,7 +4,6 @@ target."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +13,6 @@ import torch
 
 from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.inference import Decoder, Target
-from draftsmith.scripts.benchmark import BenchmarkArguments
-from draftsmith.scripts.chat.arguments import GenerateArguments
-from draftsmith.scripts.serve import ServeArguments
 from draftsmith.scripts.shared import model_loading
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import load_drafter, load_heads, load_target
@@ -81,22 +77,6 @@ def test_the_tokens_that_heads_score_come_from_given_conversations(tmp_path: Pat
     assert zebra not in ids
     with pytest.raises(ValueError, match=r"draft_vocab_size 300.*--draft_vocab_data FILE"):
         load_drafter(target, tokenizer, heads=place, vocabulary=DraftVocabulary(300, []))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda **options: GenerateArguments(target="t", ngrams=True, **options),
-        lambda **options: ServeArguments(target="t", ngrams=True, **options),
-        lambda **options: BenchmarkArguments(target=["t"], prompts=[__file__], **options),
-    ],
-    ids=["chat", "serve", "bench"],
-)
-def test_options_that_would_do_nothing(make: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"got --draft_vocab_data a.jsonl without --draft_vocab_size"):
-        make(draft_vocab_data=["a.jsonl"])
-    with pytest.raises(ValueError, match=r"got --draft_vocab_size 512 without --heads"):
-        make(draft_vocab_size=512)
 
 
 # The dtype is one that the processor computes fast in; training says what is slow.

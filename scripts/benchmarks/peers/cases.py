@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +13,7 @@ from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
 
-HERE = Path(__file__).resolve().parent
+PEERS = ("eagle", "medusa")  # whose code it is; also their formats, as `draftsmith export` names them
 
 
 class AuthorsTree(DynamicTree):
@@ -42,7 +41,7 @@ class AuthorsTree(DynamicTree):
 class Case:
     """
     Attributes:
-        heads: folder below --heads. peer: whose code, a key of `PEERS`.
+        heads: folder below --heads. peer: whose code, one of `PEERS`.
         job: options of the peer's worker.
         tree: the same tree here; None = the rank paths that the worker names.
         own_tree: a tree of the same size as this library grows it.
@@ -56,20 +55,6 @@ class Case:
     tree: TreePolicy | None
     own_tree: TreePolicy
     is_sampled: bool = False
-
-
-@dataclass(frozen=True)
-class Peer:
-    """worker: runs in the peer's environment. form: their format, as `draftsmith export` names it."""
-
-    worker: Path
-    form: str
-
-
-PEERS = {
-    "eagle": Peer(HERE / "eagle_worker.py", "eagle"),
-    "medusa": Peer(HERE / "medusa_worker.py", "medusa"),
-}
 
 
 def eagle_case(title: str, heads: str, nodes: int, *, has_fused_features: bool, is_sampled: bool = False) -> Case:

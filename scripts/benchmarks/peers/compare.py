@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))
-
 import torch
 from rich.console import Console
 
@@ -41,6 +38,7 @@ from draftsmith.training.options.program_parser import ProgramParser
 from draftsmith.training.whole_files import write_text
 
 DTYPE = "float32"
+WORKER = Path(__file__).with_name("authors_worker.py").resolve()
 SIDES = ("theirs", "same_settings", "own_settings")
 
 
@@ -117,11 +115,11 @@ class Comparison:
         return row
 
     def start_worker(self, case: Case, temperature: float) -> Worker:
-        peer = PEERS[case.peer]
         if not (self.folder / case.heads).is_dir():
             heads = load_heads(str(Path(self.args.heads) / case.heads), self.target)
-            write_heads(heads, self.target, peer.form, self.folder / case.heads)
+            write_heads(heads, self.target, case.peer, self.folder / case.heads)
         job = {
+            "peer": case.peer,
             "target": "target",  # short names: older transformers look for kinds of models in the names of folders
             "heads": case.heads,
             # Their loop ends with more tokens than this. The last bonus token is known as one more step's root.
@@ -131,7 +129,7 @@ class Comparison:
             **case.job,
         }
         python, checkout = (Path(getattr(self.args, name)).absolute() for name in (f"{case.peer}_python", case.peer))
-        return Worker(python, peer.worker, checkout, self.folder, job)
+        return Worker(python, WORKER, checkout, self.folder, job)
 
     def make_ours(self, case: Case, temperature: float, **options: Any) -> Callable[[Prompt, int], Text]:
         """Decodes with a `Decoder` of these options."""

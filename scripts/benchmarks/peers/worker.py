@@ -15,7 +15,7 @@ class Worker:
     """A context in which the process runs.
 
     Args:
-        script: `eagle_worker.py`, `medusa_worker.py`. checkout: the authors' code.
+        script: `authors_worker.py`. checkout: the authors' code.
         folder: where the process runs, and what its job names lies.
 
     Attributes:

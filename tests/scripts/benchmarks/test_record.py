@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from draftsmith.scripts.benchmarks.record import RecordArguments, draw
+from draftsmith.scripts.benchmarks.record import draw
 from draftsmith.scripts.shared.side_by_side import Recording, Step
 
 
@@ -18,13 +18,13 @@ class Letters:
 
 
 def test_the_picture_shows_measured_times() -> None:
-    plain = Recording([Step(0.1 * n, [n], 0) for n in (1, 2, 3, 4)], seconds=0.4)
-    drafted = Recording([Step(0.1, [1, 2], 1), Step(0.2, [3, 4], 1)], seconds=0.2)
-    picture = draw([plain, drafted], Letters(), ["plain", "heads"], RecordArguments(slow_down=10.0), "a <CPU>")
+    plain = Recording([Step(0.5 * n, [n], 0) for n in (1, 2, 3, 4)], seconds=2.0)
+    drafted = Recording([Step(0.5, [1, 2], 1), Step(1.0, [3, 4], 1)], seconds=1.0)
+    picture = draw([plain, drafted], Letters(), "Hi", ["plain", "heads"], "a <CPU>")
     ElementTree.fromstring(picture)
     assert "white-space:pre" in picture, "browsers join the spaces at the ends of pieces"
-    assert "10 tokens/s<" in picture
-    assert "20 tokens/s, 2.00 × plain decoding<" in picture
+    assert "2 tokens/s<" in picture
+    assert "4 tokens/s, 2.00 × plain decoding<" in picture
     assert "a &lt;CPU&gt;" in picture
     # The longer one takes 4 s in the picture, then both stand for another 4.
     assert picture.count('dur="8.000s"') == picture.count("<animate ")

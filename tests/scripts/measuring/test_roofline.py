@@ -29,9 +29,9 @@ def test_weights_that_a_pass_reads(is_tied: bool) -> None:
 
 def test_a_round_of_plain_decoding_and_of_a_drafter_without_weights() -> None:
     target = Target(tiny_target("llama", initializer_range=0.3))
-    plain = count_round(target, None, None, [random_prompt(5)])
+    plain = count_round(target, None, None, random_prompt(5))
     assert plain == Work(4 * (BACKBONE + LM_HEAD), 2 * MATRICES)
-    chained = count_round(target, NgramDrafter(), chain(3), [random_prompt(5)])
+    chained = count_round(target, NgramDrafter(), chain(3), random_prompt(5))
     assert chained == Work(4 * (BACKBONE + LM_HEAD), 4 * 2 * MATRICES), "the same weights, for four nodes"
 
 
@@ -40,11 +40,10 @@ def test_a_drafter_reads_its_weights_once_for_every_level() -> None:
     target = Target(tiny_target("llama", initializer_range=0.3))
     eagle = create_heads("eagle3", target)
     own, fc = count_weight_bytes(eagle), count_weight_bytes(eagle.fc) + count_weight_bytes(eagle.fc_norm)
-    rounds = [count_round(target, eagle, chain(depth), [random_prompt(5)]) for depth in (1, 3)]
+    rounds = [count_round(target, eagle, chain(depth), random_prompt(5)) for depth in (1, 3)]
     plain = 4 * (BACKBONE + LM_HEAD)
-    assert [work.weight_bytes - plain for work in rounds if work is not None] == [own, 3 * own - 2 * fc]
+    assert [work.weight_bytes - plain for work in rounds] == [own, 3 * own - 2 * fc]
     medusa = create_heads("medusa", target, num_heads=3)
     for depth in (1, 3):
-        work = count_round(target, medusa, chain(depth), [random_prompt(5)])
-        assert work is not None
+        work = count_round(target, medusa, chain(depth), random_prompt(5))
         assert work.weight_bytes == plain + count_weight_bytes(medusa)
