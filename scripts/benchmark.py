@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 import torch
 from rich.console import Console
 
@@ -212,3 +215,7 @@ def main() -> None:
     with one_line_errors("draftsmith bench"):
         (args,) = ProgramParser([BenchmarkArguments], doc=__doc__, groups=GROUPS).read()
         run(args, Console(width=None if sys.stdout.isatty() else 150))
+
+
+if __name__ == "__main__":
+    main()

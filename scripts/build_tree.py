@@ -6,11 +6,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch.utils.data import DataLoader
+
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from draftsmith.inference import StaticTree
 from draftsmith.inference.targets.model_config import find_length_limit
@@ -101,3 +105,7 @@ def best_static_tree(accuracy: Sequence[Sequence[float]], num_nodes: int) -> lis
         drafted += level
     best = sorted(drafted, key=lambda node: (-node[1], len(node[0])))[:num_nodes]  # of a tie the parent
     return [list(path) for path, _ in sorted(best, key=lambda node: (len(node[0]), node[0]))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 import draftsmith
 from draftsmith.training.options.one_line_errors import one_line_interrupt
 
@@ -82,3 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             print(f"draftsmith {name}: needs {error.name}: pip install 'draftsmith[{extra}]'", file=sys.stderr)
             return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

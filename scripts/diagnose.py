@@ -17,6 +17,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 import torch
 import yaml
 from torch import Tensor
@@ -192,3 +195,7 @@ def _find_prompts(args: Any, data: TrainingData | None, tokenizer: Any) -> tuple
     report_rejected(args.prompts or "the training conversations", rejected, num_left=len(encoded))
     systems = [system_of(conversation.messages_before_reply()) for conversation, _ in encoded]
     return [torch.tensor([ids]) for _, ids in encoded], max(set(systems), key=systems.count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

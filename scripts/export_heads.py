@@ -11,12 +11,16 @@ command that serves them.
 from __future__ import annotations
 
 import shlex
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi
+
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.checkpoint import SCRATCH, replace_checkpoint
@@ -174,3 +178,7 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _comparable(one) for key, one in value.items() if key not in _NOTES}
     return torch.tensor(value).item() if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

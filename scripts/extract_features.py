@@ -21,6 +21,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
+
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from draftsmith.training.features.extraction import extract_features
 from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
@@ -44,3 +48,7 @@ def main() -> int:
         options = parse_arguments(sys.argv[1:], OPTION_CLASSES, not_from_file=NOT_FROM_FILE, doc=__doc__, groups=GROUPS)
         extract_features(*options, rank=rank, num_processes=num_processes, say=print)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

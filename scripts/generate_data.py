@@ -13,11 +13,15 @@ explains which turns are dropped, and how several processes and machines share t
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from tqdm.auto import tqdm
 
@@ -150,3 +154,7 @@ def report(stats: dict[str, Any], title: str) -> None:
         keeps, most = stats["settings"]["keep_truncated"], stats["settings"]["max_new_tokens"]
         remedy = "" if keeps else " --keep_truncated keeps them, and training does not learn their ends."
         print(f"  Truncated replies have more than {most} tokens.{remedy} A larger --max_new_tokens completes them.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 from draftsmith.inference.targets.files import read_config, read_tokenizer
 from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.training.data.options import DataArguments, option
@@ -122,3 +125,7 @@ def format_statistics(counts: dict[str, Any], data_args: DataArguments) -> str:
         f"  {counts['num_at_max_length']} have max_length ({data_args.max_length}) tokens; the rest is cut off",
     ]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,7 +6,6 @@ A block after `<!-- not tested: REASON -->` is left out.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import itertools
 import re
@@ -15,7 +14,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -74,17 +73,13 @@ COMMANDS = list(commands())
 @cache
 def help_of(program: str) -> str:
     """Every option of a program, as `--help_all` (or else `--help`) prints them; in this process, to import once."""
-    if program in PROGRAMS:
-        start = importlib.import_module(PROGRAMS[program][0]).main
-    else:
-        start = partial(runpy.run_path, str(REPOSITORY / program), run_name="__main__")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setenv("COLUMNS", "200")
         patch.setattr(sys, "argv", [program, "--help_all", "--help"])
-        patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(sys, "path", [str((REPOSITORY / program).parent), *sys.path])
         with pytest.raises(SystemExit) as ended:
-            start()
+            runpy.run_path(str(REPOSITORY / program), run_name="__main__")
     signal.signal(signal.SIGTERM, before)
     assert not ended.value.code
     return printed.getvalue()
@@ -140,7 +135,7 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
             check_paths([word for word in rest if word.startswith("configs/")])
             parse_arguments([*rest, "--use_cpu", "true", "--bf16", "false"])
         case ["draftsmith", program, *rest]:
-            check_options(program, rest)
+            check_options(PROGRAMS[program][0].removeprefix("draftsmith.").replace(".", "/") + ".py", rest)
             check_paths(rest)
         case ["accelerate", "launch", *rest]:
             start = rest.index("draftsmith")
@@ -148,7 +143,7 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
             assert launch_command_parser().parse_args(rest).module
             test_command(document, rest[start:], monkeypatch)
         case ["torchrun", "--nproc_per_node", _, "-m", "draftsmith", program, *rest]:
-            check_options(program, rest)
+            check_options(PROGRAMS[program][0].removeprefix("draftsmith.").replace(".", "/") + ".py", rest)
             check_paths(rest)
         case ["torchrun", "--nproc_per_node", _, "examples/distributed.py"]:  # tests/inference/distributed runs it
             pass

@@ -12,7 +12,7 @@ from tests.processes import TORCHRUN, run_python
 
 
 def launch(*words: str, typed: str = "") -> str:
-    program = (*TORCHRUN, "2", "-m", "draftsmith")
+    program = (*TORCHRUN, "2", "-m", "draftsmith.scripts.cli")
     return run_python(*program, *words, "--distributed", "--device", "cpu", typed=typed)
 
 
