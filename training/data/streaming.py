@@ -29,6 +29,9 @@ from draftsmith.training.data.records import Share
 
 logger = logging.getLogger(__name__)
 
+# Rows whose tokens are counted for a reduced draft vocabulary, because a stream is not read to its end.
+VOCABULARY_ROWS = 10_000
+
 Row = dict[str, list[int]]
 
 

@@ -28,7 +28,7 @@ from draftsmith.training.data.collation import ConversationCollator, count_token
 from draftsmith.training.data.options import seed_of_data
 from draftsmith.training.data.packing import pack_rows
 from draftsmith.training.data.set_statistics import row_lengths
-from draftsmith.training.data.streaming import ConversationStream
+from draftsmith.training.data.streaming import VOCABULARY_ROWS, ConversationStream
 from draftsmith.training.data.training_sets import cut_to_limit, load_datasets
 from draftsmith.training.distributed.waiting import one_process_first
 from draftsmith.training.features.endpoint_states import NUM_LAYERS, refuse_without_target
@@ -244,7 +244,7 @@ def _load_rows(options: RunOptions, models: _Models, checkpoint: Path | None) ->
         )
     if checkpoint is None or args.resume_with_changes or models.heads.token_counts is None:
         is_stream = isinstance(train_set, ConversationStream)
-        counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
+        counted = train_set.first_rows(VOCABULARY_ROWS) if is_stream else train_set
         models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
     if args.loss_vocabulary == "draft":
         if (number := models.heads.learn_draft_vocabulary()) is None:

@@ -128,7 +128,6 @@ class TestRuns:
     STREAMED: dict[str, Any] = {  # noqa: RUF012
         "streaming": True,
         "shuffle_buffer": 6,
-        "vocabulary_rows": 10,
         "save_strategy": "steps",
         "save_steps": 2,
         "save_total_limit": 0,

@@ -248,7 +248,7 @@ def test_a_template_that_writes_the_date_is_named(
     with pytest.raises(ValueError, match=r"lacks \d+ of the \d+ training texts .*today's date \(strftime_now\)"):
         train(**stored)
     with pytest.raises(ValueError, match=r"lacks a text of this batch: .*today's date \(strftime_now\)"):
-        train(**stored, streaming=True, vocabulary_rows=5, validation_fraction=0)
+        train(**stored, streaming=True, validation_fraction=0)
     with pytest.raises(ValueError, match="data_hash was"):
         extract(target=target)
     assert "strftime_now" in caplog.text
@@ -278,6 +278,6 @@ def test_features_of_another_data_set_are_found_by_their_text(train: Runner, ext
     stored = {"features": tmp_path / "features", "num_eval_prompts": 0, "max_steps": 1}
     train(**stored)
     train(**stored, packing=True)
-    train(**stored, streaming=True, vocabulary_rows=5)
+    train(**stored, streaming=True)
     with pytest.raises(ValueError, match="got streaming: an extraction reads the set to its end"):
         extract(streaming=True)
