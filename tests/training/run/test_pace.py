@@ -72,14 +72,6 @@ def test_steps_are_measured_as_they_will_run(train: Runner, monkeypatch: pytest.
     assert all(seen)
 
 
-def test_a_long_row_is_shortened_to_whole_documents() -> None:
-    row = {"input_ids": [*range(700)], "loss_mask": [1] * 700, "document_lengths": [300, 200, 200]}
-    short = pace_module._shorten(row)
-    assert (len(short["input_ids"]), len(short["loss_mask"]), short["document_lengths"]) == (500, 500, [300, 200])
-    assert len(pace_module._shorten(row | {"document_lengths": [600, 100]})["input_ids"]) == 600
-    assert pace_module._shorten({"input_ids": [1], "loss_mask": [1]}) == {"input_ids": [1], "loss_mask": [1]}
-
-
 def test_steps_that_fit(train: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The run ends after them, with its learning rate at the end of its schedule; a resumed run has as many."""
     monkeypatch.setattr(preparation, "measure_pace", lambda *_: Pace(1000, 1000, 60))
