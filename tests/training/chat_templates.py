@@ -57,19 +57,6 @@ CHATML = ChatTemplate(
 )
 
 
-def default_system(messages: list[dict[str, Any]]) -> Iterator[Piece]:
-    if messages[0]["role"] != "system":
-        yield f"<|im_start|>system\nYou are helpful.{END}\n", "template"
-    yield from chatml(messages)
-
-
-# Qwen2.5: a system prompt of its own where the conversation has none.
-DEFAULT_SYSTEM = ChatTemplate(
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}" + CHATML.jinja,
-    default_system,
-)
-
-
 def trimming(messages: list[dict[str, Any]]) -> Iterator[Piece]:
     yield "<s>", "template"
     for index, message in enumerate(messages):
@@ -237,7 +224,6 @@ STRICT_ABOUT_RESULTS = ChatTemplate(
 
 TEMPLATES = {
     "chatml": CHATML,
-    "default_system": DEFAULT_SYSTEM,
     "trimming": TRIMMING,
     "merging": MERGING,
     "thinking": THINKING,

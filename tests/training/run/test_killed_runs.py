@@ -46,8 +46,6 @@ BLOCK = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
 }
-STREAM = {**OFTEN, "streaming": True, "shuffle_buffer": 8, "head_type": "medusa", "head_overrides": None}
-JOINT = {**OFTEN, "lora_r": 2, "lora_dropout": 0.1, "head_type": "medusa", "head_overrides": None}
 
 
 def run(train: Runner, options: dict[str, Any], last: int | None, first_step: int = 0) -> int:
@@ -105,14 +103,11 @@ def kill(train: Runner, options: dict[str, Any], last: int, first_step: int = 0)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks by this name
 @pytest.mark.parametrize(
     ("options", "kills"),
     [
         pytest.param(EAGLE, 1, id="eagle", marks=[needs_muon, pytest.mark.ci]),
         pytest.param(BLOCK, 3, id="block"),
-        pytest.param(STREAM, 1, id="stream"),
-        pytest.param(JOINT, 2, id="heads and adapters"),
     ],
 )
 def test_a_run_that_is_killed_anywhere(train: Runner, options: dict[str, Any], kills: int) -> None:

@@ -14,12 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.heads import create_heads
 from draftsmith.training.run import preparation
 from draftsmith.training.run.resume import find_checkpoint, find_damage
 from draftsmith.training.run.trainer import HeadsTrainer
 from tests.params import slow_but
-from tests.tiny_targets import tiny_target
 from tests.training.runner import WORDS, Runner, assert_same, interrupt_at_step, write_conversations
 
 # Kinds that draw in training, with settings that let every row draw: block anchors, dropped rows, feature noise.
@@ -186,23 +184,14 @@ class TestBestCheckpoint:
 # Which checkpoint is resumed: complete ones only, whatever a kill or a full disk left behind.
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files Trainer writes into a checkpoint."""
-    folder = tmp_path_factory.mktemp("run") / "checkpoint-9"
-    heads = create_heads("medusa", tiny_target("llama"), num_heads=1)
-    heads.save_pretrained(folder)
-    torch.save(torch.optim.AdamW(heads.parameters()).state_dict(), folder / "optimizer.pt")
-    torch.save({"last_epoch": 9}, folder / "scheduler.pt")
-    torch.save({"cpu": torch.get_rng_state()}, folder / "rng_state.pth")
-    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 9}))
-    return folder
-
-
 @pytest.fixture
-def output_dir(checkpoint: Path, tmp_path: Path) -> Path:
+def output_dir(tmp_path: Path) -> Path:
     for step in (9, 10, 100):
-        shutil.copytree(checkpoint, tmp_path / f"checkpoint-{step}")
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors", "optimizer.pt"):
+            (folder / name).touch()
+        (folder / "trainer_state.json").write_text("{}")
     return tmp_path
 
 
