@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Target
@@ -169,23 +168,15 @@ class TestARun:
 
 class TestBadInput:
     def test_rows_are_cut_at_the_targets_limit(
-        self, train: Runner, conversations: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+        self, train: Runner, conversations: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         long = [{"role": "user", "content": "word1"}, {"role": "assistant", "content": " ".join(WORDS * 5)}]
         conversations.write_text(json.dumps({"messages": long}) + "\n")
-        widths = []
-        compute_loss = HeadsTrainer.compute_loss
-
-        def noted(self: HeadsTrainer, model: Any, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-            widths.append(inputs["input_ids"].shape[1])
-            return compute_loss(self, model, inputs, *args, **kwargs)
-
-        monkeypatch.setattr(HeadsTrainer, "compute_loss", noted)
         with caplog.at_level(logging.WARNING):
-            train(max_steps=1, max_length=1000)
-        assert widths == [256]
+            prepared = train.prepare(max_length=1000)
+        assert [len(row["input_ids"]) for row in prepared.trainer.train_dataset] == [256]
         assert "max_length is 1000" in caplog.text
-        assert yaml.safe_load((train.output_dir / "training_config.yaml").read_text())["max_length"] == 256
+        assert prepared.settings["max_length"] == 256
 
     @pytest.mark.parametrize(
         ("content", "message"),
