@@ -134,14 +134,15 @@ def test_pieces_of_a_row_are_its_text() -> None:
 
 
 def test_a_training_config_and_a_stream_are_inspected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], target_path: Path
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write(tmp_path / "a.jsonl", [{"prompt": "word1", "response": "word2"}] * 5)
     config = tmp_path / "c.yaml"
     config.write_text(f"target: {target_path}\nhead_type: medusa\nlearning_rate: 0.1\ndataset: {data}\nmax_steps: 3\n")
     assert inspect_data.main(["--config", str(config), "--num_rows", "0"]) == 0
     assert "5 conversations of 5 records" in capsys.readouterr().out
-    assert inspect_data.main(["--config", str(config), "--streaming", "true", "--vocabulary_rows", "3"]) == 0
+    monkeypatch.setattr("draftsmith.training.data.set_statistics.VOCABULARY_ROWS", 3)
+    assert inspect_data.main(["--config", str(config), "--streaming", "true"]) == 0
     output = capsys.readouterr().out
     assert "3 conversations of 3 records" in output
     assert re.search(r"<\|user\|> ?word1 ?<\|end\|> ?<\|assistant\|>\[\[ ?word2 ?<\|end\|>\]\]", output)

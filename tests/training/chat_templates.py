@@ -57,19 +57,6 @@ CHATML = ChatTemplate(
 )
 
 
-def default_system(messages: list[dict[str, Any]]) -> Iterator[Piece]:
-    if messages[0]["role"] != "system":
-        yield f"<|im_start|>system\nYou are helpful.{END}\n", "template"
-    yield from chatml(messages)
-
-
-# Qwen2.5: a system prompt of its own where the conversation has none.
-DEFAULT_SYSTEM = ChatTemplate(
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}" + CHATML.jinja,
-    default_system,
-)
-
-
 def trimming(messages: list[dict[str, Any]]) -> Iterator[Piece]:
     yield "<s>", "template"
     for index, message in enumerate(messages):
@@ -212,36 +199,11 @@ FORGETTING = ChatTemplate(
 )
 
 
-def strict_about_results(messages: list[dict[str, Any]]) -> Iterator[Piece]:
-    for index, message in enumerate(messages):
-        is_answer = message["role"] == "tool"
-        if is_answer and not (
-            index and (messages[index - 1].get("tool_calls") or messages[index - 1]["role"] == "tool")
-        ):
-            raise RefusedError
-        yield f"<|im_start|>{message['role']}\n", "template"
-        said = message["content"] + calls(message)
-        yield said + END, reply_kind(messages, index, said)
-        yield "\n", "template"
-
-
-# A result must answer a call: no reply can be put in a call's place.
-STRICT_ABOUT_RESULTS = ChatTemplate(
-    "{% for m in messages %}"
-    "{% if m.role == 'tool' and not (loop.previtem and (loop.previtem.tool_calls or loop.previtem.role == 'tool')) %}"
-    "{{ raise_exception('a result without a call') }}{% endif %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}" + _CALLS + "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    strict_about_results,
-)
-
 TEMPLATES = {
     "chatml": CHATML,
-    "default_system": DEFAULT_SYSTEM,
     "trimming": TRIMMING,
     "merging": MERGING,
     "thinking": THINKING,
     "opening": OPENING,
     "forgetting": FORGETTING,
-    "strict_about_results": STRICT_ABOUT_RESULTS,
 }

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from draftsmith.inference.targets.files import is_missing
 from draftsmith.training.data.layouts import AUTO, RecordFormat, parse_record
-from draftsmith.training.data.records import SUFFIXES, WHOLE, Share, drop_nulls, read_records
+from draftsmith.training.data.records import SUFFIXES, drop_nulls, read_records
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ _PARSED = datasets.Features({"conversation": datasets.Value("string"), "problem"
 # A conversation with images begins so.
 IMAGES_FIRST = '{"media": ['
 # Part of the cache key of parsed files: raise it when the code below gives another result.
-_CACHE_VERSION = 10
+_CACHE_VERSION = 11
 _ROWS_AT_A_TIME = 256
 
 
@@ -152,22 +153,21 @@ def read_place(
 
 
 def iterate_place(
-    place: Place, files: Sequence[Path] | None = None, share: Share = WHOLE
+    place: Place, files: Sequence[Path] | None = None, *, reader: int = 0, num_readers: int = 1
 ) -> Iterator[tuple[object, Any]]:
     """Yields (file and line, record or an error) for each record, without a cache.
 
     Args:
         files: those of the place, in the order of reading.
-        share: of the place, for one of several readers.
+        reader: one of `num_readers`: each record is read by one of them.
     """
     if place.repository:
         rows = place.load_repository(streaming=True)
-        if share.count > 1:
-            rows = split_dataset_by_node(rows, rank=share.index, world_size=share.count)
+        if num_readers > 1:
+            rows = split_dataset_by_node(rows, rank=reader, world_size=num_readers)
         yield from _read(_iterate_rows(rows), place.label)
-    for number, file in enumerate(place.files if files is None else files):
-        # The first record of a file belongs to another reader in every file: files may hold one record.
-        yield from _read(file, place.label, Share((share.index + number) % share.count, share.count))
+    records = (record for file in (place.files if files is None else files) for record in _read(file, place.label))
+    yield from islice(records, reader, None, num_readers)
 
 
 def _iterate_rows(rows: Any) -> Iterator[dict[str, Any]]:
@@ -202,16 +202,16 @@ def parse_row(where: object, record: Any, record_format: RecordFormat, folder: P
     return {"conversation": conversation, "problem": ""}
 
 
-def _read(source: Any, label: str, share: Share = WHOLE) -> Iterator[tuple[object, Any]]:
-    """Yields (where, record or an error) for each line of a file or of a part of it, or each row of a table."""
+def _read(source: Any, label: str) -> Iterator[tuple[object, Any]]:
+    """Yields (where, record or an error) for each line of a file, or each row of a table."""
     if not isinstance(source, Path):
         for number, row in enumerate(source, start=1):
             yield f"{label}, row {number}", {key: drop_nulls(value) for key, value in row.items()}
         return
     line = None
-    for line, record in read_records(source, share):
+    for line, record in read_records(source):
         yield line, record
-    if line is None and share.count == 1:  # `datasets` has no tables without rows
+    if line is None:  # `datasets` has no tables without rows
         yield f"{source}, line 1", ValueError("the file is empty")
 
 

@@ -77,9 +77,6 @@ class DataArguments:
     shuffle_buffer: int = option(
         default=10000, help="With --streaming: conversations in memory to draw the next one from; 1 = keep the order."
     )
-    vocabulary_rows: int = option(
-        default=10000, help="With --streaming: count the tokens of the first N rows for a reduced draft vocabulary."
-    )
     num_proc: int | None = option(
         default=None, help="Processes that tokenize the conversations; none = one for each core."
     )
@@ -97,19 +94,15 @@ class DataArguments:
         self._check_numbers()
         self.record_format()
         self._check_sets()
-        for switch, names in (
-            ("streaming", ("shuffle_buffer", "vocabulary_rows")),
-            ("eval_dataset", ("eval_split",)),
-        ):
-            refuse_without(self, switch, names)
+        refuse_without(self, "streaming", ("shuffle_buffer",))
+        refuse_without(self, "eval_dataset", ("eval_split",))
         if self.streaming and self.max_samples is not None:
             raise ValueError(f"got streaming and max_samples {self.max_samples}: limit a stream with --max_steps")
 
     def _check_numbers(self) -> None:
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"got validation_fraction {self.validation_fraction}: it must be from 0 to below 1")
-        positive = ("max_length", "max_samples", "num_proc", "eval_max_new_tokens", "shuffle_buffer", "vocabulary_rows")
-        for name in positive:
+        for name in ("max_length", "max_samples", "num_proc", "eval_max_new_tokens", "shuffle_buffer"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"got {name} {value}: it must be at least 1")

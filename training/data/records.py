@@ -6,40 +6,15 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
-from draftsmith.training.data.layouts import LAYOUTS
-
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
-_FORMS = "a .json file has an array of records, one record, an object whose list `data` has them, or one record a line"
+_FORMS = "a .json file has an array of records, one record, or one record a line"
 _ROWS_AT_A_TIME = 256
-
-
-@dataclass(frozen=True)
-class Share:
-    """Part `index` of the `count` parts of a file, each for one reader: every record is in one of them.
-
-    Each reader keeps one of `count` records and parses no other line. Of a Parquet file each has a range of rows and
-    skips the other row groups.
-    """
-
-    index: int = 0
-    count: int = 1
-
-    def has(self, number: int) -> bool:
-        return number % self.count == self.index
-
-    def cut(self, size: int) -> tuple[int, int]:
-        """Begin and end of the part among `size` rows."""
-        return size * self.index // self.count, size * (self.index + 1) // self.count
-
-
-WHOLE = Share()
 
 
 class Line(NamedTuple):
@@ -52,18 +27,17 @@ class Line(NamedTuple):
         return f"{self.path}, line {self.number}"
 
 
-def read_records(path: Path, share: Share = WHOLE) -> Iterator[tuple[Line, Any]]:
-    """Yields (place, parsed record or an error) for each record of a file, or of a reader's part.
+def read_records(path: Path) -> Iterator[tuple[Line, Any]]:
+    """Yields (place, parsed record or an error) for each record of a file.
 
     Lines are counted; in a Parquet file rows, and in a JSON file with one value its records: the items of an array
-    (ShareGPT's original form), or of the list `data` of an object. Any other object is one record. If the file is
-    damaged, the last item is the error.
+    (ShareGPT's original form). Any other value is one record. If the file is damaged, the last item is the error.
     """
     line = Line(path, 0)
     form = path.name.removesuffix(".gz").rpartition(".")[2]
     read = {"parquet": _read_parquet, "jsonl": _read_lines, "json": _read_json}[form]
     try:
-        for line, record in read(path, share):
+        for line, record in read(path):
             yield line, record
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, pyarrow.ArrowException) as error:
         problem = ValueError(f"the rest of the file cannot be read ({error})")
@@ -77,24 +51,17 @@ def drop_nulls(value: Any) -> Any:
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _read_parquet(path: Path, share: Share) -> Iterator[tuple[Line, Any]]:
+def _read_parquet(path: Path) -> Iterator[tuple[Line, Any]]:
     number = 0
     with pyarrow.parquet.ParquetFile(path) as file:
-        begin, end = share.cut(file.metadata.num_rows)
-        for group in range(file.num_row_groups):
-            size = file.metadata.row_group(group).num_rows
-            if number + size <= begin or number >= end:
-                number += size
-                continue
-            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, row_groups=[group]):
-                for number, row in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020 (counts on)
-                    if begin < number <= end:
-                        yield Line(path, number), {key: drop_nulls(value) for key, value in row.items()}
+        for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
+            for number, row in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020 (counts on)
+                yield Line(path, number), {key: drop_nulls(value) for key, value in row.items()}
 
 
-def _read_lines(path: Path, share: Share) -> Iterator[tuple[Line, Any]]:
+def _read_lines(path: Path) -> Iterator[tuple[Line, Any]]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        yield from ((Line(path, number), _parse(line)) for number, line in enumerate(file, 1) if share.has(number))
+        yield from ((Line(path, number), _parse(line)) for number, line in enumerate(file, 1))
 
 
 def _parse(line: bytes | str) -> Any:
@@ -107,12 +74,13 @@ def _parse(line: bytes | str) -> Any:
         return error
 
 
-def _read_json(path: Path, share: Share) -> Iterator[tuple[Line, Any]]:
+def _read_json(path: Path) -> Iterator[tuple[Line, Any]]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         text = file.read().decode("utf-8-sig")
     records: Iterable[Any]
     try:
-        records = _find_records(json.loads(text))
+        value = json.loads(text)
+        records = value if isinstance(value, list) else [value]
     except json.JSONDecodeError as error:
         lines = text.split("\n")[: -1 if text.endswith("\n") else None]
         has_records = any(line.startswith("{") and isinstance(_parse(line), dict) for line in lines)
@@ -120,21 +88,4 @@ def _read_json(path: Path, share: Share) -> Iterator[tuple[Line, Any]]:
             yield Line(path, error.lineno), ValueError(f"{error.msg}, column {error.colno}; {_FORMS}")
             return
         records = map(_parse, lines)
-    yield from ((Line(path, number), record) for number, record in enumerate(records, 1) if share.has(number))
-
-
-def _find_records(value: Any) -> list[Any]:
-    """The records of a JSON file with one value. A list `data` of texts or turns is a conversation. An object with the
-    columns of another layout beside `data` is one record."""
-    if isinstance(value, list):
-        return value
-    is_record = not isinstance(value, dict) or any(
-        all(value.get(column) is not None for column in layout.required)
-        for layout in LAYOUTS.values()
-        if layout.turns != "data"
-    )
-    data = None if is_record else value.get("data")
-    has_records = isinstance(data, list) and all(
-        isinstance(item, dict) and not {"role", "from"} & item.keys() for item in data
-    )
-    return data if data is not None and has_records else [value]
+    yield from ((Line(path, number), record) for number, record in enumerate(records, 1))

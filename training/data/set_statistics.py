@@ -15,6 +15,7 @@ import pyarrow.compute
 from draftsmith.training.data.chat_tokens import count_problems, tokenize_conversations
 from draftsmith.training.data.conversations import Place, iterate_place, parse_row, read_place
 from draftsmith.training.data.options import DataArguments
+from draftsmith.training.data.streaming import VOCABULARY_ROWS
 
 _QUANTILES = (0, 0.1, 0.5, 0.9, 0.99, 1)
 
@@ -73,7 +74,7 @@ def count_trained(rows: datasets.Dataset) -> int:
 
 
 def measure_sets(data_args: DataArguments, tokenizer: Any) -> list[MeasuredSet]:
-    """Reads each of `dataset`; of a stream, the first `vocabulary_rows` records of each.
+    """Reads each of `dataset`; of a stream, the first `VOCABULARY_ROWS` records of each.
 
     Raises:
         ValueError: a missing file, a set without a conversation, or an unusable tokenizer.
@@ -122,7 +123,7 @@ def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> Meas
 def _read(place: Place, data_args: DataArguments) -> datasets.Dataset:
     record_format = data_args.record_format()
     if data_args.streaming:
-        records = islice(iterate_place(place), data_args.vocabulary_rows)
+        records = islice(iterate_place(place), VOCABULARY_ROWS)
         return datasets.Dataset.from_list([parse_row(*record, record_format) for record in records])
     return datasets.concatenate_datasets([*read_place(place, record_format, max_samples=data_args.max_samples)])
 

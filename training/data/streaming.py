@@ -3,8 +3,7 @@
 A stream never ends: after the last conversation the next epoch begins, in another order. So the position of a run is a
 number of batches; Trainer skips that many in a resumed run, which then sees the batches of the uninterrupted one.
 
-Of N readers (processes x DataLoader workers), each reads its own part of every file
-(`draftsmith.training.data.records.Share`).
+Of N readers (processes x DataLoader workers), each takes every N-th conversation.
 """
 
 from __future__ import annotations
@@ -25,9 +24,11 @@ from draftsmith.training.data.chat_tokens import ROW, check_tokenizer, log_probl
 from draftsmith.training.data.conversations import IMAGES_FIRST, BadLineError, Place, iterate_place, parse_row
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.data.packing import WINDOW, pack_window
-from draftsmith.training.data.records import Share
 
 logger = logging.getLogger(__name__)
+
+# Rows whose tokens are counted for a reduced draft vocabulary, because a stream is not read to its end.
+VOCABULARY_ROWS = 10_000
 
 Row = dict[str, list[int]]
 
@@ -181,7 +182,7 @@ class ConversationStream(IterableDataset[Row]):
     ) -> Iterator[dict[str, str]]:
         files = list(place.files)
         random.Random(f"{self.seed} {epoch} files").shuffle(files)  # the same order for every reader
-        for where, record in iterate_place(place, files, Share(reader, num_readers)):
+        for where, record in iterate_place(place, files, reader=reader, num_readers=num_readers):
             row = parse_row(where, record, self.record_format)
             # Training reports the first malformed line; the held-out part skips such lines.
             if row["problem"] and not (is_held_out or self.data_args.skip_bad_lines):

@@ -61,8 +61,6 @@ class HeadsTrainingArguments(TrainingArguments):
     )
     # The heads' forward takes features, not the dataset's columns: Trainer would drop all columns.
     remove_unused_columns: bool = option(default=False, help="Must stay false: features are not columns.")
-    # Otherwise Trainer gathers logits of [batch, tokens, vocabulary] over the whole evaluation set.
-    prediction_loss_only: bool = option(default=True, help="Must stay true: logits are never gathered.")
     # A loss that is NaN ends the run (`run/stopping.py`); Trainer would hide it.
     logging_nan_inf_filter: bool = option(default=False, help="Leave it false: a NaN or infinite loss ends the run.")
     # Early stopping continues to count after an interruption.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, GenerationStats, Target
-from draftsmith.inference.engine import StepTokens
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
+from draftsmith.inference.streaming.token_stream import TokenStream
 from draftsmith.inference.targets.multimodal import take_media
 from draftsmith.training.distributed.whole_heads import whole_heads
 
@@ -49,32 +50,30 @@ def decode_examples(
     decoder = Decoder(target, whole_heads(heads), tree=steady_tree(heads))
     examples, total = [], GenerationStats()
     for prompt in prompts:
-        collector = _Collector(tokenizer)
-        stats = decode_prompt(decoder, prompt, tokenizer, max_new_tokens=max_new_tokens, follow=collector.add)
+        stream = stream_prompt(decoder, prompt, tokenizer, max_new_tokens=max_new_tokens)
+        detokenizer = IncrementalDetokenizer(tokenizer)
+        texts = [
+            (detokenizer.add(token_id), index < tokens.num_drafted)
+            for tokens in stream
+            for index, token_id in enumerate(tokens)
+        ]
+        texts.append((detokenizer.flush(), False))
+        written = groupby(((text, is_drafted) for text, is_drafted in texts if text), key=lambda entry: entry[1])
+        pieces = [Piece("".join(text for text, _ in group), is_drafted) for is_drafted, group in written]
         text = str(tokenizer.decode(prompt["input_ids"][0], skip_special_tokens=False))
-        examples.append(Example(text, collector.finish(), stats.acceptance_length))
-        total += stats
+        examples.append(Example(text, pieces, stream.output.stats.acceptance_length))
+        total += stream.output.stats
     return examples, total
 
 
-def decode_prompt(
-    decoder: Decoder,
-    prompt: Prompt,
-    tokenizer: Any,
-    *,
-    max_new_tokens: int,
-    follow: Callable[[StepTokens], Any] = lambda tokens: None,
-) -> GenerationStats:
-    """Decodes a prompt greedily; returns the statistics. The tokenizer finds stop strings of the generation config."""
+def stream_prompt(decoder: Decoder, prompt: Prompt, tokenizer: Any, *, max_new_tokens: int) -> TokenStream:
+    """Decodes a prompt greedily. The tokenizer finds stop strings of the generation config."""
     input_ids = prompt["input_ids"].to(decoder.target.device)
     media: dict[str, Any] = take_media(
         decoder.target, {name: value for name, value in prompt.items() if name != "input_ids"}
     )
     options = {"max_new_tokens": max_new_tokens, "do_sample": False, "tokenizer": tokenizer}
-    stream = decoder.stream(input_ids, torch.ones_like(input_ids), **media, **options)
-    for tokens in stream:
-        follow(tokens)
-    return stream.output.stats
+    return decoder.stream(input_ids, torch.ones_like(input_ids), **media, **options)
 
 
 def send_examples(examples: Sequence[Example], report_to: Any) -> None:
@@ -90,25 +89,3 @@ def send_examples(examples: Sequence[Example], report_to: Any) -> None:
     ]
     if wandb.run is not None:
         wandb.log({"examples": wandb.Table(columns=["prompt", "reply", "acceptance length"], data=rows)})
-
-
-class _Collector:
-    """Keeps the pieces of a reply."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.pieces: list[Piece] = []
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
-
-    def add(self, tokens: StepTokens) -> None:
-        for index, token_id in enumerate(tokens):
-            self._add(self._detokenizer.add(token_id), is_drafted=index < tokens.num_drafted)
-
-    def finish(self) -> list[Piece]:
-        self._add(self._detokenizer.flush(), is_drafted=False)
-        return self.pieces
-
-    def _add(self, text: str, *, is_drafted: bool) -> None:
-        if text and self.pieces and self.pieces[-1].is_drafted == is_drafted:
-            self.pieces[-1] = Piece(self.pieces[-1].text + text, is_drafted)
-        elif text:
-            self.pieces.append(Piece(text, is_drafted))

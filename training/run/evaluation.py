@@ -17,7 +17,7 @@ from draftsmith.inference.targets.model_config import LengthLimit
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.images.processor import read_images
-from draftsmith.training.reporting.examples import Prompt, decode_prompt, steady_tree
+from draftsmith.training.reporting.examples import Prompt, steady_tree, stream_prompt
 from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
 
 
@@ -80,7 +80,10 @@ class AcceptanceMeter:
         """The acceptance length of some of the prompts."""
         stats = GenerationStats()
         for prompt in prompts:
-            stats += decode_prompt(decoder, prompt, self.tokenizer, max_new_tokens=self.max_new_tokens)
+            stream = stream_prompt(decoder, prompt, self.tokenizer, max_new_tokens=self.max_new_tokens)
+            for _ in stream:
+                pass
+            stats += stream.output.stats
         return stats.acceptance_length
 
 

@@ -30,10 +30,9 @@ from draftsmith.training.options.one_line_errors import as_launched
 from draftsmith.training.reporting.examples import Example, decode_examples, send_examples, steady_tree
 from draftsmith.training.reporting.model_card import render_card
 from draftsmith.training.reporting.report import count_rows, render_report
-from draftsmith.training.run.checkpoints import read_run_file
 from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.pace import CHAIN, describe_expected
-from draftsmith.training.run.resume import find_newest, is_finished
+from draftsmith.training.run.resume import find_newest, is_finished, read_run_file
 from draftsmith.training.run.trainer import HeadsTrainer
 from draftsmith.training.whole_files import write_text
 
@@ -86,7 +85,7 @@ class PreparedRun:
         if self.checkpoint is None:
             trainer.train()
             return time.perf_counter() - trainer.start
-        seconds_before: float = (read_run_file(self.checkpoint) or {}).get("seconds", 0.0)
+        seconds_before: float = read_run_file(self.checkpoint)["seconds"]
         trainer.start -= seconds_before
         trainer.args.eval_on_start = False  # the first step was made before the interruption
         state = TrainerState.load_from_json(str(self.checkpoint / "trainer_state.json"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -19,10 +18,9 @@ from draftsmith.training.run.progress import describe_time
 from draftsmith.training.run.stopping import FiniteWatch
 from draftsmith.training.run.trainer import HeadsTrainer
 
-# Whole rows are measured while they fit into these seconds; before them a row of about so many tokens, twice.
+# Rows are measured while they fit into these seconds, one in any case.
 MEASURED_SECONDS = 15.0
-SHORT = 512
-# Of a time budget, for steps; the rest is for evaluations and checkpoints.
+# Of a time budget, for forward and backward passes; the rest is for the optimizer, evaluations and checkpoints.
 USED_SHARE = 0.9
 FEWEST_STEPS = 20  # fewer than these learn nothing
 LONG = 2 * 3600.0  # then `describe` says what to do
@@ -99,20 +97,24 @@ class Pace:
         return "\n".join(lines)
 
 
+def plan_steps(trainer: HeadsTrainer) -> tuple[int, float]:
+    """The optimizer steps that the options ask for, and the mean tokens of a step in all processes."""
+    args, lengths = trainer.args, row_lengths(cast(Any, trainer.train_dataset))
+    num_batches = math.ceil(len(lengths) / (args.train_batch_size * args.world_size))
+    steps_per_epoch = math.ceil(num_batches / args.gradient_accumulation_steps)
+    num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+    rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return num_steps, rows_per_step * sum(lengths) / len(lengths)
+
+
 def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
-    """Times passes and an optimizer step, and leaves the heads and the random numbers as they were. Collective.
+    """Times forward and backward passes, and leaves the heads and the random numbers as they were. Collective.
 
     Args:
         source: of the target's states; it writes nothing.
     """
-    rows: Any = trainer.train_dataset
-    args = trainer.args
-    lengths = row_lengths(rows)
-    per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    num_batches = math.ceil(len(rows) / (args.train_batch_size * args.world_size))
-    steps_per_epoch = math.ceil(num_batches / args.gradient_accumulation_steps)
-    num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
-    model: Any = trainer.model
+    args, model = trainer.args, cast(Any, trainer.model)
+    num_steps, tokens = plan_steps(trainer)
     was_training = model.training
     model.train()
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # the newer name first; Trainer does so later
@@ -120,67 +122,28 @@ def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
             getattr(model, f"{name}_enable")()
             break
     with torch.random.fork_rng():
-        speed = _measure_speed(trainer, source, rows)
-        optimizer_seconds = _time_optimizer(trainer)
+        speed = _measure_speed(trainer, source, trainer.train_dataset)
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     trainer.watch = FiniteWatch()
-    tokens = per_step * sum(lengths) / len(lengths)
-    seconds = tokens / args.world_size / speed + optimizer_seconds
-    slowest = max(gather_object([seconds]))  # the same number in every process: a time budget sets steps by it
-    return Pace(tokens / slowest, tokens, num_steps)
+    slowest = min(gather_object([speed]))  # the same number in every process: a time budget sets steps by it
+    return Pace(args.world_size * slowest, tokens, num_steps)
 
 
 def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> float:
-    """Tokens per second of this process: of a short row, twice because the first pass warms up, then of whole rows, up
-    to a batch, which also has two passes, while there is time."""
+    """Tokens per second of this process: of one row and of a whole batch, each twice because the first pass warms up,
+    while there is time."""
     end = time.perf_counter() + MEASURED_SECONDS
-    short = [_shorten(rows[0])]
-    speed = max(_time_batch(trainer, source, short) for _ in range(2))
-    count, before = 1, 0
-    while True:
+    speed = math.inf
+    for count in (1, 1, trainer.args.train_batch_size, trainer.args.train_batch_size):
         batch = [rows[i % len(rows)] for i in range(count)]
-        fits = time.perf_counter() + sum(len(row["input_ids"]) for row in batch) / speed < end
-        decision = [fits]
+        seconds = sum(len(row["input_ids"]) for row in batch) / speed
+        decision = [speed == math.inf or time.perf_counter() + seconds < end]
         broadcast_object_list(decision)  # processes that share a target make equally many passes
         if not decision[0]:
-            return speed
-        speed = _time_batch(trainer, source, batch)  # long rows may be slower than the short one
-        if count == before:
-            return speed
-        count, before = min(trainer.args.train_batch_size, 2 * count), count
-
-
-def _shorten(row: dict[str, Any]) -> dict[str, Any]:
-    """A packed row without the documents after its first `SHORT` tokens; a row of one document as it is."""
-    ends = list(itertools.accumulate(row.get("document_lengths", ())))
-    kept = [end for place, end in enumerate(ends) if not place or end <= SHORT]
-    if not kept:
-        return row
-    return {
-        "input_ids": row["input_ids"][: kept[-1]],
-        "loss_mask": row["loss_mask"][: kept[-1]],
-        "document_lengths": row["document_lengths"][: len(kept)],
-    }
-
-
-def _time_optimizer(trainer: HeadsTrainer) -> float:
-    """Seconds of an optimizer step that changes nothing: its gradients and learning rates are 0. FSDP and DeepSpeed
-    make their optimizers when they train, so theirs takes no time here."""
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return 0.0
-    optimizer = trainer.create_optimizer()
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for weight in group["params"]:
-            weight.grad = torch.zeros_like(weight)
-    trainer.optimizer = None  # the run makes its own
-    optimizer.step()  # makes the moments
-    _wait()
-    start = time.perf_counter()
-    optimizer.step()
-    _wait()
-    return time.perf_counter() - start
+            break
+        speed = _time_batch(trainer, source, batch)
+    return speed
 
 
 def _time_batch(trainer: HeadsTrainer, source: FeatureSource, rows: list[dict[str, Any]]) -> float:
@@ -188,10 +151,6 @@ def _time_batch(trainer: HeadsTrainer, source: FeatureSource, rows: list[dict[st
     inputs = trainer._prepare_inputs(trainer.data_collator(rows))
     start = time.perf_counter()
     trainer.draft_from(source(inputs), inputs, trainer.heads, cast(nn.Module, trainer.model), None).loss.backward()
-    _wait()
-    return int(read_on_host(inputs["attention_mask"]).sum()) / (time.perf_counter() - start)
-
-
-def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    return int(read_on_host(inputs["attention_mask"]).sum()) / (time.perf_counter() - start)

@@ -27,8 +27,7 @@ from draftsmith.inference.targets.model_config import LengthLimit, find_length_l
 from draftsmith.training.data.collation import ConversationCollator, count_tokens
 from draftsmith.training.data.options import seed_of_data
 from draftsmith.training.data.packing import pack_rows
-from draftsmith.training.data.set_statistics import row_lengths
-from draftsmith.training.data.streaming import ConversationStream
+from draftsmith.training.data.streaming import VOCABULARY_ROWS, ConversationStream
 from draftsmith.training.data.training_sets import cut_to_limit, load_datasets
 from draftsmith.training.distributed.waiting import one_process_first
 from draftsmith.training.features.endpoint_states import NUM_LAYERS, refuse_without_target
@@ -49,7 +48,7 @@ from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metri
 from draftsmith.training.run.joint_model import JointModel, adapt_target
 from draftsmith.training.run.joint_trainer import JointTrainer
 from draftsmith.training.run.outcome import USUAL_TOKENS, PreparedRun
-from draftsmith.training.run.pace import measure_pace
+from draftsmith.training.run.pace import measure_pace, plan_steps
 from draftsmith.training.run.resume import check_same_run, describe_run, find_checkpoint
 from draftsmith.training.run.trainer import HeadsTrainer
 from draftsmith.training.whole_files import write_text
@@ -140,14 +139,10 @@ def _prepare(options: RunOptions) -> PreparedRun:
 
 def _announce_few_tokens(trainer: HeadsTrainer, target: str) -> None:
     """Says at the start that a run is too short for heads to learn much."""
-    args, rows = trainer.args, trainer.train_dataset
-    if not isinstance(rows, datasets.Dataset):
+    if not isinstance(trainer.train_dataset, datasets.Dataset):
         return  # a stream, whose length is not known
-    tokens = sum(row_lengths(rows)) * args.num_train_epochs
-    if args.max_steps > 0:
-        per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        tokens = args.max_steps * per_step * sum(row_lengths(rows)) / len(rows)
-    if tokens < USUAL_TOKENS:
+    num_steps, tokens_per_step = plan_steps(trainer)
+    if (tokens := num_steps * tokens_per_step) < USUAL_TOKENS:
         logger.info(
             "this run reads %s tokens, and %.0f million are usual: raise the steps or epochs, or let the target write "
             "more conversations (draftsmith data --target %s)",
@@ -244,7 +239,7 @@ def _load_rows(options: RunOptions, models: _Models, checkpoint: Path | None) ->
         )
     if checkpoint is None or args.resume_with_changes or models.heads.token_counts is None:
         is_stream = isinstance(train_set, ConversationStream)
-        counted = train_set.first_rows(options.data.vocabulary_rows) if is_stream else train_set
+        counted = train_set.first_rows(VOCABULARY_ROWS) if is_stream else train_set
         models.heads.fit_vocabulary(count_tokens(counted, models.target.vocab_size))
     if args.loss_vocabulary == "draft":
         if (number := models.heads.learn_draft_vocabulary()) is None:

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
 from draftsmith.training.data.conversations import BadLineError, Place, iterate_place, load_conversations
-from draftsmith.training.data.records import Share, read_records
 from draftsmith.training.synthesis.prompts import read_prompts
 from tests.conftest import CHAT_TARGET
 from tests.training.conversation_cases import TWO_TURNS, sharegpt, to_messages, write
@@ -55,8 +54,6 @@ def test_forms_of_json_files(name: str, suffix: str, tmp_path: Path) -> None:
     text, count = JSON_FILES[name]
     file = write(tmp_path / f"a{suffix}", [text])
     assert to_messages(load_conversations([file])) == [TWO_TURNS] * count
-    shares = [list(read_records(Path(file), Share(index, 2))) for index in range(2)]
-    assert sum(map(len, shares)) == count
 
 
 @pytest.mark.parametrize(("cut", "times", "line"), [(-12, 1, 10), (None, 2, 13)])
@@ -236,24 +233,11 @@ def test_half_a_surrogate_pair_is_a_bad_line(tmp_path: Path) -> None:
     assert to_messages(load_conversations([file], skip_bad_lines=True))[0][1]["content"] == "\U0001f642"
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.parquet"])
-@pytest.mark.parametrize("count", [1, 3, 20])
-def test_readers_share_a_file(name: str, count: int, tmp_path: Path) -> None:
-    """Each record is read once, with the number of its line; one line is longer than some parts."""
-    rows = [{"text": "x" * length} for length in (3, 40, 1, 0, 7, 7, 30, 2, 11)]
-    if name.endswith("parquet"):
-        file = Path(write_parquet(tmp_path / name, rows))
-    else:
-        file = Path(write(tmp_path / name, [json.dumps(rows)] if name.endswith("json") else rows))
-    parts = [list(read_records(file, Share(index, count))) for index in range(count)]
-    found = sorted((int(str(place).rpartition(" ")[2]), record) for part in parts for place, record in part)
-    assert found == list(enumerate(rows, start=1))
-    assert count != 3 or all(parts)
-
-
-def test_readers_share_short_files(tmp_path: Path) -> None:
+def test_readers_share_files(tmp_path: Path) -> None:
+    """Each record is read once; files may hold one record."""
     for number in range(8):
         write(tmp_path / f"{number}.jsonl", [{"text": number}])
-    parts = [list(iterate_place(Place.find(str(tmp_path)), share=Share(index, 4))) for index in range(4)]
+    place = Place.find(str(tmp_path))
+    parts = [list(iterate_place(place, reader=reader, num_readers=4)) for reader in range(4)]
     assert [len(part) for part in parts] == [2, 2, 2, 2]
     assert sorted(record["text"] for part in parts for _, record in part) == list(range(8))

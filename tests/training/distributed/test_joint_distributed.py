@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainingArguments
 
 from tests.training.distributed.test_distributed import OPTIONS, launch, needs_deepspeed, read
-from tests.training.run.test_joint import CHECKPOINTING
 from tests.training.runner import Runner, assert_same
 
 pytest.importorskip("peft", reason="peft is an optional extra")
@@ -18,6 +19,8 @@ pytest.importorskip("peft", reason="peft is an optional extra")
 # peft asks transformers by a name that transformers has deprecated.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")]
 
+_NAMES = {key.name for key in dataclasses.fields(TrainingArguments)}
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _NAMES else "gradient_checkpointing"
 JOINT: dict[str, Any] = {"lora_r": 4, "heads_loss_weight": 0.2, "warmup_steps": 0, "learning_rate": 0.002}
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
-from threading import Condition
 
 import pytest
 import torch
 
 from draftsmith.inference import Target
-from draftsmith.training.features import extraction
-from draftsmith.training.features.store import DiskFullError, FeatureStore, StoredRow, write_shard
+from draftsmith.training.features.store import DiskFullError, FeatureStore
 from tests.processes import limited_file_size
 from tests.training.feature_cases import ROWS, make_extraction, store_rows
 
@@ -37,35 +34,6 @@ def test_a_shard_that_is_cut_off(target: Target, tmp_path: Path) -> None:
         FeatureStore(tmp_path)
     shard.unlink()
     assert make_extraction(target, tmp_path, [2]).run() == sum(len(row["input_ids"]) for row in ROWS)
-    assert len(FeatureStore(tmp_path)) == len(ROWS)
-
-
-def test_a_shard_is_written_while_the_next_one_is_computed(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One at a time, in order; the end waits for the last one."""
-    tokens = [0]
-    computed = Condition()
-
-    def progress(count: int) -> None:
-        with computed:
-            tokens[0] += count
-            computed.notify()
-
-    lengths = [len(row["input_ids"]) for row in ROWS]
-    names: list[str] = []
-
-    def write_late(folder: Path, name: str, rows: Sequence[StoredRow]) -> None:
-        names.append(name)
-        needed = sum(lengths[: len(names) + 1])  # of this shard and the next one
-        with computed:
-            assert computed.wait_for(lambda: tokens[0] >= needed, timeout=30)
-            assert tokens[0] == needed
-        write_shard(folder, name, rows)
-
-    monkeypatch.setattr(extraction, "write_shard", write_late)
-    make_extraction(target, tmp_path, [2], shard_bytes=1, batch_size=1).run(progress=progress)
-    assert names == [f"shard-{number:05d}" for number in range(len(ROWS))]
     assert len(FeatureStore(tmp_path)) == len(ROWS)
 
 

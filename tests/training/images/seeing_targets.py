@@ -20,8 +20,12 @@ from draftsmith.training.run import preparation
 from tests.tiny_multimodal import END, IMAGE, START, VIDEO, VOCAB_SIZE, tiny_multimodal
 
 # The tokens of images stand where the configurations of `tests.tiny_multimodal` have them.
-_PLACEHOLDERS = {"gemma3": "<image_soft_token>", "llava": "<image>", "idefics3": "<image>"}
-_MARKS = {"llava": "<image>", "idefics3": "<image>", "gemma3": "<start_of_image>"}
+_PLACEHOLDERS = {"gemma3": "<image_soft_token>", "llava": "<image>", "qwen2_5_vl": "<|image_pad|>"}
+_MARKS = {
+    "gemma3": "<start_of_image>",
+    "llava": "<image>",
+    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+}
 _TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|> {% for part in m.content %}{% if part.type == 'image' %}MARK"
     "{% else %}{{ part.text }}{% endif %}{% endfor %} <|end|> {% endfor %}"
@@ -34,11 +38,10 @@ COLOURS = ((250, 10, 10), (10, 240, 20), (20, 20, 230), (240, 230, 10))
 
 def make_tokenizer(family: str) -> PreTrainedTokenizerFast:
     vocabulary = {word: number for number, word in enumerate(["<pad>", *_ROLES, *WORDS])}
-    is_qwen = family.startswith("qwen")
+    is_qwen = family == "qwen2_5_vl"
     starts = ("<|vision_start|>", "<|vision_end|>") if is_qwen else ("<start_of_image>", "<end_of_image>")
-    media = {_PLACEHOLDERS.get(family, "<|image_pad|>"): IMAGE, "<|video_pad|>": VIDEO}
+    media = {_PLACEHOLDERS[family]: IMAGE, "<|video_pad|>": VIDEO}
     media |= {starts[0]: START, starts[1]: END}
-    media |= {"<fake_token_around_image>": END + 1, "<global-img>": END + 2}
     vocabulary |= media
     vocabulary |= {f"word{number}": number for number in range(len(vocabulary), VOCAB_SIZE)}
     words = Tokenizer(WordLevel(vocabulary, unk_token="<pad>"))
@@ -65,14 +68,6 @@ def make_processor(family: str) -> Any:
         images = _image_processor("CLIPImageProcessorPil", size={"shortest_edge": 16}, crop_size=square)
         options: dict[str, Any] = {"patch_size": 4, "vision_feature_select_strategy": "default"}
         processor: Any = transformers.LlavaProcessor(images, tokenizer, num_additional_image_tokens=1, **options)
-    elif family == "idefics3":
-        images = _image_processor(
-            "Idefics3ImageProcessorPil",
-            size={"longest_edge": 16},
-            max_image_size={"longest_edge": 16},
-            do_image_splitting=False,
-        )
-        processor = transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
     elif family == "gemma3":
         images = _image_processor("Gemma3ImageProcessorPil", size=square)
         processor = transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
@@ -85,17 +80,15 @@ def make_processor(family: str) -> Any:
             min_pixels=64,
             max_pixels=1024,
         )
-        stock = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}[family]
 
-        class WithoutVideos(getattr(transformers, stock)):  # type: ignore[misc]
+        class WithoutVideos(transformers.Qwen2_5_VLProcessor):  # type: ignore[misc]
             """Its processor of videos needs torchvision."""
 
             def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
                 return type(argument)
 
         processor = WithoutVideos(images, tokenizer)
-    mark = _MARKS.get(family, "<|vision_start|><|image_pad|><|vision_end|>")
-    processor.chat_template = _TEMPLATE.replace("MARK", mark)
+    processor.chat_template = _TEMPLATE.replace("MARK", _MARKS[family])
     return processor
 
 
@@ -103,7 +96,7 @@ def save_seeing_target(folder: Path, family: str, monkeypatch: pytest.MonkeyPatc
     """Saves a tiny target with its processor; returns the processor."""
     processor = make_processor(family)
     tiny_multimodal(family).save_pretrained(folder)
-    if family.startswith("qwen"):
+    if family == "qwen2_5_vl":
         processor.tokenizer.save_pretrained(folder)
         load: Callable[[str], Any] = lambda name: processor  # noqa: E731
         monkeypatch.setattr(chat_tokens, "load_processor", load)

@@ -11,7 +11,6 @@ import torch
 import yaml
 from transformers import TrainingArguments
 
-from draftsmith.training.data.options import DataArguments
 from draftsmith.training.options.command_line import parse_arguments, resolve_arguments
 from draftsmith.training.options.run_options import ARGUMENT_CLASSES, RunOptions
 
@@ -79,6 +78,8 @@ def test_bfloat16_on_cpus_needs_no_further_option() -> None:
         ([*REQUIRED, "--depth_weights", "d_pace", "--step_decay", "0.8"], "depth_weights 'd_pace'.*step_decay 0.8"),
         ([*REQUIRED, "--init_heads", "h"], "head_type.*init_heads"),
         (["--target", "t"], "--dataset.*draftsmith data --target t"),
+        ([*REQUIRED, "--dataset_split", "a", "b", "c"], "3 of dataset_split.*1 of dataset"),
+        ([*REQUIRED, "--columns", "prompt=a"], "columns.*messages=.*prompt=.*response="),
     ],
 )
 def test_bad_command_lines_say_what_to_do(arguments: list[str], message: str) -> None:
@@ -154,31 +155,18 @@ def test_every_option_is_documented_once() -> None:
                 assert len(key.metadata.get("help", "")) > 15, f"{kind.__name__}.{key.name} has no help text"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"dataset_split": ["a", "b", "c"]}, "3 of dataset_split.*2 of dataset"),
-        ({"columns": ["prompt=a"]}, "columns.*messages=.*prompt=.*response="),
-    ],
-)
-def test_sources_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DataArguments(dataset=["some/a", "some/b"], **options)
-
-
-class TestBase:
-    def test_a_file_changes_another(self, tmp_path: Path) -> None:
-        """A key replaces the base's whole value, and the command line wins over both."""
-        (tmp_path / "deep").mkdir()
-        shared = {"target": "t", "dataset": ["d"], "head_type": "medusa", "head_overrides": {"num_heads": 2}, "seed": 3}
-        (tmp_path / "shared.yaml").write_text(yaml.safe_dump(shared))
-        (tmp_path / "middle.yaml").write_text("base: shared.yaml\nseed: 4\nhead_overrides: {num_layers: 2}\n")
-        (tmp_path / "deep" / "one.yaml").write_text("base: ../middle.yaml\ndataset: e\n")
-        words = ["--config", str(tmp_path / "deep" / "one.yaml"), "--use_cpu", "true"]
-        model, data, training, *_ = parse_arguments(words)
-        assert (model.target, data.dataset, training.seed) == ("t", ["e"], 4)
-        assert model.parse_head_overrides() == {"num_layers": 2}
-        assert parse_arguments([*words, "--seed", "5"])[2].seed == 5
+def test_a_file_changes_its_base(tmp_path: Path) -> None:
+    """A key replaces the base's whole value, and the command line wins over both."""
+    (tmp_path / "deep").mkdir()
+    shared = {"target": "t", "dataset": ["d"], "head_type": "medusa", "head_overrides": {"num_heads": 2}, "seed": 3}
+    (tmp_path / "shared.yaml").write_text(yaml.safe_dump(shared))
+    (tmp_path / "middle.yaml").write_text("base: shared.yaml\nseed: 4\nhead_overrides: {num_layers: 2}\n")
+    (tmp_path / "deep" / "one.yaml").write_text("base: ../middle.yaml\ndataset: e\n")
+    words = ["--config", str(tmp_path / "deep" / "one.yaml"), "--use_cpu", "true"]
+    model, data, training, *_ = parse_arguments(words)
+    assert (model.target, data.dataset, training.seed) == ("t", ["e"], 4)
+    assert model.parse_head_overrides() == {"num_layers": 2}
+    assert parse_arguments([*words, "--seed", "5"])[2].seed == 5
 
 
 def test_hyphens_and_bare_flags(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import importlib.util
 import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from transformers import GenerationConfig
 
 from draftsmith.heads import DraftHeads
 from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED
+from draftsmith.training.reporting.examples import Example, Piece, send_examples
 from draftsmith.training.reporting.model_card import render_card
 from draftsmith.training.reporting.report import render_report
 from draftsmith.training.run import outcome
@@ -133,3 +136,17 @@ class TestReport:
         assert len(uploaded) == 1
         assert {"README.md", "report.html", "model.safetensors", "training_record.json"} <= uploaded[0]
         assert 'DraftHeads.from_pretrained("me/heads"' in (train.output_dir / "README.md").read_text()
+
+
+def test_wandb_gets_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    wandb = SimpleNamespace(run=object(), log=sent.append, Table=lambda **table: table)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    examples = [Example("<|user|> Hi", [Piece("Hel", True), Piece("lo", False)], 1.5)]
+    send_examples(examples, ["tensorboard", "wandb"])
+    columns = ["prompt", "reply", "acceptance length"]
+    assert sent == [{"examples": {"columns": columns, "data": [["<|user|> Hi", "Hello", 1.5]]}}]
+    send_examples(examples, ["tensorboard"])
+    monkeypatch.setattr(wandb, "run", None)  # in the other processes
+    send_examples(examples, ["wandb"])
+    assert len(sent) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 import draftsmith.training.run.joint_model as joint_module
 from draftsmith.heads import DraftHeads, create_heads
@@ -33,8 +32,6 @@ pytest.importorskip("peft", reason="peft is an optional extra")
 
 # peft asks transformers by a name that transformers has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-_NAMES = {key.name for key in dataclasses.fields(TrainingArguments)}
-CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _NAMES else "gradient_checkpointing"
 JOINT: dict[str, Any] = {
     "head_type": "medusa",
     "head_overrides": ["num_heads=2"],
@@ -245,19 +242,6 @@ class TestRuns:
         plain = dict.fromkeys(("lora_r", "lora_dropout", "heads_loss_weight"))
         with pytest.raises(ValueError, match=r"checkpoint-6 .*lora_r 4 \(now None\)"):
             train(**{**options, **plain}, output_dir=resumed, resume_from_checkpoint=True)
-
-    @pytest.mark.ci
-    @pytest.mark.slow
-    def test_checkpointing_by_trainers_own_option(self, train: Runner) -> None:
-        results = []
-        for value in (None, True):
-            train(**{**JOINT, "max_steps": 3, CHECKPOINTING: value}, output_dir=train.output_dir.with_name(str(value)))
-            results.append(stored_adapter(train.output_dir.with_name(str(value))))
-        for name, weight in results[0].items():
-            torch.testing.assert_close(results[1][name], weight, rtol=1e-4, atol=1e-6)
-        joint = self.prepare(train, **{CHECKPOINTING: True}).joint
-        with pytest.raises(ValueError, match="use_reentrant"):
-            joint.activation_checkpointing_enable({"use_reentrant": True})
 
     def test_continuing_from_stored_heads(self, train: Runner) -> None:
         """With their adapter trained on, or as it is."""
