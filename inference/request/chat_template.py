@@ -41,11 +41,12 @@ class ConversationError(ValueError):
     Attributes:
         reason: one line, of which the template is the subject where it says "it".
         kind: the reason without names and numbers, to count conversations by.
+        field: what is wrong: "messages", "tools" or "chat_template_kwargs".
     """
 
-    def __init__(self, reason: str, *, kind: str = "") -> None:
+    def __init__(self, reason: str, *, kind: str = "", field: str = "messages") -> None:
         super().__init__(f"the chat template rejects the conversation: {reason}")
-        self.reason, self.kind = reason, kind or reason
+        self.reason, self.kind, self.field = reason, kind or reason, field
 
 
 def encode_prompt(
@@ -249,13 +250,16 @@ class ChatRenderer:
         except ConversationError:  # it needs them
             return
         if without == self._apply(messages, self._way, **options)[0]:
-            raise ConversationError("it writes nothing of the tools")
+            raise ConversationError("it writes nothing of the tools", field="tools")
 
     def _check_variables(self, variables: dict[str, Any]) -> None:
         read = _find_variables(self.template)
         if unread := sorted(variables.keys() - read):
             own = sorted(name for name in read if not name.endswith("_token"))  # special tokens
-            raise ConversationError(f"it does not read {unread[0]!r}; it reads {', '.join(own) or 'no variables'}")
+            raise ConversationError(
+                f"it does not read {unread[0]!r}; it reads {', '.join(own) or 'no variables'}",
+                field="chat_template_kwargs",
+            )
 
 
 def _is_open(messages: Messages) -> bool:

@@ -38,27 +38,28 @@ def with_role(role: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("jinja", "messages", "options", "reason"),
+    ("jinja", "messages", "options", "reason", "field"),
     [
-        (TWO_ROLES, with_role("system"), {}, "role 'system' (message 1)"),
-        (SIMPLE, CALLING, {}, "'look' (message 2)"),
-        (SIMPLE, HELLO, {"tools": TOOLS}, "tools"),
-        (SIMPLE, HELLO, {"variables": {"enable_thinking": False}}, "'enable_thinking'"),
-        (THINKING, HELLO, {"variables": {"messages": []}}, "'messages'"),
-        (SHAPES["Gemma: no system"].jinja, with_role("system"), {}, "System role not supported"),
-        ("{{ messages[0].content + 1 }}", HELLO, {}, "TypeError: "),
-        (SIMPLE, [*HELLO, {"role": "assistant", "tool_calls": 5}], {}, "tool_calls is int"),
-        (SIMPLE, [{"role": "assistant", "content": "Yo", "refusal": "No."}], {}, "refusal"),
-        (MISTRAL, SYSTEM, {}, "role 'system' (message 1)"),
-        (SIMPLE, [{"role": "user", "content": "\ud800"}], {}, "surrogates not allowed"),
+        (TWO_ROLES, with_role("system"), {}, "role 'system' (message 1)", "messages"),
+        (SIMPLE, CALLING, {}, "'look' (message 2)", "messages"),
+        (SIMPLE, HELLO, {"tools": TOOLS}, "tools", "tools"),
+        (SIMPLE, HELLO, {"variables": {"enable_thinking": False}}, "'enable_thinking'", "chat_template_kwargs"),
+        (THINKING, HELLO, {"variables": {"messages": []}}, "'messages'", "chat_template_kwargs"),
+        (SHAPES["Gemma: no system"].jinja, with_role("system"), {}, "System role not supported", "messages"),
+        ("{{ messages[0].content + 1 }}", HELLO, {}, "TypeError: ", "messages"),
+        (SIMPLE, [*HELLO, {"role": "assistant", "tool_calls": 5}], {}, "tool_calls is int", "messages"),
+        (SIMPLE, [{"role": "assistant", "content": "Yo", "refusal": "No."}], {}, "refusal", "messages"),
+        (MISTRAL, SYSTEM, {}, "role 'system' (message 1)", "messages"),
+        (SIMPLE, [{"role": "user", "content": "\ud800"}], {}, "surrogates not allowed", "messages"),
     ],
 )
 def test_what_cannot_be_written_is_refused(
-    jinja: str, messages: list[dict[str, Any]], options: dict[str, Any], reason: str, tokenizer: Any
+    jinja: str, messages: list[dict[str, Any]], options: dict[str, Any], reason: str, field: str, tokenizer: Any
 ) -> None:
     with pytest.raises(ConversationError) as caught:
         render(tokenizer, jinja, messages, **options)
     assert reason in caught.value.reason
+    assert caught.value.field == field
     assert caught.value.reason in str(caught.value)
     assert "7f3a" not in str(caught.value)
 
