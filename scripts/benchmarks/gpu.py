@@ -17,7 +17,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ if not __package__:  # launched as a file
 
 import torch
 
-from draftsmith.scripts.benchmarks.gpu_parts import PARTS, Setup
+from draftsmith.scripts.benchmarks.gpu_parts import PARTS, Measure, Setup
 from draftsmith.scripts.measuring.environment import ROOT, describe_machine, describe_program
 from draftsmith.scripts.shared.clock import TimeLimit
 from draftsmith.scripts.shared.model_loading import check_device
@@ -36,23 +40,29 @@ from draftsmith.training.whole_files import write_text
 GRACE = 5.0  # seconds after its limit in which a part may end by itself
 
 
-def work(name: str, part: dict[str, Any], args: argparse.Namespace, limit: float) -> None:
-    """Measures a part in a process of its own. Each line is in the record at once."""
+@dataclass
+class Result:
+    """Of a part. state: "done", "cut off" or what went wrong. lines: name of a measurement -> its numbers."""
+
+    state: str = "running"
+    seconds: float = 0.0
+    lines: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def work(part: Measure, device: str, is_tiny: bool, seconds: float, sender: Connection) -> None:
+    """Measures a part in a process of its own, and sends each line."""
     os.setsid()  # the part's own processes end with it
     os.chdir(ROOT)
-    setup, start = Setup(torch.device(args.device), args.tiny, TimeLimit(limit)), time.monotonic()
-    for label, measure in PARTS[name][1](setup):
+    setup = Setup(torch.device(device), is_tiny, TimeLimit(seconds))
+    for label, measure in part(setup):
         if setup.limit.is_over:
             break
         try:
             line = measure()
         except (RuntimeError, ValueError) as error:
             line = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
-        part["seconds"] = round(time.monotonic() - start, 1)
-        part["lines"][label] = {key: shorten(value) for key, value in line.items()}
-        print(f"  [{part['seconds']:5.0f} s] {label}: {describe(part['lines'][label])}", flush=True)
-        save(args.output, name, part)
-    save(args.output, name, part | {"state": "cut off" if setup.limit.is_over else "done"})
+        sender.send((label, line))
+    sender.send("cut off" if setup.limit.is_over else "done")
 
 
 def make_context() -> Any:
@@ -63,42 +73,35 @@ def make_context() -> Any:
     return context
 
 
-def run_part(name: str, about: dict[str, Any], args: argparse.Namespace, limit: TimeLimit) -> dict[str, Any]:
-    """Runs a part until it is done or its time is over.
-
-    Args:
-        about: what the record says of the machine and the program.
-    """
-    part: dict[str, Any] = {**about, "state": "running", "seconds": 0.0, "lines": {}}
-    save(args.output, name, part)
-    process = make_context().Process(target=work, args=(name, part, args, limit.left))
+def run_part(part: Measure, args: argparse.Namespace, limit: TimeLimit, save: Callable[[Result], None]) -> Result:
+    """Runs a part until it is done or its time is over; `save` gets the result after each line."""
+    start, result = time.monotonic(), Result()
+    context = make_context()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(part, args.device, args.tiny, limit.left, sender))
     process.start()
+    sender.close()
+    deadline = TimeLimit(limit.left + GRACE)
     try:
-        process.join(limit.left + GRACE)
-        ended_as = "cut off" if process.is_alive() else "failed"  # unless it says itself; an error is on the terminal
+        while result.state == "running":
+            try:
+                found = receiver.recv() if receiver.poll(deadline.left) else "cut off"
+            except EOFError:
+                found = "failed"  # its error is on the terminal
+            result.seconds = round(time.monotonic() - start, 1)
+            if isinstance(found, str):
+                result.state = found
+            else:
+                label, line = found
+                result.lines[label] = {key: shorten(value) for key, value in line.items()}
+                print(f"  [{result.seconds:5.0f} s] {label}: {describe(result.lines[label])}", flush=True)
+            save(result)
     finally:
         process.kill()
         with suppress(ProcessLookupError):  # processes of its own
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.join()
-    part = read(args.output)[name]
-    if part["state"] == "running":
-        part["state"] = ended_as
-        save(args.output, name, part)
-    return part
-
-
-def read(file: str) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8")) if Path(file).is_file() else {}
-    return record
-
-
-def save(file: str, name: str, part: dict[str, Any]) -> None:
-    """Puts a part into the record, and writes its page."""
-    record = read(file) | {name: part}
-    ordered = {one: record[one] for one in PARTS if one in record}
-    write_text(Path(file), json.dumps(ordered, indent=0, allow_nan=False) + "\n")
-    write_text(Path(file).with_suffix(".md"), render(ordered))
+    return result
 
 
 def shorten(value: Any) -> Any:
@@ -134,7 +137,15 @@ def run(args: argparse.Namespace) -> int:
     machine, limit = describe_machine(torch.device(args.device)), TimeLimit(60 * args.minutes)
     about = {"card": machine["gpu"] or f"a rehearsal: {machine['cpu']}", "torch": machine["torch"]}
     about |= {"transformers": machine["transformers"], "commit": describe_program()["commit"]}
-    about["date"] = time.strftime("%Y-%m-%d")
+    file = Path(args.output)
+    record = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    def save(name: str, result: Result) -> None:
+        record[name] = {**about, "date": time.strftime("%Y-%m-%d"), **vars(result)}
+        ordered = {one: record[one] for one in PARTS if one in record}
+        write_text(file, json.dumps(ordered, indent=0, allow_nan=False) + "\n")
+        write_text(file.with_suffix(".md"), render(ordered))
+
     first = make_context().Process(target=os.getpid)  # the imports are no part's time
     first.start()
     first.join()
@@ -143,10 +154,11 @@ def run(args: argparse.Namespace) -> int:
         if name not in args.parts or limit.is_over:
             continue
         print(f"{name} ...", flush=True)
-        part = run_part(name, about, args, limit.part(PARTS[name][0]))
-        print(f"  {part['state']} after {part['seconds']:.0f} s", flush=True)
-        num_failed += part["state"] not in ("done", "cut off")
-    print(f"wrote {args.output} and {Path(args.output).with_suffix('.md')}")
+        seconds, part = PARTS[name]
+        result = run_part(part, args, limit.part(seconds), partial(save, name))
+        print(f"  {result.state} after {result.seconds:.0f} s", flush=True)
+        num_failed += result.state not in ("done", "cut off")
+    print(f"wrote {file} and {file.with_suffix('.md')}")
     return num_failed
 
 
@@ -161,8 +173,7 @@ def read_arguments() -> argparse.Namespace:
     )
     args = parser.parse_args()
     is_rehearsal = args.tiny or torch.device(args.device).type == "cpu"
-    default = ROOT / ("outputs/gpu.json" if is_rehearsal else "docs/benchmarks/gpu.json")
-    args.output = str(Path(args.output or default).resolve())
+    args.output = args.output or str(ROOT / ("outputs/gpu.json" if is_rehearsal else "docs/benchmarks/gpu.json"))
     return args
 
 
