@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.inference.kernels.packed_masks import PACKED, unpack_mask
+from draftsmith.inference.kernels.packed_masks import PACKED, WORDS, unpack_even_chain, unpack_mask
 from draftsmith.inference.shared_swaps import SharedSwap
 
 STOCK = "sdpa"
@@ -63,12 +63,8 @@ def attend_grouped(
     get = kwargs.get
     is_plain = not dropout and get("position_bias") is None and get("s_aux") is None and get("softcap") is None
     if attention_mask is not None and attention_mask.dtype == PACKED:
-        if is_plain and fits_kernel(query.dtype, query.shape[-1], value.shape[-1]):
-            from draftsmith.inference.kernels import triton_kernel
-
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            attended: Tensor = triton_kernel.attend_packed(query, key, value, attention_mask, scale)
-            return attended, None
+        if is_plain:
+            return _attend_packed(query, key, value, attention_mask, scaling), None
         attention_mask = unpack_mask(attention_mask, key.shape[2], query.dtype)
     if num_heads == num_groups or attention_mask is None or attention_mask.shape[1] != 1 or not is_plain:
         stock: tuple[Tensor, None] = sdpa_attention_forward(
@@ -79,6 +75,24 @@ def attend_grouped(
     return attended.transpose(1, 2).contiguous(), None
 
 
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, scale: float | None) -> Tensor:
+    """Attention [B, N, H, d of the values] under a packed mask."""
+    num_slots, size = key.shape[2:]
+    if can_use_kernel(query.device) and fits_kernel(query.dtype, size, value.shape[-1]):
+        from draftsmith.inference.kernels import triton_kernel
+
+        scale = size**-0.5 if scale is None else scale
+        attended: Tensor = triton_kernel.attend_packed(query, key, value, packed, scale)
+        return attended
+    is_even_chain = packed.shape[0] == 1 and packed.shape[-1] == WORDS
+    if is_even_chain and query.device.type == "cpu":  # other devices' functions would copy a mask with such strides
+        mask = unpack_even_chain(packed, num_slots, query.dtype)
+        return attend_masked(query.flip(2), key, value, mask, scale=scale).flip(2).transpose(1, 2).contiguous()
+    mask = unpack_mask(packed, num_slots, query.dtype)
+    return attend_masked(query, key, value, mask, scale=scale).transpose(1, 2).contiguous()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def can_use_kernel(device: torch.device) -> bool:
     """Whether the Triton kernels run on this device: on CUDA, and anywhere with TRITON_INTERPRET=1 (slowly)."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"

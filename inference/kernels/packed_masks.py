@@ -81,3 +81,20 @@ def unpack_mask(packed: Tensor, num_slots: int, dtype: torch.dtype) -> Tensor:
         seen = torch.where(is_node, own, seen)
     shut = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=packed.device)
     return torch.where(seen, torch.zeros_like(shut), shut)[:, None]
+
+
+def unpack_even_chain(packed: Tensor, num_slots: int, dtype: torch.dtype) -> Tensor:
+    """`unpack_mask` of `pack_chain` for rows of one length [1, 1, N, 5], with the queries in REVERSED order.
+
+    An entry then depends only on the sum of its two indices, so all rows are views [1, 1, N, S] of N + S - 1 numbers.
+
+    Worked example, 2 tokens after 1 token, 4 slots: the numbers are 0 0 0 - - (0 = seen); the last token sees
+    0 0 0 -, the one before it 0 0 - -.
+    """
+    num_tokens = packed.shape[2]
+    last = packed[0, 0, -1]  # the chain's last token comes first
+    slots = last[ORIGIN] + torch.arange(num_tokens + num_slots - 1, device=packed.device)
+    seen = (slots >= last[BEGIN]) & (slots < last[COMMITTED])
+    shut = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=packed.device)
+    numbers = torch.where(seen, torch.zeros_like(shut), shut)
+    return numbers.as_strided((1, 1, num_tokens, num_slots), (0, 0, 1, 1))

@@ -19,6 +19,8 @@ from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.cache.shared_rows import SharedRows
 from draftsmith.inference.kernels.packed_masks import pack_chain, pack_tree
 
+FEW_SLOTS = 1024  # up to here an additive mask, made once for all layers, is faster on a CPU
+
 
 @dataclass
 class Nodes:
@@ -78,13 +80,15 @@ class TreeMasks:
         windows: sliding window in positions, or None for full attention, per layer type.
         dtype: the model's, which its additive masks must have.
         without: types of layers without attention, which get None as their mask.
-        are_packed: masks are packed, since the Triton kernels read them.
+        packs_prompts: the masks of prompts of one length are packed if there are more than `FEW_SLOTS` slots.
+        packs_all: all masks are packed, since the Triton kernels read them.
     """
 
     windows: dict[str, int | None]
     dtype: torch.dtype
     without: tuple[str, ...] = ()
-    are_packed: bool = False
+    packs_prompts: bool = False
+    packs_all: bool = False
 
     def from_allowed(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor) -> Any:
         """Additive masks; sliding windows are applied here.
@@ -113,7 +117,7 @@ class TreeMasks:
 
         def make(window: int | None) -> Tensor:
             slots_seen, places = cache.slots_seen(window)
-            if self.are_packed:
+            if self.packs_all:
                 origin = slots_seen[:1]
                 first = places[:, :1] + origin
                 return pack_tree(ancestors, cache.lengths[:, None], first, origin=origin, window=window)
@@ -128,12 +132,13 @@ class TreeMasks:
 
     def of_prompts(self, cache: KVCache, positions: Tensor) -> Any:
         """`in_view` for prompts, in which each of the N open tokens sees all before it."""
-        batch, num_tokens = positions.shape
-        if not self.are_packed:
+        (batch, num_tokens), (shortest, longest) = positions.shape, cache.span
+        is_even = shortest == longest
+        if not (self.packs_all or (self.packs_prompts and is_even and cache.view > FEW_SLOTS)):
             steps = cache.first_slots(num_tokens)
             causal = (steps[:, None] >= steps).expand(batch, -1, -1)
             return self.in_view(cache, positions, positions, causal)
-        lengths = cache.lengths[:, None]
+        lengths = cache.lengths.new_full((1, 1), longest) if is_even else cache.lengths[:, None]
         return self._make_each(
             lambda window: pack_chain(lengths, num_tokens, origin=cache.slots_seen(window)[0][:1], window=window)
         )

@@ -23,7 +23,7 @@ from draftsmith.inference.cache.kv_cache import EMPTY, KVCache, Span
 from draftsmith.inference.cache.shared_rows import SharedRows
 from draftsmith.inference.cache.source import Source, SourceMemory
 from draftsmith.inference.cache.tree_rows import TreeRowsCache
-from draftsmith.inference.kernels.attention import fits_kernel
+from draftsmith.inference.kernels.attention import can_use_kernel, fits_kernel
 from draftsmith.inference.kernels.packed_weights import is_packed, pack
 from draftsmith.inference.kernels.split_rows import find_tile, split_rows
 from draftsmith.inference.targets.backbone import Backbone, PassOutput, TargetOutput
@@ -168,10 +168,13 @@ class Target:
         return probe_model(self._runnable, self.text_config, self.masks.from_allowed, self.device, layers)
 
     def _choose_masks(self) -> TreeMasks:
-        """Packed masks where the model takes them and the kernels read them."""
+        """Packed masks where the model takes them and something reads them: the kernels, or prompts on a CPU."""
         planes = [plane for spec in self.capabilities.layer_specs if spec for plane in (spec.keys, spec.values)]
         fits = all(fits_kernel(plane.dtype, plane.width) for plane in planes)
-        return replace(self.masks, are_packed=self.capabilities.takes_packed_masks and fits)
+        takes_packed = self.capabilities.takes_packed_masks
+        packs_all = takes_packed and fits and can_use_kernel(self.device)
+        packs_prompts = takes_packed and self.device.type == "cpu"
+        return replace(self.masks, packs_prompts=packs_prompts, packs_all=packs_all)
 
     @property
     def is_encoder_decoder(self) -> bool:

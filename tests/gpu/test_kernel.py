@@ -53,7 +53,7 @@ def test_a_whole_decode(family: str, graphs: bool, monkeypatch: pytest.MonkeyPat
 
     model, prompt, calls = tiny_target(family, initializer_range=0.3).to(CUDA), random_prompt(12).to(CUDA), []
     target, stock = Target(model), triton_kernel.attend_packed
-    assert target.masks.are_packed
+    assert target.masks.packs_all
     monkeypatch.setattr(triton_kernel, "attend_packed", lambda *args: calls.append(None) or stock(*args))
     expected = model.generate(prompt, max_new_tokens=24, do_sample=False)
     decoder = Decoder(target, tiny_heads("eagle3", target), tree=DynamicTree(4, 3, 8), graphs=graphs)

@@ -28,7 +28,6 @@ from draftsmith.inference.targets.model_config import (
     find_attention,
     find_layer_windows,
     find_types_without_attention,
-    has_attention_interface,
     is_quantised,
     list_attention,
     request_states,
@@ -63,7 +62,7 @@ class Capabilities:
         scale_logits: from the LM head's output to logits; None if the model does something else.
         vocab_size: width of the logits.
         state_size: width of the last hidden state; None for encoder-decoder models.
-        takes_packed_masks: whether the Triton kernels run here, and give the same states under packed masks.
+        takes_packed_masks: whether it hands packed masks to its layers, and their attention reads them.
         takes_inference_mode: whether it runs under torch.inference_mode. Some quantised weights do not.
         first_layers: the model's first layers as models of their own, by number of layers; filled on demand.
         is_known_invariant: not empty once the model has passed the check of batch-invariant mode.
@@ -180,11 +179,10 @@ def probe_encoder_decoder(
 def _takes_packed_masks(
     model: Any, text_config: Any, tree: ProbeTree, states: Tensor, mixers: ReplayableLayers | None
 ) -> bool:
-    """Whether the Triton kernels run here, and the tree gets the same states [1, 4, D] from them under packed masks."""
+    """Whether the tree gets the same states [1, 4, D] under packed masks. If the Triton kernels run here, they read
+    them."""
     windows = find_layer_windows(text_config)
-    if not windows or not has_attention_interface(model) or find_attention(model) != STOCK:
-        return False
-    if not can_use_kernel(states.device):
+    if not windows or not getattr(model, "_supports_attention_backend", False) or find_attention(model) != STOCK:
         return False
     cache = _open_cache(type(model).__name__, tree, mixers)
     try:
@@ -200,7 +198,7 @@ def _takes_packed_masks(
         logger.info("%s does not run under packed masks: %s", type(model).__name__, failure)
         error = float("inf")
     is_same = error <= (1e-3 if is_single(states, model) else 0.1)
-    if not is_same:
+    if not is_same and can_use_kernel(states.device):
         logger.warning(
             "attention in Triton is not used: it does not run here, or changes the states of %s by %.2g. Trees are "
             "verified by torch's sdpa",

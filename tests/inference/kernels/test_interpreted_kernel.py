@@ -97,7 +97,7 @@ def test_a_whole_decode(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = tiny_target(family, initializer_range=0.3, num_hidden_layers=1)
     target, calls = Target(model), []
-    assert target.masks.are_packed
+    assert target.masks.packs_all
     stock = triton_kernel.attend_packed
     monkeypatch.setattr(
         triton_kernel, "attend_packed", lambda *args: calls.append(args[3].shape) or stock(*args), raising=True

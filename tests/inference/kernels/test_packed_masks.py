@@ -9,9 +9,10 @@ import torch
 
 from draftsmith.inference import Target
 from draftsmith.inference.cache.kv_cache import Span
-from draftsmith.inference.kernels.packed_masks import pack_chain, unpack_mask
+from draftsmith.inference.kernels.packed_masks import pack_chain, unpack_even_chain, unpack_mask
 from draftsmith.inference.targets.masks import TreeMasks, compute_ancestors
-from tests.tiny_targets import tiny_target
+from tests.inference.plain_passes import prefill_in_parts
+from tests.tiny_targets import SLIDING_WINDOW, random_prompt, tiny_target
 
 ZERO = torch.zeros(1, dtype=torch.long)
 
@@ -35,7 +36,7 @@ def test_a_tree_in_the_cache(family: str, num_nodes: int) -> None:
     packed, expected = (
         masks if isinstance(masks, dict) else {"only": masks}
         for masks in (
-            one.in_view(cache, positions, positions, ancestors) for one in (replace(plain, are_packed=True), plain)
+            one.in_view(cache, positions, positions, ancestors) for one in (replace(plain, packs_all=True), plain)
         )
     )
     assert packed.keys() == expected.keys()
@@ -50,3 +51,25 @@ def test_a_prompt(window: int | None, origin: int, length: int) -> None:
     slots, positions = origin + torch.arange(128), length + torch.arange(20)[:, None]
     seen = (slots <= positions) & (slots > positions - (window or 1000))
     assert torch.equal(unpack_mask(packed, 128, torch.float32)[0, 0] == 0, seen)
+    assert torch.equal(unpack_even_chain(packed, 128, torch.float32)[0, 0].flip(0) == 0, seen)
+
+
+@pytest.mark.parametrize("lengths", [(140,), (200, 90)])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_prompts_get_the_same_bits(family: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one length, and of several; in one chunk and in chunks of 64."""
+    monkeypatch.setattr("draftsmith.inference.targets.masks.FEW_SLOTS", 0)
+    target = Target(tiny_target(family))
+    assert target.masks.packs_prompts
+    ids = random_prompt(max(lengths), batch_size=len(lengths))
+    for chunk_size in (512, 64):
+        found = []
+        for masks in (target.masks, replace(target.masks, packs_prompts=False)):
+            target.masks, before = masks, target.masks
+            cache, counts = target.new_cache(len(lengths), 256), torch.tensor(lengths)
+            logits, features = prefill_in_parts(target, cache, ids, counts, chunk_size, feature_layers=(1,))
+            target.masks = before
+            assert features is not None
+            found.append((logits, *(row[:size] for row, size in zip(features, lengths, strict=True))))
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert SLIDING_WINDOW < 64
