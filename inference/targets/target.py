@@ -48,7 +48,7 @@ from draftsmith.inference.targets.parts import (
     take_first_layers,
 )
 from draftsmith.inference.targets.probing.invariance import check_invariance, check_supported, count_min_pass_tokens
-from draftsmith.inference.targets.probing.known_models import KnownModel, describe_model, examining, known_models
+from draftsmith.inference.targets.probing.known_models import describe_model, find_known
 from draftsmith.inference.targets.probing.probe import Capabilities, probe_encoder_decoder, probe_model
 from draftsmith.inference.targets.recurrent.finding import find_recurrence
 from draftsmith.inference.targets.recurrent.proving import check_rollback
@@ -134,14 +134,15 @@ class Target:
         if isinstance(model, Target):
             return model
         description = describe_model(model)
-        with examining:
-            known = known_models.get(model)
-            if known is None or known.description != description:
+        known = find_known(model)
+        with known.lock:
+            if known.description != description:
                 target = cls(model)
             else:
                 target = known.find_target() or cls(model, capabilities=known.capabilities)
                 target.check_again()
-            known_models[model] = KnownModel(description, target.capabilities, weakref.ref(target))
+            known.description, known.capabilities = description, target.capabilities
+            known.find_target = weakref.ref(target)
         return target
 
     def with_packed_weights(self) -> Target:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -19,18 +19,26 @@ class KnownModel:
     """What is known about a model. Nothing in it keeps the model alive.
 
     Attributes:
-        description: of the model when it was examined.
+        description: of the model when it was examined; None before.
         capabilities: what the probes found.
         find_target: returns the model's `Target`, or None when nobody holds one.
+        lock: held while the model is examined, so that it is examined once. Other models do not wait.
     """
 
-    description: Any
-    capabilities: Capabilities
-    find_target: Callable[[], Any]
+    description: Any = None
+    capabilities: Capabilities | None = None
+    find_target: Callable[[], Any] = lambda: None
+    lock: Any = field(default_factory=threading.RLock)
 
 
-known_models: weakref.WeakKeyDictionary[nn.Module, KnownModel] = weakref.WeakKeyDictionary()
-examining = threading.RLock()  # held while a model is examined, so that it is examined once
+_known_models: weakref.WeakKeyDictionary[nn.Module, KnownModel] = weakref.WeakKeyDictionary()
+_dictionary_lock = threading.Lock()
+
+
+def find_known(model: nn.Module) -> KnownModel:
+    """The model's entry, the same one at every call."""
+    with _dictionary_lock:
+        return _known_models.setdefault(model, KnownModel())
 
 
 def describe_model(model: nn.Module) -> tuple[Any, ...]:
