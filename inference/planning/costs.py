@@ -101,7 +101,7 @@ class StepCosts:
         guessed, unit = self._guessed[self._at[0]], ratios[self._unit_place]
         added = found = PRIOR
         for place, measured in enumerate(self._measured[self._at[0]]):
-            guess = 1.0 + (guessed[place] - 1.0) * found / added
+            guess = 1.0 + max(0.0, guessed[place] - 1.0) * found / added
             if len(measured) > 1 or place in (0, self._unit_place):
                 ratios[place] = median(measured or [ratios[place]])
             else:  # other work only adds to times: a single long one may be by chance

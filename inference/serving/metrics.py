@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from draftsmith.inference.learning import LearningProgress
 from draftsmith.inference.serving.reply import Reply
@@ -20,8 +20,6 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        # Those programs add up all lines that begin with a name, also that with the time of a counter's creation.
-        disable_created_metrics()
 
         def add(kind: Any, name: str, text: str, labels: Sequence[str] = (), **options: Any) -> Any:
             prefix = "vllm" if name.startswith("spec_decode") else "draftsmith"
@@ -78,5 +76,7 @@ class Metrics:
                 histogram.observe(moment - reply.arrived)
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
-        return generate_latest(self.registry)
+        """In Prometheus' text format, without times of creation: programs that read vLLM's counters add up all lines
+        that begin with a name."""
+        lines = generate_latest(self.registry).splitlines(keepends=True)
+        return b"".join(line for line in lines if b"_created" not in line)

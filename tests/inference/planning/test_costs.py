@@ -56,6 +56,13 @@ def test_policies_that_have_not_run_miss_their_guesses_as_others_do() -> None:
     assert costs.expect()[5] - 1.0 < 0.7 * (guesses[5] - 1.0)
 
 
+def test_what_was_stored_by_chance_below_a_plain_step_leaves_costs_above_it() -> None:
+    costs = costs_at(1, 100, {(False, 1, 3): [1.0, 1.02, 0.95, 0.9, 0.95, 0.97]})
+    run(costs, 0, *[1.0] * 3)
+    run(costs, 1, *[4.0] * 4)
+    assert costs.expect() == pytest.approx([1.0, 4.0, 1.0, 1.0, 1.0, 1.0])
+
+
 def test_one_long_step_does_not_end_a_policy() -> None:
     costs = costs_at()
     guess = costs.expect()[2]

@@ -58,7 +58,7 @@ QUICK = {"compiled medusa 4", "flat best 1"}
 def test_it_decodes_nearly_as_fast_as_the_best_fixed_choice(case: str) -> None:
     """Texts of 64 tokens, after the first eight. Times have a spread of 6%, and the simulated speeds one of 1%.
 
-    Where the largest trees are the best, they are found late: they are tried last.
+    Where the largest trees are the best, they may be found late: they are tried last.
     """
     costs, chances, rows = case.split()
     num_rows, fixed = int(rows), []
@@ -76,7 +76,7 @@ def test_it_decodes_nearly_as_fast_as_the_best_fixed_choice(case: str) -> None:
                 tokens, seconds = tokens - planned.tokens, seconds - planned.seconds
         tokens, seconds = tokens + planned.tokens, seconds + planned.seconds
     assert tokens / seconds > 0.97 * fixed[0]
-    assert tokens / seconds > (0.88 if chances == "best" else 0.95) * max(fixed)
+    assert tokens / seconds > (0.88 if case == "compiled best 1" else 0.95) * max(fixed)
 
 
 def test_larger_trees_run_where_passes_are_flatter_than_the_guess() -> None:

@@ -33,8 +33,9 @@ from tests.inference.plain_passes import compute_depths
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 from tests.lossless.restless import auto_tree, make_restless, restless
 from tests.params import slow_but
+from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_multimodal import tiny_multimodal
-from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
+from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, tiny_target
 
 # torch's compiler warns about parts of torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -55,6 +56,23 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def target() -> Target:
     return Target(tiny_target("llama", num_hidden_layers=2))
+
+
+class HostDrafter(ScriptedDrafter):
+    """Its scripts are Python: only what surrounds it is compiled."""
+
+    extend = torch._dynamo.disable(ScriptedDrafter.extend)
+    expand = torch._dynamo.disable(ScriptedDrafter.expand)
+
+
+@pytest.mark.slow
+def test_compiled_text_is_the_eager_text(target: Target) -> None:
+    prompt, options = random_prompt(12), {"max_new_tokens": 60, "do_sample": False}
+    expected = Decoder(target).generate(prompt, **options).sequences
+    drafter = HostDrafter([expected[0]], VOCAB_SIZE)
+    output = Decoder(target, drafter, tree=DynamicTree(3, 3, 8), compile=True).generate(prompt, **options)
+    assert output.sequences.tolist() == expected.tolist()
+    assert min(output.stats.accepted_histogram) > 0, "not every depth was reached"
 
 
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
