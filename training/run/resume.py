@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Beside Trainer's files: the description of the run, and the seconds of training so far.
 RUN_FILE = "run.json"
+# Trainer cannot resume without these files; in the order in which it writes them.
+_NEEDED = ("config.json", "model.safetensors", "trainer_state.json")
 # Options that change neither the weights nor the order of the data: measuring, saving, logging, uploading, loading
 # speed, placement of the target, storage of features.
 _FREE = re.compile(
@@ -83,19 +85,16 @@ def find_newest(output_dir: Path, *, warns: bool = False, most: float = math.inf
 
 def find_damage(folder: Path) -> str | None:
     """The file that a checkpoint lacks, or None if it is complete."""
-    for name in ("config.json", "model.safetensors"):
+    for name in _NEEDED:
         if not (folder / name).is_file():
             return f"{name} is missing"
     # FSDP writes optimizer.bin or the folder optimizer_0; DeepSpeed writes the folder global_stepN.
     if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):
         return "optimizer.pt is missing (with save_only_model there is nothing to resume from)"
-    for name in (RUN_FILE, "trainer_state.json"):  # the last one that is written
-        try:
-            json.loads((folder / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except ValueError:
-            return f"{name} is cut off"
+    try:
+        TrainerState.load_from_json(str(folder / "trainer_state.json"))
+    except ValueError:
+        return "trainer_state.json is cut off"
     return None
 
 
@@ -126,9 +125,12 @@ def write_run_file(folder: Path, description: dict[str, Any], seconds: float) ->
     (folder / RUN_FILE).write_text(json.dumps({**description, "seconds": seconds}, indent=2) + "\n", encoding="utf-8")
 
 
-def read_run_file(folder: Path) -> dict[str, Any]:
-    """The content of `run.json` of a complete checkpoint."""
-    found: dict[str, Any] = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+def read_run_file(folder: Path) -> dict[str, Any] | None:
+    """The content of `run.json`; None for a checkpoint without one."""
+    file = folder / RUN_FILE
+    if not file.is_file():
+        return None
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
@@ -140,7 +142,11 @@ def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> No
     Raises:
         ValueError: naming the difference and both values.
     """
-    one, other = ({**run, **run["options"]} for run in (read_run_file(folder), now))
+    stored = read_run_file(folder)
+    if stored is None:
+        logger.warning("%s has no %s: make sure that data and options are the same", folder, RUN_FILE)
+        return
+    one, other = ({**run, **run["options"]} for run in (stored, now))
     different = {}
     for key in sorted((one.keys() | other.keys()) - {"options", "seconds"}):
         before, after = (run.get(key, default_of(key)) for run in (one, other))

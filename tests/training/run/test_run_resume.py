@@ -246,8 +246,7 @@ def output_dir(tmp_path: Path) -> Path:
         folder.mkdir()
         for name in ("config.json", "model.safetensors", "optimizer.pt"):
             (folder / name).touch()
-        for name in ("run.json", "trainer_state.json"):
-            (folder / name).write_text("{}")
+        (folder / "trainer_state.json").write_text("{}")
     return tmp_path
 
 
@@ -257,7 +256,6 @@ def remove(name: str) -> Callable[[Path], None]:
 
 DAMAGES = {
     "no trainer state": (remove("trainer_state.json"), "trainer_state.json is missing"),
-    "no description": (remove("run.json"), "run.json is missing"),
     "no weights": (remove("model.safetensors"), "model.safetensors is missing"),
     "no optimizer": (remove("optimizer.pt"), "optimizer.pt is missing"),
     "half a trainer state": (
