@@ -40,7 +40,7 @@ def run_python(*words: str, typed: str = "", timeout: int = 500, **environment: 
 def _server() -> Any:
     """It starts when the first process does, once for all tests of a worker."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "tests.training.runner", "tests.heads.tiny_heads"])
+    context.set_forkserver_preload(["pytest", "tests.training.killed_run", "tests.heads.tiny_heads"])
     return context
 
 

@@ -108,7 +108,8 @@ def test_two_processes_train_as_one(
     config: str, distributed: dict[str, Any], sharding: str, train: Runner, alone: Result, target_path: Path
 ) -> None:
     """With twice the batch; and a run that is resumed half-way gives the very same weights and metrics, also where each
-    process now holds half of the target's layers (split heads cut batches into as many documents either way)."""
+    process now holds half of the target's layers (split heads cut batches into as many documents either way).
+    test_killed_runs.py resumes under DDP."""
     launch(config, train)
     whole = read(train)
     target = AutoModelForCausalLM.from_pretrained(target_path)
@@ -125,6 +126,8 @@ def test_two_processes_train_as_one(
         assert whole.record["metrics"][name] == pytest.approx(alone.record["metrics"][name], rel=1e-4)
     assert_same(dict(DraftHeads.from_pretrained(train.output_dir).state_dict()), whole.weights)
 
+    if config == "multi_gpu":
+        return
     newest = train.output_dir / "checkpoint-4"
     assert {path.name for path in newest.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
     (newest / "trainer_state.json").unlink()

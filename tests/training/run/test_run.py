@@ -30,11 +30,11 @@ from tests.training.runner import (
 class TestARun:
     @pytest.mark.parametrize("head_type", slow_but({"eagle3"}, ["medusa", "eagle3", "block"]))
     def test_learns_evaluates_and_saves(self, train: Runner, target_path: Path, head_type: str) -> None:
-        options = {"max_steps": 20, "save_strategy": "steps", "save_steps": 20}
+        options = {"max_steps": 30, "save_strategy": "steps", "save_steps": 30}
         metrics = train(head_type=head_type, head_overrides=None, **options)
-        state = json.loads((train.output_dir / "checkpoint-20" / "trainer_state.json").read_text())
+        state = json.loads((train.output_dir / "checkpoint-30" / "trainer_state.json").read_text())
         losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
-        assert len(losses) == 20
+        assert len(losses) == 30
         assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
         assert metrics["eval_loss"] > 0
         assert metrics["eval_acceptance_length"] >= 1
@@ -42,7 +42,7 @@ class TestARun:
         files = {path.name for path in train.output_dir.iterdir()}
         assert files == {
             "README.md",
-            "checkpoint-20",
+            "checkpoint-30",
             "config.json",
             "model.safetensors",
             "token_counts.safetensors",
@@ -87,7 +87,13 @@ class TestARun:
         train.break_off(1)
         assert yaml.safe_load((train.output_dir / "training_config.yaml").read_text())["max_steps"] == 8
 
-    def test_evaluates_its_last_step_once(self, train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("options", "evaluations"),
+        [({"eval_strategy": "no"}, 1), ({"eval_strategy": "no", "validation_fraction": 0.0}, 0)],
+    )
+    def test_evaluates_its_last_step_once(
+        self, train: Runner, options: dict[str, Any], evaluations: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         calls = []
         evaluation_loop = HeadsTrainer.evaluation_loop
 
@@ -96,9 +102,10 @@ class TestARun:
             return evaluation_loop(self, *args, **kwargs)
 
         monkeypatch.setattr(HeadsTrainer, "evaluation_loop", counted)
-        metrics = train(max_steps=2, eval_strategy="no")
-        assert calls == [2]
-        assert {"eval_loss", "eval_acceptance_length"} <= metrics.keys()
+        metrics = train(max_steps=4, **options)
+        assert len(calls) == evaluations
+        assert ("eval_loss" in metrics) == (evaluations > 0)
+        assert evaluations == 0 or (calls[-1] == 4 and {"eval_loss", "eval_acceptance_length"} <= metrics.keys())
 
     def test_acceptance_is_measured_without_held_out_conversations(
         self, train: Runner, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -161,6 +168,9 @@ class TestARun:
         assert f"are trained further for {other}" in caplog.text
         assert DraftHeads.from_pretrained(again.output_dir).config.target_name_or_path == str(other)
 
+        caplog.clear()
+        again(max_steps=1, init_heads=again.output_dir, output_dir=tmp_path / "third")
+        assert "are trained further for" not in caplog.text
         deeper = save_chat_target(tmp_path / "deeper", num_hidden_layers=5)
         with pytest.raises(ValueError, match=r"layers 4, .* 5"):
             again(target=deeper)

@@ -1,0 +1,68 @@
+"""Training runs that kill themselves at a given moment; kept apart so that a process of their own can import them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from draftsmith.training.options.command_line import parse_arguments
+from draftsmith.training.options.run_options import RunOptions
+from draftsmith.training.run.preparation import prepare_run
+
+# What a run does to its folder: every such event is a moment at which it can be killed.
+FILE_EVENTS = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+
+
+class Moments:
+    """Counts the moments of a run, and dies at the one that was drawn (SIGKILL: nothing is flushed or cleaned up)."""
+
+    def __init__(self, output_dir: Path, last: int | None) -> None:
+        self.output_dir, self.last, self.passed = str(output_dir), last, 0
+        self.is_counting = True
+        sys.addaudithook(self.see)
+
+    def see(self, event: str, args: tuple[Any, ...]) -> None:
+        is_write = event == "open" and isinstance(args[1], str) and args[1] != "r"
+        if (is_write or event in FILE_EVENTS) and self.output_dir in str(args[0]):
+            self.tick()
+
+    def tick(self) -> None:
+        self.passed += self.is_counting
+        if self.passed == self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class EveryMoment(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Before and after each optimizer step, each log line, each evaluation and each save; they are counted from the
+    end of step `first_step` on."""
+
+    def __init__(self, moments: Moments, first_step: int) -> None:
+        self.moments, self.first_step = moments, first_step
+
+    def on_step_begin(self, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
+        self.moments.is_counting = state.global_step >= self.first_step
+        self.moments.tick()
+
+    on_pre_optimizer_step = on_optimizer_step = on_step_end = on_log = on_evaluate = on_save = on_step_begin
+
+
+def run_and_die(
+    arguments: list[str], output_dir: Path, last: int | None, count_file: Path, first_step: int = 0
+) -> None:
+    """Trains; killed at moment `last` (None: not at all, and `count_file` then says how many moments there were)."""
+    run = prepare_run(RunOptions(*parse_arguments(arguments)))
+    moments = Moments(output_dir, last)
+    run.trainer.add_callback(EveryMoment(moments, first_step))
+    run.finish()
+    count_file.write_text(str(moments.passed))
+
+
+def run_rank_and_die(arguments: list[str], output_dir: Path, last: int | None, count_file: Path) -> None:
+    """One of several processes; only the second is killed."""
+    rank = os.environ["RANK"]
+    run_and_die(arguments, output_dir, last if rank == "1" else None, count_file.with_name(count_file.name + rank))
