@@ -20,7 +20,7 @@ from draftsmith.training.run.trainer import HeadsTrainer
 
 # Rows are measured while they fit into these seconds, one in any case.
 MEASURED_SECONDS = 15.0
-# Of a time budget, for forward and backward passes; the rest is for the optimizer, evaluations and checkpoints.
+# Of a time budget, for steps; the rest is for evaluations and checkpoints.
 USED_SHARE = 0.9
 FEWEST_STEPS = 20  # fewer than these learn nothing
 LONG = 2 * 3600.0  # then `describe` says what to do
@@ -108,7 +108,7 @@ def plan_steps(trainer: HeadsTrainer) -> tuple[int, float]:
 
 
 def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
-    """Times forward and backward passes, and leaves the heads and the random numbers as they were. Collective.
+    """Times passes and an optimizer step, and leaves the heads and the random numbers as they were. Collective.
 
     Args:
         source: of the target's states; it writes nothing.
@@ -123,11 +123,13 @@ def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
             break
     with torch.random.fork_rng():
         speed = _measure_speed(trainer, source, trainer.train_dataset)
+        optimizer_seconds = _time_optimizer(trainer)
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     trainer.watch = FiniteWatch()
-    slowest = min(gather_object([speed]))  # the same number in every process: a time budget sets steps by it
-    return Pace(args.world_size * slowest, tokens, num_steps)
+    seconds = tokens / args.world_size / speed + optimizer_seconds
+    slowest = max(gather_object([seconds]))  # the same number in every process: a time budget sets steps by it
+    return Pace(tokens / slowest, tokens, num_steps)
 
 
 def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> float:
@@ -146,11 +148,34 @@ def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> f
     return speed
 
 
+def _time_optimizer(trainer: HeadsTrainer) -> float:
+    """Seconds of an optimizer step that changes nothing: its gradients and learning rates are 0. FSDP and DeepSpeed
+    make their optimizers when they train, so theirs takes no time here."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return 0.0
+    optimizer = trainer.create_optimizer()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight)
+    trainer.optimizer = None  # the run makes its own
+    optimizer.step()  # makes the moments
+    _wait()
+    start = time.perf_counter()
+    optimizer.step()
+    _wait()
+    return time.perf_counter() - start
+
+
 def _time_batch(trainer: HeadsTrainer, source: FeatureSource, rows: list[dict[str, Any]]) -> float:
     """Tokens per second of a forward and a backward pass."""
     inputs = trainer._prepare_inputs(trainer.data_collator(rows))
     start = time.perf_counter()
     trainer.draft_from(source(inputs), inputs, trainer.heads, cast(nn.Module, trainer.model), None).loss.backward()
+    _wait()
+    return int(read_on_host(inputs["attention_mask"]).sum()) / (time.perf_counter() - start)
+
+
+def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return int(read_on_host(inputs["attention_mask"]).sum()) / (time.perf_counter() - start)
