@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,9 +13,9 @@ from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from typing import Any, NoReturn
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.modeling_utils import load_state_dict
 from transformers.utils.hub import cached_file
 
 from draftsmith.heads.formats.gguf_file import read_gguf
@@ -224,14 +225,26 @@ def open_safetensors(path: str, file: str) -> Iterator[Any]:
 
 
 def _read_file(path: str, name: str, file: str, *, on_meta: bool) -> dict[str, Tensor]:
+    if not name.endswith(".safetensors"):
+        return _read_pickle(path, name, file, on_meta=on_meta)
+    with open_safetensors(path, file) as opened:
+        names = list(opened.keys())
+        if on_meta:
+            return {key: torch.empty(opened.get_slice(key).get_shape(), device="meta") for key in names}
+        return {key: opened.get_tensor(key) for key in names}
+
+
+def _read_pickle(path: str, name: str, file: str, *, on_meta: bool) -> dict[str, Tensor]:
     try:
-        content: Any = load_state_dict(file, map_location="meta" if on_meta else "cpu")
+        # Only files of torch 1.6 and later are archives, which can be mapped into memory.
+        can_map = zipfile.is_zipfile(file)
+        content = torch.load(file, map_location="meta" if on_meta else "cpu", mmap=can_map, weights_only=True)
     except UnpicklingError as error:
         raise ValueError(
             f"{path}: {name} holds more than tensors, and unpickling such a file can run code: convert it to "
             "safetensors where you trust it"
         ) from error
-    except (SafetensorError, *_DAMAGE) as error:
+    except _DAMAGE as error:
         raise ValueError(f"{path}: {name} is damaged or truncated ({error}): copy it again") from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise ValueError(f"{path}: {name} holds a {type(content).__name__} that is no table of tensors")

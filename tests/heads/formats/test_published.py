@@ -1,4 +1,4 @@
-"""Checkpoints are opened where they lie: in subfolders and revisions, sharded, damaged."""
+"""Checkpoints are opened where they lie: in subfolders and revisions, sharded, of old and new torch, damaged."""
 
 from __future__ import annotations
 
@@ -57,22 +57,29 @@ class TestHubKeywords:
         assert any(name.endswith("safetensors") for name in asked)
 
 
+@pytest.mark.parametrize("is_new", [True, False], ids=["archive", "before torch 1.6"])
 class TestPickles:
-    def test_a_truncated_file_is_named(self, tmp_path: Path) -> None:
+    def test_both_formats_of_torch_are_read(self, is_new: bool, tmp_path: Path) -> None:
+        torch.save(TENSORS, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_new)
+        found = open_published(str(tmp_path))
+        assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in TENSORS.items()}
+        assert all(torch.equal(found[name], x) for name, x in TENSORS.items())
+
+    def test_a_truncated_file_is_named(self, is_new: bool, tmp_path: Path) -> None:
         file = tmp_path / "pytorch_model.bin"
-        torch.save(TENSORS, file)
+        torch.save(TENSORS, file, _use_new_zipfile_serialization=is_new)
         whole = file.read_bytes()
         for size in (*range(0, len(whole), 23), len(whole) - 1):
             file.write_bytes(whole[:size])
             with pytest.raises(ValueError, match=r"pytorch_model\.bin (is damaged|holds more than tensors)"):
                 open_published(str(tmp_path))
 
-    def test_no_code_is_run(self, tmp_path: Path) -> None:
+    def test_no_code_is_run(self, is_new: bool, tmp_path: Path) -> None:
         class Shout:
             def __reduce__(self) -> Any:
                 return (Path.touch, (tmp_path / "ran",))
 
-        torch.save({"fc": Shout()}, tmp_path / "pytorch_model.bin")
+        torch.save({"fc": Shout()}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_new)
         with pytest.raises(ValueError, match="holds more than tensors"):
             open_published(str(tmp_path))
         assert not (tmp_path / "ran").exists()
