@@ -30,9 +30,10 @@ from draftsmith.training.options.one_line_errors import as_launched
 from draftsmith.training.reporting.examples import Example, decode_examples, send_examples, steady_tree
 from draftsmith.training.reporting.model_card import render_card
 from draftsmith.training.reporting.report import count_rows, render_report
+from draftsmith.training.run.checkpoints import read_run_file
 from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.pace import CHAIN, describe_expected
-from draftsmith.training.run.resume import find_newest, is_finished, read_run_file
+from draftsmith.training.run.resume import find_newest, is_finished
 from draftsmith.training.run.trainer import HeadsTrainer
 from draftsmith.training.whole_files import write_text
 

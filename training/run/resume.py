@@ -18,11 +18,10 @@ from transformers import TrainerState, TrainingArguments
 
 from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.options.command_line import default_of
+from draftsmith.training.run.checkpoints import RUN_FILE, read_run_file
 
 logger = logging.getLogger(__name__)
 
-# Beside Trainer's files: the description of the run, and the seconds of training so far.
-RUN_FILE = "run.json"
 # Trainer cannot resume without these files; in the order in which it writes them.
 _NEEDED = ("config.json", "model.safetensors", "trainer_state.json")
 # Options that change neither the weights nor the order of the data: measuring, saving, logging, uploading, loading
@@ -84,17 +83,16 @@ def find_newest(output_dir: Path, *, warns: bool = False, most: float = math.inf
 
 
 def find_damage(folder: Path) -> str | None:
-    """The file that a checkpoint lacks, or None if it is complete."""
+    """The file that a checkpoint lacks, or None if it is complete.
+
+    A run's own checkpoints are complete when they have their names (`draftsmith.training.run.checkpoints`).
+    """
     for name in _NEEDED:
         if not (folder / name).is_file():
             return f"{name} is missing"
     # FSDP writes optimizer.bin or the folder optimizer_0; DeepSpeed writes the folder global_stepN.
     if not any(folder.glob("optimizer*")) and not any(folder.glob("global_step*")):
         return "optimizer.pt is missing (with save_only_model there is nothing to resume from)"
-    try:
-        TrainerState.load_from_json(str(folder / "trainer_state.json"))
-    except ValueError:
-        return "trainer_state.json is cut off"
     return None
 
 
@@ -117,20 +115,6 @@ def describe_run(settings: dict[str, Any], train_set: Any, num_processes: int) -
         options["eval_dataset"] = bool(settings.get("eval_dataset"))
     described = {"num_processes": num_processes, "training data": data, "options": options}
     found: dict[str, Any] = json.loads(json.dumps(described, default=str))
-    return found
-
-
-def write_run_file(folder: Path, description: dict[str, Any], seconds: float) -> None:
-    """Writes `run.json`: the run's description (`describe_run`) and the seconds of training so far."""
-    (folder / RUN_FILE).write_text(json.dumps({**description, "seconds": seconds}, indent=2) + "\n", encoding="utf-8")
-
-
-def read_run_file(folder: Path) -> dict[str, Any] | None:
-    """The content of `run.json`; None for a checkpoint without one."""
-    file = folder / RUN_FILE
-    if not file.is_file():
-        return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 

@@ -36,10 +36,9 @@ from draftsmith.training.features.sources import (
 from draftsmith.training.losses.depth_weights import fixed_weights
 from draftsmith.training.losses.draft_loss import LossOutput, check_loss, draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
-from draftsmith.training.run.exact_epochs import ExactEpochs
+from draftsmith.training.run.checkpoints import ExactEpochs, remove_old, write_run_file, write_whole
 from draftsmith.training.run.optimizer import MuonWithAdamW
 from draftsmith.training.run.progress import ProgressLines, SaveOnInterrupt
-from draftsmith.training.run.resume import write_run_file
 from draftsmith.training.run.stopping import FiniteWatch, explain_lost_states
 
 # Groups of a packed batch's documents where processes share weights: about as many as elsewhere.
@@ -92,6 +91,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.start = time.perf_counter()  # of training; a resumed run counts the seconds before
         self.watch = FiniteWatch()
         self._ahead: tuple[Iterator[Any], Iterator[Any]] | None = None  # of the epoch: its batches, and the same ahead
+        self._checkpoint_parent: Path | None = None  # set while a checkpoint is written aside
         for printer in (PrinterCallback, ProgressCallback):  # transformers' own, which print the logs as mappings
             self.remove_callback(printer)
         self._interrupts = SaveOnInterrupt()
@@ -338,30 +338,46 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As transformers', which writes `trainer_state.json` last: with this file a checkpoint is complete."""
-        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        if self.args.should_save:  # of an earlier run, or of this run before it was resumed from an older checkpoint
-            (folder / "trainer_state.json").unlink(missing_ok=True)
+        """As transformers', but the checkpoint gets its name when it is complete
+        (`draftsmith.training.run.checkpoints`).
+        """
+        folder = Path(super()._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        callbacks: Any = self.state.stateful_callbacks
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):  # may be new since the checkpoint that was resumed
+                callbacks.setdefault(type(callback).__name__, {})
         self._read_num_input_tokens()
-        super()._save_checkpoint(model, trial)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        self.accelerator.wait_for_everyone()  # `trainer_state.json` follows, and every process has a part before it
+        with write_whole(self, folder) as written:
+            self._checkpoint_parent = written.parent
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._checkpoint_parent = None
+            if self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = str(folder)
+            if self.args.should_save:
+                self.state.save_to_json(str(written / "trainer_state.json"))
+                write_run_file(written, self.run_description, time.perf_counter() - self.start)
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(folder))
         if self.args.should_save:
-            write_run_file(Path(output_dir), self.run_description, time.perf_counter() - self.start)
+            best = self.state.best_model_checkpoint
+            remove_old(folder.parent, save_total_limit=self.args.save_total_limit, best=best)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._checkpoint_parent or super()._get_output_dir(trial))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing: `draftsmith.training.run.outcome` writes a card that knows of heads."""
 
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Does nothing while the checkpoint is written: `_save_checkpoint` uploads it under its own name."""
+
     def _load_callback_state(self) -> None:
         """As Trainer's, which restores the count of early stopping, but with the patience of the options."""
         super()._load_callback_state()
-        callbacks: Any = self.state.stateful_callbacks
         patience = getattr(self.args, "early_stopping_patience", None)
         for callback in self.callback_handler.callbacks:
-            if isinstance(callback, ExportableState):  # may be new since the checkpoint
-                callbacks.setdefault(type(callback).__name__, {})
             if isinstance(callback, EarlyStoppingCallback) and patience is not None:
                 callback.early_stopping_patience = patience
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from draftsmith.training.run.checkpoints import remove_old
 from tests.training.runner import Runner
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
@@ -58,3 +61,18 @@ def test_a_resumed_run_evaluates_as_often_as_its_options_say(train: Runner) -> N
     train(**{**EVALUATED, "eval_steps": 3, "save_steps": 3}, max_steps=9, resume_from_checkpoint=True)
     state = json.loads((train.output_dir / "checkpoint-9" / "trainer_state.json").read_text())
     assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [2, 4, 6, 9]
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+@pytest.mark.parametrize("best", [None, 1, 3])
+def test_the_newest_stay_and_the_best_one(limit: int, best: int | None, tmp_path: Path) -> None:
+    for step in range(1, 9):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        os.utime(tmp_path / f"checkpoint-{step}", (step, step))
+        is_known = best is not None and best <= step
+        remove_old(tmp_path, save_total_limit=limit, best=str(tmp_path / f"checkpoint-{best}") if is_known else None)
+        kept = sorted(int(folder.name.rpartition("-")[2]) for folder in tmp_path.glob("checkpoint-*"))
+        number = min(step, max(limit, 2 if is_known and best != step else 1))
+        newest = [one for one in range(1, step + 1) if not is_known or one != best]
+        rest = number - (1 if is_known else 0)
+        assert kept == sorted([*([best] if is_known and best else []), *newest[len(newest) - rest :]])

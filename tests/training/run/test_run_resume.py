@@ -194,10 +194,6 @@ DAMAGES = {
     "no trainer state": (remove("trainer_state.json"), "trainer_state.json is missing"),
     "no weights": (remove("model.safetensors"), "model.safetensors is missing"),
     "no optimizer": (remove("optimizer.pt"), "optimizer.pt is missing"),
-    "half a trainer state": (
-        lambda folder: (folder / "trainer_state.json").write_text('{"global'),
-        "trainer_state.json is cut off",
-    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from transformers import TrainerCallback
 
 from draftsmith.training.run.outcome import PreparedRun
 from draftsmith.training.run.stopping import TrainingStoppedError
-from tests.training.runner import Runner
+from tests.processes import start_process
+from tests.training.killed_run import run_with_full_disk
+from tests.training.runner import Runner, assert_same
 
 SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "num_eval_prompts": 0}
 
@@ -50,3 +53,24 @@ class TestNotFinite:
         run = train.prepare(**SAVED)
         run.trainer.model.fc.weight.register_hook(lambda gradient: gradient * torch.inf)
         assert "stopped at step 1: the gradient (its norm is " in self.stop(run)
+
+
+class TestFullDisk:
+    @pytest.mark.ci
+    @pytest.mark.slow
+    def test_the_checkpoint_before_stays_and_is_resumed(self, train: Runner, tmp_path: Path) -> None:
+        """The kernel itself refuses to write the file any further."""
+        train(**SAVED)
+        weights = train.weights()
+        num_bytes = (train.output_dir / "checkpoint-8" / "optimizer.pt").stat().st_size - 100
+        train.output_dir.rename(tmp_path / "uninterrupted")
+        message = tmp_path / "message"
+        start_process(run_with_full_disk, train.arguments(**SAVED), 5, num_bytes, message).join()
+        assert message.read_text()
+        assert {folder.name for folder in train.output_dir.iterdir()} == {
+            "checkpoint-2",
+            "checkpoint-4",
+            "training_config.yaml",
+        }
+        train(**SAVED, resume_from_checkpoint=True)
+        assert_same(train.weights(), weights)

@@ -164,3 +164,22 @@ def test_bfloat16_computes_in_it_and_keeps_float32_weights(target: Target, tmp_p
     assert found != pytest.approx(expected, rel=1e-6), "nothing was computed in bfloat16"
     assert heads.dtype == torch.float32
     assert math.isfinite(trainer.state.log_history[0]["grad_norm"])
+
+
+def test_a_checkpoint_that_is_written_again_is_the_old_one_until_the_new_one_is_whole(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = make_heads(target, "medusa")
+    rows = make_rows(UNEVEN[:1])
+    options = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1, "warmup_steps": 0}
+    make_trainer(target, heads, tmp_path, rows, **options).train()
+    before = {file.name: file.read_bytes() for file in (tmp_path / "checkpoint-1").iterdir()}
+    trainer = make_trainer(target, heads, tmp_path, rows, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_save_rng_state", lambda folder: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            trainer.train()
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    assert {file.name: file.read_bytes() for file in (tmp_path / "checkpoint-1").iterdir()} == before
+    make_trainer(target, heads, tmp_path, rows, **options).train()
+    assert (tmp_path / "checkpoint-1" / "model.safetensors").read_bytes() != before["model.safetensors"]
