@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from draftsmith.training.run.progress import describe_time
 from draftsmith.training.run.stopping import FiniteWatch
 from draftsmith.training.run.trainer import HeadsTrainer
 
-# Rows are measured while they fit into these seconds, one in any case.
+# Whole rows are measured while they fit into these seconds; before them a row of about so many tokens, twice.
 MEASURED_SECONDS = 15.0
+SHORT = 512
 # Of a time budget, for steps; the rest is for evaluations and checkpoints.
 USED_SHARE = 0.9
 FEWEST_STEPS = 20  # fewer than these learn nothing
@@ -97,24 +99,20 @@ class Pace:
         return "\n".join(lines)
 
 
-def plan_steps(trainer: HeadsTrainer) -> tuple[int, float]:
-    """The optimizer steps that the options ask for, and the mean tokens of a step in all processes."""
-    args, lengths = trainer.args, row_lengths(cast(Any, trainer.train_dataset))
-    num_batches = math.ceil(len(lengths) / (args.train_batch_size * args.world_size))
-    steps_per_epoch = math.ceil(num_batches / args.gradient_accumulation_steps)
-    num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
-    rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    return num_steps, rows_per_step * sum(lengths) / len(lengths)
-
-
 def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
     """Times passes and an optimizer step, and leaves the heads and the random numbers as they were. Collective.
 
     Args:
         source: of the target's states; it writes nothing.
     """
-    args, model = trainer.args, cast(Any, trainer.model)
-    num_steps, tokens = plan_steps(trainer)
+    rows: Any = trainer.train_dataset
+    args = trainer.args
+    lengths = row_lengths(rows)
+    per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    num_batches = math.ceil(len(rows) / (args.train_batch_size * args.world_size))
+    steps_per_epoch = math.ceil(num_batches / args.gradient_accumulation_steps)
+    num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+    model: Any = trainer.model
     was_training = model.training
     model.train()
     for name in ("activation_checkpointing", "gradient_checkpointing"):  # the newer name first; Trainer does so later
@@ -122,30 +120,48 @@ def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
             getattr(model, f"{name}_enable")()
             break
     with torch.random.fork_rng():
-        speed = _measure_speed(trainer, source, trainer.train_dataset)
+        speed = _measure_speed(trainer, source, rows)
         optimizer_seconds = _time_optimizer(trainer)
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     trainer.watch = FiniteWatch()
+    tokens = per_step * sum(lengths) / len(lengths)
     seconds = tokens / args.world_size / speed + optimizer_seconds
     slowest = max(gather_object([seconds]))  # the same number in every process: a time budget sets steps by it
     return Pace(tokens / slowest, tokens, num_steps)
 
 
 def _measure_speed(trainer: HeadsTrainer, source: FeatureSource, rows: Any) -> float:
-    """Tokens per second of this process: of one row and of a whole batch, each twice because the first pass warms up,
-    while there is time."""
+    """Tokens per second of this process: of a short row, twice because the first pass warms up, then of whole rows, up
+    to a batch, which also has two passes, while there is time."""
     end = time.perf_counter() + MEASURED_SECONDS
-    speed = math.inf
-    for count in (1, 1, trainer.args.train_batch_size, trainer.args.train_batch_size):
+    short = [_shorten(rows[0])]
+    speed = max(_time_batch(trainer, source, short) for _ in range(2))
+    count, before = 1, 0
+    while True:
         batch = [rows[i % len(rows)] for i in range(count)]
-        seconds = sum(len(row["input_ids"]) for row in batch) / speed
-        decision = [speed == math.inf or time.perf_counter() + seconds < end]
+        fits = time.perf_counter() + sum(len(row["input_ids"]) for row in batch) / speed < end
+        decision = [fits]
         broadcast_object_list(decision)  # processes that share a target make equally many passes
         if not decision[0]:
-            break
-        speed = _time_batch(trainer, source, batch)
-    return speed
+            return speed
+        speed = _time_batch(trainer, source, batch)  # long rows may be slower than the short one
+        if count == before:
+            return speed
+        count, before = min(trainer.args.train_batch_size, 2 * count), count
+
+
+def _shorten(row: dict[str, Any]) -> dict[str, Any]:
+    """A packed row without the documents after its first `SHORT` tokens; a row of one document as it is."""
+    ends = list(itertools.accumulate(row.get("document_lengths", ())))
+    kept = [end for place, end in enumerate(ends) if not place or end <= SHORT]
+    if not kept:
+        return row
+    return {
+        "input_ids": row["input_ids"][: kept[-1]],
+        "loss_mask": row["loss_mask"][: kept[-1]],
+        "document_lengths": row["document_lengths"][: len(kept)],
+    }
 
 
 def _time_optimizer(trainer: HeadsTrainer) -> float:

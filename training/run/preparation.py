@@ -27,6 +27,7 @@ from draftsmith.inference.targets.model_config import LengthLimit, find_length_l
 from draftsmith.training.data.collation import ConversationCollator, count_tokens
 from draftsmith.training.data.options import seed_of_data
 from draftsmith.training.data.packing import pack_rows
+from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.data.streaming import VOCABULARY_ROWS, ConversationStream
 from draftsmith.training.data.training_sets import cut_to_limit, load_datasets
 from draftsmith.training.distributed.waiting import one_process_first
@@ -48,7 +49,7 @@ from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metri
 from draftsmith.training.run.joint_model import JointModel, adapt_target
 from draftsmith.training.run.joint_trainer import JointTrainer
 from draftsmith.training.run.outcome import USUAL_TOKENS, PreparedRun
-from draftsmith.training.run.pace import measure_pace, plan_steps
+from draftsmith.training.run.pace import measure_pace
 from draftsmith.training.run.resume import check_same_run, describe_run, find_checkpoint
 from draftsmith.training.run.trainer import HeadsTrainer
 from draftsmith.training.whole_files import write_text
@@ -139,10 +140,14 @@ def _prepare(options: RunOptions) -> PreparedRun:
 
 def _announce_few_tokens(trainer: HeadsTrainer, target: str) -> None:
     """Says at the start that a run is too short for heads to learn much."""
-    if not isinstance(trainer.train_dataset, datasets.Dataset):
+    args, rows = trainer.args, trainer.train_dataset
+    if not isinstance(rows, datasets.Dataset):
         return  # a stream, whose length is not known
-    num_steps, tokens_per_step = plan_steps(trainer)
-    if (tokens := num_steps * tokens_per_step) < USUAL_TOKENS:
+    tokens = sum(row_lengths(rows)) * args.num_train_epochs
+    if args.max_steps > 0:
+        per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        tokens = args.max_steps * per_step * sum(row_lengths(rows)) / len(rows)
+    if tokens < USUAL_TOKENS:
         logger.info(
             "this run reads %s tokens, and %.0f million are usual: raise the steps or epochs, or let the target write "
             "more conversations (draftsmith data --target %s)",

@@ -12,21 +12,19 @@ import torch
 from draftsmith.training.run import pace as pace_module
 from draftsmith.training.run import preparation
 from draftsmith.training.run.pace import FEWEST_STEPS, Pace, measure_pace
+from draftsmith.training.run.trainer import HeadsTrainer
 from tests.training.runner import Runner, assert_same
 
 SLOW = Pace(tokens_per_second=370, tokens_per_step=12288, num_steps=6545)  # EAGLE-3 for a target of 135 M on one core
 
 
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
 def test_a_measurement_leaves_no_trace(train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights, gradients, random numbers and the run's result are those without it; layers are run again, as later."""
+    """Weights, gradients, random numbers and the run's result are those without it."""
     found: list[Pace] = []
 
-    def measured(trainer: Any, *rest: Any) -> Pace:
+    def measured(trainer: HeadsTrainer, *rest: Any) -> Pace:
         before = torch.get_rng_state()
         found.append(measure_pace(trainer, *rest))
-        assert trainer.heads.layers[0].gradient_checkpointing
-        assert trainer.optimizer is None
         assert torch.equal(before, torch.get_rng_state())
         assert all(parameter.grad is None for parameter in trainer.heads.parameters())
         return found[-1]
@@ -34,7 +32,6 @@ def test_a_measurement_leaves_no_trace(train: Runner, monkeypatch: pytest.Monkey
     monkeypatch.setattr(pace_module, "MEASURED_SECONDS", 0.5)
     monkeypatch.setattr(preparation, "measure_pace", measured)
     options = {"head_type": "eagle", "head_overrides": None, "gradient_accumulation_steps": 2}  # draws noise
-    options |= {"gradient_checkpointing": True, "muon_learning_rate": 0.02}
     train(**options)
     weights = train.weights()
     monkeypatch.setattr(Pace, "fit", lambda *_: 8)
@@ -43,6 +40,44 @@ def test_a_measurement_leaves_no_trace(train: Runner, monkeypatch: pytest.Monkey
     assert found[0].num_steps == 9  # 18 rows, 8 in a step, 3 times
     assert found[0].tokens_per_second > 0
     assert 8 * 15 < found[0].tokens_per_step < 8 * 40
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_steps_are_measured_as_they_will_run(train: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers whose states are computed again, and the optimizer."""
+    seen: list[Any] = []
+
+    def measured(trainer: HeadsTrainer, *rest: Any) -> Pace:
+        heads: Any = trainer.heads
+
+        def time_batch(*_: Any) -> float:
+            seen.append(heads.midlayer.gradient_checkpointing)
+            return 1e3
+
+        monkeypatch.setattr(pace_module, "_time_batch", time_batch)
+        before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
+        fast = measure_pace(trainer, *rest)
+        monkeypatch.setattr(pace_module, "_time_optimizer", lambda *_: 2.0)
+        slow = measure_pace(trainer, *rest)
+        assert slow.seconds == pytest.approx(slow.num_steps * (slow.tokens_per_step / 1e3 + 2.0))
+        assert slow.tokens_per_second < fast.tokens_per_second < 1e3
+        assert_same(before, heads.state_dict())
+        assert trainer.optimizer is None
+        return slow
+
+    monkeypatch.setattr(pace_module, "MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(preparation, "measure_pace", measured)
+    train(gradient_checkpointing=True, muon_learning_rate=0.02, time_budget="1h", max_steps=-1, num_train_epochs=1)
+    assert seen
+    assert all(seen)
+
+
+def test_a_long_row_is_shortened_to_whole_documents() -> None:
+    row = {"input_ids": [*range(700)], "loss_mask": [1] * 700, "document_lengths": [300, 200, 200]}
+    short = pace_module._shorten(row)
+    assert (len(short["input_ids"]), len(short["loss_mask"]), short["document_lengths"]) == (500, 500, [300, 200])
+    assert len(pace_module._shorten(row | {"document_lengths": [600, 100]})["input_ids"]) == 600
+    assert pace_module._shorten({"input_ids": [1], "loss_mask": [1]}) == {"input_ids": [1], "loss_mask": [1]}
 
 
 def test_steps_that_fit(train: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
