@@ -53,7 +53,7 @@ class Layout:
 
     A layout has either `turns` (a list of turns; with `alternates`, also a list of texts by user and assistant in
     turn), or `prompt` and `response` (texts, or lists of turns). The other columns are optional: `context` is appended
-    to the prompt, and `history` has the pairs of texts (prompt, response) before the prompt.
+    to the prompt, and `history` has the turns before the prompt. `functions` is OpenAI's former name for `tools`.
     """
 
     turns: str = ""
@@ -63,6 +63,7 @@ class Layout:
     history: str = "history"
     system: str = "system"
     tools: str = "tools"
+    functions: str = "functions"
     alternates: bool = False
 
     @property
@@ -146,7 +147,7 @@ class RecordFormat:
             )
         if self.columns:
             named = {("turns" if role == "messages" else role): column for role, column in self.columns.items()}
-            return Layout(**{"history": "", "system": "", "tools": "", **named}, alternates=True)
+            return Layout(**{"history": "", "system": "", "tools": "", "functions": "", **named}, alternates=True)
         for layout in LAYOUTS.values():
             if all(record.get(column) is not None for column in layout.required):
                 return layout
@@ -203,7 +204,7 @@ def parse_record(record: Any, record_format: RecordFormat = AUTO, folder: Path |
     parsed: dict[str, Any] = {"media": media, "messages": messages} if media else {"messages": messages}
     if note:
         parsed["note"] = note
-    tools = _parse_json(record.get(layout.tools))
+    tools = _parse_json(record.get(layout.tools)) or _parse_functions(record.get(layout.functions))
     if not tools:
         return parsed
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -214,6 +215,14 @@ def parse_record(record: Any, record_format: RecordFormat = AUTO, folder: Path |
 def _is_false(value: Any) -> bool:
     """Whether a column `label` says no; 0 is False too."""
     return value == 0 or (isinstance(value, str) and value.strip().lower() == "false")
+
+
+def _parse_functions(value: Any) -> list[dict[str, Any]]:
+    """The tools of a column `functions`; [] for a column that means something else."""
+    functions = _parse_json(value)
+    if not isinstance(functions, list) or not all(isinstance(one, dict) and "name" in one for one in functions):
+        return []
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def _parse_pair(record: Mapping[str, Any], layout: Layout) -> Messages:
@@ -233,30 +242,28 @@ def _parse_pair(record: Mapping[str, Any], layout: Layout) -> Messages:
 
 
 def _parse_history(record: Mapping[str, Any], layout: Layout) -> Messages:
-    """The turns before the prompt: pairs of texts (prompt, response)."""
-    history = record.get(layout.history) or []
-    has_pairs = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
-    texts = [text for pair in history for text in pair] if has_pairs else []
-    if not has_pairs or not all(isinstance(text, str) for text in texts):
+    """The turns before the prompt: a list of turns, of pairs of texts (prompt, response), or of those texts."""
+    history = record.get(layout.history)
+    if not history:
+        return []
+    is_list = isinstance(history, list)
+    has_pairs = is_list and all(isinstance(item, list) and len(item) == 2 for item in history)
+    turns = [text for pair in history for text in pair] if has_pairs else history
+    if not is_list or not any(all(isinstance(turn, kind) for turn in turns) for kind in (str, dict)):
         raise ValueError(
-            f"`{layout.history}` is {history!r:.60}, expected pairs of texts (prompt, response); where the column "
-            "means something else, name the columns to read with --columns"
+            f"`{layout.history}` is {history!r:.60}, expected pairs of texts (prompt, response) or turns; where the "
+            "column means something else, name the columns to read with --columns"
         )
-    return _alternate(texts)
+    return _parse_turns(turns, layout.history, alternates=True)
 
 
 def _parse_turns(turns: Any, column: str, *, alternates: bool = False) -> Messages:
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"expected a non-empty list `{column}`, got {turns!r:.60}")
     if alternates and all(isinstance(turn, str) for turn in turns):
-        return _alternate(turns)
+        roles = ("user", "assistant")
+        return [{"role": roles[index % 2], "content": turn} for index, turn in enumerate(turns)]
     return [_parse_turn(turn) for turn in turns]
-
-
-def _alternate(texts: Sequence[str]) -> Messages:
-    """Texts of user and assistant in turn."""
-    roles = ("user", "assistant")
-    return [{"role": roles[index % 2], "content": text} for index, text in enumerate(texts)]
 
 
 def _parse_turn(turn: Any) -> dict[str, Any]:

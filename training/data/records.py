@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 
+from draftsmith.training.data.layouts import LAYOUTS
+
 SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz", ".parquet")
-_FORMS = "a .json file has an array of records, one record, or one record a line"
+_FORMS = "a .json file has an array of records, one record, an object whose list `data` has them, or one record a line"
 _ROWS_AT_A_TIME = 256
 
 
@@ -31,7 +33,8 @@ def read_records(path: Path) -> Iterator[tuple[Line, Any]]:
     """Yields (place, parsed record or an error) for each record of a file.
 
     Lines are counted; in a Parquet file rows, and in a JSON file with one value its records: the items of an array
-    (ShareGPT's original form). Any other value is one record. If the file is damaged, the last item is the error.
+    (ShareGPT's original form), or of the list `data` of an object. Any other object is one record. If the file is
+    damaged, the last item is the error.
     """
     line = Line(path, 0)
     form = path.name.removesuffix(".gz").rpartition(".")[2]
@@ -79,8 +82,7 @@ def _read_json(path: Path) -> Iterator[tuple[Line, Any]]:
         text = file.read().decode("utf-8-sig")
     records: Iterable[Any]
     try:
-        value = json.loads(text)
-        records = value if isinstance(value, list) else [value]
+        records = _find_records(json.loads(text))
     except json.JSONDecodeError as error:
         lines = text.split("\n")[: -1 if text.endswith("\n") else None]
         has_records = any(line.startswith("{") and isinstance(_parse(line), dict) for line in lines)
@@ -89,3 +91,20 @@ def _read_json(path: Path) -> Iterator[tuple[Line, Any]]:
             return
         records = map(_parse, lines)
     yield from ((Line(path, number), record) for number, record in enumerate(records, 1))
+
+
+def _find_records(value: Any) -> list[Any]:
+    """The records of a JSON file with one value. A list `data` of texts or turns is a conversation. An object with the
+    columns of another layout beside `data` is one record."""
+    if isinstance(value, list):
+        return value
+    is_record = not isinstance(value, dict) or any(
+        all(value.get(column) is not None for column in layout.required)
+        for layout in LAYOUTS.values()
+        if layout.turns != "data"
+    )
+    data = None if is_record else value.get("data")
+    has_records = isinstance(data, list) and all(
+        isinstance(item, dict) and not {"role", "from"} & item.keys() for item in data
+    )
+    return data if data is not None and has_records else [value]

@@ -40,9 +40,11 @@ RECORDS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
         {"instruction": ADD, "output": "2", "history": [[ADD, "2"], [ADD, "2"]], "system": "Be brief."},
         [SYSTEM, *PLAIN * 3],
     ),
+    ({"prompt": ADD, "response": "2", "history": PLAIN}, PLAIN * 2),
     ({"instruction": ADD, "output": "2", "history": []}, PLAIN),
     ({"prompt": ADD, "completion": "2", "label": True}, PLAIN),
-    ({"prompt": ADD, "completion": "2", "label": 1}, PLAIN),
+    ({"prompt": ADD, "completion": "2", "label": 1, "functions": ["add"]}, PLAIN),
+    ({"instruction": ADD, "output": "2", "history": [ADD, "2", ADD, "2"]}, PLAIN * 3),
     ({"instruction": ADD, "context": "1, 1", "response": "2", "category": "qa"}, WITH_INPUT),
     ({"prompt": ADD, "completion": "2"}, PLAIN),
     ({"prompt": PLAIN[:1], "completion": PLAIN[1:]}, PLAIN),
@@ -78,7 +80,7 @@ def test_columns_can_be_named() -> None:
     assert parse_record(record, RecordFormat(columns=columns))["messages"] == [SYSTEM, *WITH_INPUT]
     assert parse_record({"dialog": [ADD, "2"]}, RecordFormat(columns={"messages": "dialog"}))["messages"] == PLAIN
     assert parse_record({"dialog": SHAREGPT}, RecordFormat(columns={"messages": "dialog"}))["messages"] == PLAIN
-    record = {"messages": PLAIN, "label": 0}
+    record = {"messages": PLAIN, "label": 0, "functions": [{"name": "look"}]}
     assert parse_record(record, RecordFormat(columns={"messages": "messages"})) == {"messages": PLAIN}
 
 
@@ -206,3 +208,10 @@ def test_a_function_call_is_a_tool_call() -> None:
         assert parse_record({"messages": turns}) == {"messages": PLAIN}
     result = {"role": "tool_response", "content": "2"}
     assert parse_record({"messages": [result]})["messages"] == [{"role": "tool", "content": "2"}]
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_former_functions_are_tools(as_text: bool) -> None:
+    functions = [{"name": "look", "parameters": {}}]
+    record = {"messages": PLAIN, "functions": json.dumps(functions) if as_text else functions}
+    assert parse_record(record)["tools"] == [{"type": "function", "function": functions[0]}]
