@@ -71,8 +71,8 @@ class OnlineLearner(Learner):
         share: of the time, that learning may take while texts are decoded; otherwise it takes all, until it has gone
             four times over what was read.
         num_bytes: of states of decoded texts, in memory only.
-        folder: where the weights in use and counters are kept, and taken from at the start; None = nowhere. No text is
-            ever written, only how often the texts have each token.
+        folder: where the weights in use, the optimizer and counters are kept, and taken from at the start; None =
+            nowhere. No text is ever written, only how often the texts have each token.
         trial_seconds: between two comparisons.
         tokens_per_step: tokens of a step of learning.
         muon_learning_rate, learning_rate: of hidden matrices, and of all other weights (`MuonWithAdamW`).
@@ -148,13 +148,20 @@ class OnlineLearner(Learner):
         if state is not None:
             self.heads.write_weights(state.in_use)
             self._student.write_weights(state.in_use)
-            counters = state.counters
-            self._before = counters["num_texts"], counters["num_tokens"], counters["num_learned"]
-            self._num_trials, self._num_swaps = counters["num_trials"], counters["num_swaps"]
-            self.trials.extend(Trial(**trial) for trial in counters["trials"])
         self._in_use = self._student.copy_weights()
         self._counts = self._student.token_counts
         self._restart_optimizer()
+        if state is None:
+            return
+        parameters = dict(self._student.named_parameters())
+        for name, value in state.optimizer.items():
+            parameter, _, kind = name.rpartition("/")
+            self._optimizer.state[parameters[parameter]][kind] = value.to(self.target.device)
+            self._num_steps = WARMUP_STEPS
+        counters = state.counters
+        self._before = counters["num_texts"], counters["num_tokens"], counters["num_learned"]
+        self._num_trials, self._num_swaps = counters["num_trials"], counters["num_swaps"]
+        self.trials.extend(Trial(**trial) for trial in counters["trials"])
 
     # Decoding's side.
 
@@ -270,9 +277,19 @@ class OnlineLearner(Learner):
         return LearningProgress(*counts, self._num_trials, self._num_swaps, tuple(self.trials))
 
     def save(self) -> None:
-        """Writes the weights in use and the counters to the folder, if there is one."""
-        if self.folder is not None:
-            write_state(self.folder, self.heads, LearnerState(self._in_use, asdict(self.progress), self._origin))
+        """Writes the weights in use, the optimizer and the counters to the folder, if there is one: whole, or not at
+        all."""
+        if self.folder is None:
+            return
+        own = self._student.copy_weights()
+        is_same = all(torch.equal(own[n], self._in_use[n]) for n in self._student.vocabulary_buffers if n in own)
+        moments = {
+            f"{name}/{kind}": value
+            for name, parameter in self._student.named_parameters()
+            if is_same or "lm_head" not in name.split(".")
+            for kind, value in self._optimizer.state.get(parameter, {}).items()
+        }
+        write_state(self.folder, self.heads, LearnerState(self._in_use, moments, asdict(self.progress), self._origin))
 
     def _run(self) -> None:
         device = self.target.device
