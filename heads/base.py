@@ -166,7 +166,8 @@ class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[mis
             document_ids: [B, T], for rows that hold several documents. Each document is unrolled by itself (see
                 `split_documents`), so `unroll` sees single documents only.
             num_groups: as in `split_documents`.
-            token_seeds: as in `unroll_where`; None = in training mode drawn from torch's global generator.
+            token_seeds: as in `unroll_where`; None = in training mode with a `loss_mask` drawn from
+                torch's global generator.
 
         `loss_mask`, `document_ids` and `token_seeds` are read on the host, which waits for those on a device.
         """

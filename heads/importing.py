@@ -57,7 +57,7 @@ def build_heads(imported: Imported, target: Target, path: str, *, dtype: torch.d
     kind_class = find_kind(imported.kind)
     try:
         config = kind_class.config_class.from_target(target, **imported.settings)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         refuse(path, str(error))
     with torch.device("meta"):  # a wrong size in a config may ask for more memory than there is
         imported.check(kind_class(config), path)

@@ -197,14 +197,16 @@ def read_layer_ids(reading: Reading) -> list[int]:
     stated, own = published.setting(IDS), published.own_setting("feature_layers")
     usual = authors_layers(num_layers)
     if own is not None:
-        return list(own)
+        if not isinstance(own, list):
+            reading.refuse(f"{OWN_KEY}.feature_layers is {own!r}, and should be a list of layers")
+        return own
     if stated is None:
         if not 0 < usual[0] < usual[1] < usual[2]:
             reading.refuse(
                 f"config.json has no {IDS}, and the usual {usual} of a target of {num_layers} layers are not distinct"
             )
         return usual
-    ids = _read_counting(reading, reading.layers(IDS, 0, num_layers), usual)
+    ids = _read_counting(reading, reading.layers(IDS, -1, num_layers), usual)
     if num_layers in ids:
         reading.refuse(
             f"layer ids {ids} tap the state after the last layer. Here hidden_states[{num_layers}] comes after the "

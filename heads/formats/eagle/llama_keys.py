@@ -142,6 +142,8 @@ def _read_windows(reading: Reading) -> dict[str, Any]:
     """Settings of `WindowedConfig`, which checks them. Configs of other models keep a number that no layer uses."""
     published = reading.published
     types, is_used = published.setting("layer_types", []), published.setting("use_sliding_window", True)
+    if not isinstance(types, list):
+        reading.refuse(f"layer_types is {types!r}, and should be a list")
     has_window = published.setting("sliding_window") is not None and is_used
     window = reading.integer("sliding_window") if has_window else None
     if window is not None and not types:
@@ -162,7 +164,7 @@ def _read_rope(reading: Reading) -> dict[str, Any]:
         stated |= {key: one for key, one in value.items() if one is not None}
     rope: dict[str, Any] = {"rope_type": stated.pop("type", "default"), **stated}
     kind = rope["rope_type"]
-    if kind not in ROPE_TYPES:
+    if str(kind) not in ROPE_TYPES:
         reading.refuse(f"RoPE of type {kind!r} is not read; allowed are {', '.join(ROPE_TYPES)}")
     if lost := [key for key in ROPE_TYPES[kind] if not is_number(rope.get(key))]:
         reading.refuse(f"RoPE of type {kind!r} has no number for {', '.join(lost)}")

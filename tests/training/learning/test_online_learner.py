@@ -301,18 +301,6 @@ def test_folders_of_others_are_refused(target: Target, tmp_path: Path) -> None:
         OnlineLearner(target, make("mtp", target), folder=tmp_path / "mtp")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_heads_of_a_bfloat16_target_learn(kind: str) -> None:
-    target = Target.of(tiny_target("llama", num_hidden_layers=2).to(torch.bfloat16))
-    heads = make(kind, target).to(torch.bfloat16)
-    learner = OnlineLearner(target, heads)
-    decoder = Decoder(target, heads, learner=learner, tree="chain:2")
-    for number in range(8):
-        decode(decoder, PROMPTS[0] + [number])
-    assert learner.learn() > 0
-    assert learner.compare() is not None
-
-
 def test_decoding_goes_on_when_a_learner_fails(target: Target, caplog: pytest.LogCaptureFixture) -> None:
     heads = make("mtp", target)
     learner = OnlineLearner(target, heads)
