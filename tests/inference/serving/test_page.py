@@ -43,7 +43,7 @@ def open_page(browser: Any, address: str, **options: Any) -> Iterator[Any]:
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: request.url.startswith(address) or errors.append(request.url))
     page.goto(address)
-    page.wait_for_function("document.getElementById('model').textContent != 'connecting…'")
+    page.locator("#model").filter(has_not_text="connecting…").wait_for()  # the page's policy forbids polling by eval
     yield page
     context.close()
     assert errors == []
