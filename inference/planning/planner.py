@@ -14,13 +14,13 @@ from draftsmith.inference.planning.memory import load_learned, store_learned
 from draftsmith.inference.trees.policy import TreePolicy
 
 HOLD = 4  # steps that a choice holds
-WINDOW = 128  # rows that means are of, about
+WINDOW = 128  # steps of one row that means are of, about
 MIN_GAIN = 0.03  # drafting must be expected to gain this much over plain decoding
 # A policy that has not run lately may be faster than it looks: by HOPE / sqrt(1 + its steps). Then it is tried for a
 # few steps. Trials may cost this share of the time, and FIRST_TRIALS plain steps at the beginning.
 HOPE, TRIAL_SHARE, FIRST_TRIALS = 0.3, 0.01, 1.0
 TOKENS_PER_DOUBLING = 0.4  # a first guess: what twice as many nodes accept more
-PRIOR_ROWS = 4.0  # that the first guess of accepted tokens weighs as much as
+PRIOR_STEPS = 4.0  # of one row, that the first guess of accepted tokens weighs as much as
 STORE_SECONDS = 10.0  # of a long text what was learned is stored this often
 
 
@@ -32,17 +32,17 @@ class AcceptedTokens:
     """
 
     def __init__(self, tokens: Sequence[float]) -> None:
-        self.sums = [[PRIOR_ROWS * most, PRIOR_ROWS * few] for few, most in zip([1.0, *tokens], tokens, strict=False)]
+        self.sums = [[PRIOR_STEPS * most, PRIOR_STEPS * few] for few, most in zip([1.0, *tokens], tokens, strict=False)]
 
     def expect(self) -> list[float]:
         """Tokens a step with each policy emits, after 1.0 for plain decoding."""
         return [1.0, *accumulate((most / few for most, few in self.sums), mul)]
 
-    def learn(self, drafted: int, row: Sequence[int]) -> None:
-        """Takes in how many tokens of each policy a row has accepted in a step with policy `drafted`."""
-        for sums, few, most in zip(self.sums[: drafted + 1], [0, *row], row, strict=False):
+    def learn(self, drafted: int, counted: Sequence[float], *, weight: float) -> None:
+        """Takes in how many tokens of each policy were accepted in a step with policy `drafted`."""
+        for sums, few, most in zip(self.sums[: drafted + 1], [0.0, *counted], counted, strict=False):
             for place, accepted in enumerate((most, few)):
-                sums[place] += 1.0 + accepted - sums[place] / WINDOW
+                sums[place] += weight * (1.0 + accepted - sums[place] / WINDOW)
 
 
 class Planner:
@@ -150,10 +150,7 @@ class Planner:
         self._seen[place] += 1.0
         if place:
             self._drafted.add(self._do_sample)
-            # A batch takes as long as its slowest rows: larger trees would look better from those that end early.
-            slowest = sorted(zip(left, counted, strict=True), key=lambda one: -one[0])[: (len(counted) + 1) // 2]
-            for _, row in slowest:
-                self._tokens[self._do_sample].learn(place - 1, row)
+            self._tokens[self._do_sample].learn(place - 1, _average(counted, left), weight=len(left) ** 0.5)
         if self._clock() - self._stored > STORE_SECONDS:
             self.store()
 
@@ -163,3 +160,18 @@ class Planner:
             tokens = {kind: each.expect()[1:] for kind, each in self._tokens.items() if kind in self._drafted}
             store_learned(self._file, (self._costs.learned(), tokens))
         self._stored = self._clock()
+
+
+def _average(counted: Sequence[Sequence[int]], left: Sequence[int]) -> list[float]:
+    """Accepted tokens of each policy in a step of several rows: halfway between the mean of the rows and how much
+    shorter the longest rest became.
+
+    Where passes over fewer rows take as long, a batch takes as long as its slowest row, and drafts make one row slower
+    than the others, if only by chance. Where they take less, it takes as long as all rows together.
+    """
+    kept = [[min(accepted, rest - 1) for accepted in row] for row, rest in zip(counted, left, strict=True)]
+    average = []
+    for accepted in zip(*kept, strict=True):
+        longest = max(rest - one for one, rest in zip(accepted, left, strict=True))
+        average.append((sum(accepted) / len(left) + max(left) - longest) / 2)
+    return average
