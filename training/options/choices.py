@@ -8,7 +8,6 @@ Legend: D hidden size, I intermediate size, V vocabulary of the target.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import logging
@@ -25,7 +24,7 @@ import torch
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.draft_vocabulary import default_draft_vocabulary
 from draftsmith.heads.formats.native_mtp import find_modules
-from draftsmith.heads.formats.registry import PLACES, serves, settings_for
+from draftsmith.heads.formats.registry import serves, settings_for
 from draftsmith.heads.registration import find_kind
 from draftsmith.inference.targets.files import read_config
 from draftsmith.inference.targets.model_config import find_auto_class, find_length_limit, has_fast_bfloat16
@@ -175,35 +174,32 @@ def _count(module: torch.nn.Module) -> int:
 
 
 def wants_choices(given: Mapping[str, Sequence[str]], *, has_file: bool) -> bool:
-    """Whether to choose: as `choose` says, and without it for new heads of a target.
+    """Whether to choose: as `choose` says, and without it for new heads of a target. Never without a target's name.
 
     Args:
         has_file: a file gives options. With one that names the kind, nothing is chosen.
     """
+    if not given.get("target"):
+        return False
     if "choose" in given and given["choose"] != ["none"]:
         return _is_on(given, "choose")
-    return "target" in given and "init_heads" not in given and not (has_file and "head_type" in given)
+    return "init_heads" not in given and not (has_file and "head_type" in given)
 
 
 def choose_options(given: Mapping[str, Sequence[str]], overrides: Mapping[str, Any]) -> Choices:
     """The options that the user leaves open.
 
     Args:
-        given: the options that are given, with their words.
+        given: the options that are given, with their words. They are checked, unless there is no data set.
         overrides: the head_overrides that are given.
 
     Raises:
         ValueError: there is no data set, and how to make one; or there is none of that name.
     """
-    (name,) = given["target"]
+    name = given["target"][0]
     if "dataset" not in given:
         raise ValueError(MAKE_DATA.format(target=name))
     given = {key: words for key, words in given.items() if (key, [*words]) != ("served_by", ["none"])}
-    for place in given.get("served_by", ()):
-        if place not in PLACES:
-            near = difflib.get_close_matches(place, PLACES, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"got --for {place}: {hint}heads can be made for {', '.join(PLACES)}")
     machine = Machine.find(given)
     shape = Shape.read(name, trust_remote_code=_is_on(given, "trust_remote_code"))
     chosen = [one for one in _choose(given, overrides, shape, machine) if one.name not in given]
