@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers.hf_argparser import string_to_bool
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.draft_vocabulary import default_draft_vocabulary
@@ -165,8 +167,12 @@ class Shape:
 
 
 def _is_on(given: Mapping[str, Sequence[str]], name: str) -> bool:
-    """Whether a switch is given, with true or without a value."""
-    return name in given and [word.lower() for word in given[name]] in ([], ["true"])
+    """Whether a switch is given, without a value or with one that the parser reads as true."""
+    words = given.get(name, ["false"])
+    try:
+        return not words or string_to_bool(words[0])
+    except ArgumentTypeError:  # `none`, or what the parser refuses
+        return False
 
 
 def _count(module: torch.nn.Module) -> int:

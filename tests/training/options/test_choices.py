@@ -188,6 +188,12 @@ def test_a_run_with_nothing_but_a_target_and_data(train: Runner, caplog: pytest.
     assert DraftHeads.from_pretrained(train.output_dir).config.head_type == "eagle3"
 
 
+@pytest.mark.parametrize("words", [["1"], ["Yes"], ["true"], []])
+def test_a_gpu_that_the_run_does_not_use_is_not_counted(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Machine.find({"use_cpu": words}).name == "the CPU"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
