@@ -183,9 +183,7 @@ def read_text(
     hits = torch.zeros(len(steps), length, dtype=torch.bool)
     is_drafted = torch.zeros_like(hits)
     for row, step in enumerate(steps):
-        slots = torch.arange(length) if step.slots is None else step.slots[0]
-        columns = ((slots >= 0) & (slots + step.shift < length)).nonzero()[:, 0]
-        slots = slots[columns]
+        columns, slots = step.find_predicted(torch.ones(1, length, dtype=torch.bool))
         drafts = step.score(step.hidden[0, columns.to(ids.device)]).argmax(-1)
         drafts = drafts if vocabulary is None else vocabulary[drafts]
         hits[row, slots + 1] = (drafts == ids[0, (slots + step.shift).to(ids.device)]).cpu()
