@@ -153,7 +153,7 @@ class BenchmarkArguments:
         )
 
 
-def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
+def run(args: BenchmarkArguments, console: Console) -> None:
     """Measures every prompt file x temperature x batch size. The files are written after each report."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -208,7 +208,6 @@ def run(args: BenchmarkArguments, console: Console) -> list[dict[str, Any]]:
             del measured  # its buffers
     if written := [name for name in (args.json, args.markdown, args.results) if name is not None]:
         console.print(f"Wrote {', '.join(written)}.", markup=False, highlight=False)
-    return reports
 
 
 def main() -> None:

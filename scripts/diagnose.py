@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -112,7 +113,8 @@ def examine(args: DiagnoseArguments) -> tuple[Case, Any]:
     if vocabulary is not None:
         vocabulary.limit(heads, tokenizer)
     view = heads.for_target(target)
-    record, config = _read_record(args.heads), _read_config(args.heads)
+    record = _read_optional(Path(args.heads) / "training_record.json", json.loads)
+    config = _read_optional(Path(args.heads) / "training_config.yaml", yaml.safe_load)
     data = _find_data(args, config, target, tokenizer)
     prompts, system = _find_prompts(args, data, tokenizer)
     evidence = gather_evidence(
@@ -160,18 +162,9 @@ def _choose_number(args: DiagnoseArguments, seconds: float, *, num_prompts: int)
     return num_prompts
 
 
-def _read_record(heads: str) -> dict[str, Any]:
-    """The record of the training, if there is one."""
-    file = Path(heads) / "training_record.json"
-    record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return record
-
-
-def _read_config(heads: str) -> dict[str, Any]:
-    """The options of the training, if they are there."""
-    file = Path(heads) / "training_config.yaml"
-    config: dict[str, Any] = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return config or {}
+def _read_optional(file: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    """What a file of the training holds; {} if there is no file."""
+    return (parse(file.read_text(encoding="utf-8")) if file.is_file() else None) or {}
 
 
 def _find_data(args: Any, config: dict[str, Any], target: Target, tokenizer: Any) -> TrainingData | None:

@@ -7,7 +7,7 @@ Heads, a small model (--drafter_model) or n-grams of the text (--ngrams) draft.
 
 In a terminal, the program is a chat: /help lists its commands, Ctrl-C ends a reply, Ctrl-D ends the program. With
 --prompt it answers one prompt. In a pipe it answers each line of the standard input. The text goes to the standard
-output, the counts to the standard error.
+output, the counts to the standard error. A terminal shows accepted drafts in colour, by depth; with NO_COLOR set, not.
 
 With --distributed, several processes decode (there, Ctrl-C ends them all):
 
@@ -41,12 +41,12 @@ GROUPS = {
     "prompt": "prompt system raw",
     "sampling": "max_new_tokens temperature top_k top_p seed",
     "drafting": "tree acceptance staged distributed",
-    "output": "compare color",
+    "output": "compare",
 }
 
 
 def run(args: GenerateArguments) -> None:
-    console = Console(no_color=not args.color or None, highlight=False)
+    console = Console(highlight=False)
     is_chat = args.prompt is None and sys.stdin.isatty()
     with closing(ChatSession(args, console, is_chat=is_chat)) as session:
         if is_chat:

@@ -22,6 +22,7 @@ from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
 from draftsmith.scripts.benchmarks import llama_process
 from draftsmith.scripts.measuring.measure import Batch, Run, Settings
+from draftsmith.training.data.reply_spans import find_special_ids
 
 NORMAL, CONTROL = 1, 3  # types of tokens
 SIZES = {
@@ -66,9 +67,7 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
     """A byte-level BPE tokenizer and its chat template, as metadata."""
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    special = set(tokenizer.all_special_ids) | {
-        place for place, one in tokenizer.added_tokens_decoder.items() if one.special
-    }
+    special = find_special_ids(tokenizer)
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",

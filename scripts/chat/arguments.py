@@ -55,7 +55,6 @@ class GenerateArguments:
         default=False, help="Under torchrun: this process drafts, in chains, while all other ranks verify."
     )
     raw: bool = option(default=False, help="Continue the prompt without the chat template.")
-    color: bool = option(default=True, help="Show accepted drafts in colour, by depth (in a terminal).")
 
     def __post_init__(self) -> None:
         self.vocabulary = DraftVocabulary.of(self)

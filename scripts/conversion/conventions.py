@@ -168,12 +168,11 @@ def measure_cross_entropy(target: Target, heads: DraftHeads, texts: Sequence[Ten
         logits = target.compute_logits(encoded.last_hidden)[0].float()
         if (vocabulary := heads.draft_token_ids) is not None:
             logits = logits[:, vocabulary]
+        is_reply = torch.arange(ids.shape[1])[None] >= length
         for step in heads.unroll(encoded.features, ids)[:NUM_STEPS]:
-            slots = torch.arange(ids.shape[1], device=ids.device) if step.slots is None else step.slots[0]
-            drafted = slots + step.shift
-            counts = (slots >= 0) & (drafted >= length) & (drafted < ids.shape[1])
-            teacher = logits[drafted[counts] - 1].softmax(-1)
-            found.append(-(teacher * step.head(step.hidden[0, counts]).float().log_softmax(-1)).sum(-1))
+            columns, slots = step.find_predicted(is_reply)
+            teacher = logits[slots + step.shift - 1].softmax(-1)
+            found.append(-(teacher * step.head(step.hidden[0, columns]).float().log_softmax(-1)).sum(-1))
     return torch.cat(found).cpu()
 
 

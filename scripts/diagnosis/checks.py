@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.heads import DraftHeads
@@ -63,12 +63,12 @@ class Case:
     evidence: Evidence
     conventions: list[Convention]
     chat_format: str
-    record: dict[str, Any] = field(default_factory=dict)
-    scores_all: bool = False
-    system: str = ""
-    data: TrainingData | None = None
-    max_length: int | None = None
-    speed: Speed | None = None
+    record: dict[str, Any]
+    scores_all: bool
+    system: str
+    data: TrainingData | None
+    max_length: int | None
+    speed: Speed | None
 
 
 def find_faults(case: Case) -> list[Finding]:

@@ -111,7 +111,7 @@ def gather_evidence(
     prompts: Sequence[Tensor],
     *,
     max_new_tokens: int,
-    choose_number: Callable[[float], int] | None = None,
+    choose_number: Callable[[float], int],
 ) -> Evidence:
     """Decodes the prompts, [1, L] int64 each, greedily and at T = 1.
 
@@ -119,8 +119,7 @@ def gather_evidence(
     forward; the others together.
 
     Args:
-        choose_number: how many of the prompts to take, given the seconds that a text of all new tokens takes; None =
-            all.
+        choose_number: how many of the prompts to take, given the seconds that a text of all new tokens takes.
     """
     depth = min(DEPTH, heads.max_depth or DEPTH)
     decode = OurDecoding(target, heads, tree=f"chain:{depth}")
@@ -134,7 +133,7 @@ def gather_evidence(
         texts.append(read_text(target, heads, output.sequences, ids.shape[1], accepted, depth))
         stats += output.stats
         num_steps += len(accepted)
-        if len(texts) == 1 and choose_number is not None:
+        if len(texts) == 1:
             share = max(0.25, output.stats.num_new_tokens / max_new_tokens)  # its prompt takes time, too
             named = named[: choose_number((time.perf_counter() - start) / share)]
     for prompt, ids, more in _decode_together(decode, named[len(texts) :], Settings(**options)):
@@ -183,9 +182,7 @@ def read_text(
     hits = torch.zeros(len(steps), length, dtype=torch.bool)
     is_drafted = torch.zeros_like(hits)
     for row, step in enumerate(steps):
-        slots = torch.arange(length) if step.slots is None else step.slots[0]
-        columns = ((slots >= 0) & (slots + step.shift < length)).nonzero()[:, 0]
-        slots = slots[columns]
+        columns, slots = step.find_predicted(torch.ones(1, length, dtype=torch.bool))
         drafts = step.score(step.hidden[0, columns.to(ids.device)]).argmax(-1)
         drafts = drafts if vocabulary is None else vocabulary[drafts]
         hits[row, slots + 1] = (drafts == ids[0, (slots + step.shift).to(ids.device)]).cpu()

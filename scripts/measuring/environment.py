@@ -48,7 +48,7 @@ def describe_environment(target: Target, settings: Settings, /, **details: Any) 
 def describe_program() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
-        "commit": _read_commit(),
+        "commit": read_commit(ROOT),
         "command": shlex.join(["python", *map(_shorten, sys.argv)]),
     }
 
@@ -82,12 +82,14 @@ def _read_cpu() -> tuple[str, list[str]]:
     return f"{name}, {os.cpu_count()} cores", [flag for flag in CPU_FLAGS if flag in flags]
 
 
-def _read_commit() -> str | None:
-    """The commit that is checked out, with a + if tracked files have changed; None without git."""
+def read_commit(folder: Path) -> str | None:
+    """The commit that is checked out, with a + if tracked files have changed; None for no checkout, or without git."""
+    if not (folder / ".git").exists():  # git would answer for a repository around the folder
+        return None
 
     def git(*words: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, check=True
         ).stdout.strip()
 
     try:

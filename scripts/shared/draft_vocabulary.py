@@ -27,7 +27,6 @@ class DraftVocabulary:
     size: int
     data: list[str]
     _counts: Tensor | None = None
-    _counted_with: Any = None
 
     @classmethod
     def of(cls, args: Any) -> DraftVocabulary | None:
@@ -48,13 +47,13 @@ class DraftVocabulary:
         return cls(args.draft_vocab_size, args.draft_vocab_data)
 
     def limit(self, heads: DraftHeads, tokenizer: Any) -> None:
-        """Limits heads, and counts the tokens of the data when it is first called with a tokenizer."""
-        if self.data and self._counted_with is not tokenizer:
+        """Limits heads, and counts the tokens of the data when it is first called."""
+        if self.data and self._counts is None:
             from draftsmith.training.data.collation import count_tokens
             from draftsmith.training.data.options import DataArguments
             from draftsmith.training.data.training_sets import load_every_row
 
             rows = load_every_row(DataArguments(dataset=self.data), tokenizer)
-            self._counts, self._counted_with = count_tokens(rows, heads.config.target_vocab_size), tokenizer
+            self._counts = count_tokens(rows, heads.config.target_vocab_size)
         own = heads.config.target_vocab_size if heads.draft_token_ids is None else len(heads.draft_token_ids)
         heads.limit_vocabulary(min(self.size, own), self._counts)  # beside heads that score more

@@ -285,18 +285,11 @@ def heads_path(small_chat: str, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return path
 
 
-def decode_all(**options: Any) -> tuple[list[dict[str, Any]], str]:
-    console = Console(file=io.StringIO(), width=150)
-    settings = {"device": "cpu", "compile": False, "dtype": "float32", "minutes": 0.0, **options}
-    reports = benchmark.run(BenchmarkArguments(**settings), console)
-    return reports, console.file.getvalue()  # type: ignore[attr-defined]
-
-
 def test_a_run_over_batch_sizes(small_chat: str, heads_path: Path, prompts: Path, tmp_path: Path) -> None:
     """Every row of every batch has the text that its prompt gets by itself; contenders without batches say so."""
     sizes, trees = [1, 2], ["chain:1", "dynamic:2,2,4"]
     files = {name: str(tmp_path / "out" / f"report.{name}") for name in ("json", "markdown")}
-    _, printed = decode_all(
+    args = BenchmarkArguments(
         target=small_chat,
         prompts=[str(prompts)],
         heads=[str(heads_path)],
@@ -305,8 +298,14 @@ def test_a_run_over_batch_sizes(small_chat: str, heads_path: Path, prompts: Path
         max_new_tokens=4,
         tree=trees,
         repeats=1,
+        minutes=0.0,
+        dtype="float32",
+        device="cpu",
+        compile=False,
         **files,
     )
+    printed = io.StringIO()
+    benchmark.run(args, Console(file=printed, width=150))
     reports = json.loads(Path(files["json"]).read_text())["reports"]
     for size, report in zip(sizes, reports, strict=True):
         environment, num_rows = report["environment"], 3 + -3 % size
@@ -328,7 +327,7 @@ def test_a_run_over_batch_sizes(small_chat: str, heads_path: Path, prompts: Path
             if name in (TRANSFORMERS, PLAIN):
                 assert row["acceptance_length"] == 1.0
     for text in ("of the first prompts; they count", "untrained, chain:1", "Fastest drafter: ", "Wrote "):
-        assert text in printed
+        assert text in printed.getvalue()
     page = Path(files["markdown"]).read_text()
     for text in ("× generate", "× fastest plain", "overhead", "untrained, chain:1"):
         assert f"| {text} |" in page

@@ -276,7 +276,9 @@ def test_texts_decoded_together_are_those_decoded_alone(
 def _gather(steps: int, target: Any, heads: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch) -> Evidence:
     monkeypatch.setattr(gathering, "STEPS_ALONE", steps)
     monkeypatch.setattr(gathering, "ROWS", 2)
-    return gathering.gather_evidence(target, heads, prompts, max_new_tokens=12)
+    return gathering.gather_evidence(
+        target, heads, prompts, max_new_tokens=12, choose_number=lambda seconds: len(prompts)
+    )
 
 
 def test_evidence_without_texts_has_no_agreement() -> None:

@@ -14,6 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from draftsmith.scripts import inspect_data
+from draftsmith.training.data.conversations import load_conversations
 from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.training.conversation_cases import sharegpt, tokenize, write
@@ -75,6 +76,21 @@ def test_counts_are_those_of_a_loop_over_the_lines(tmp_path: Path, capsys: pytes
     assert f"{files[0]}: 21 conversations of 24 records\n  dropped 2: no token" in output
     assert re.search(rf"turns {num_turns}\b.*\b{num_replies}\b.*\n.*tokens {sum(lengths)}\b.*\b{num_trained}\b", output)
     assert "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Yo<|im_end|>]]\n" in output
+
+
+def test_the_first_samples_are_those_that_training_reads(tmp_path: Path) -> None:
+    """Of all files and sets together; a set that training does not reach is not counted."""
+    (tmp_path / "folder").mkdir()
+    for name, count in (("folder/a.jsonl", 2), ("folder/b.jsonl", 3), ("c.jsonl", 3), ("d.jsonl", 1)):
+        write(tmp_path / name, ["{", *[{"prompt": "Hi", "response": name}] * count])
+    report = tmp_path / "counts.json"
+    sets = (tmp_path / "folder", tmp_path / "c.jsonl", tmp_path / "d.jsonl")
+    for max_samples, expected in ((4, [4]), (7, [5, 2]), (9, [5, 3, 1])):
+        inspect("--dataset", *sets, "--max_samples", max_samples, "--json", report)
+        found = json.loads(report.read_text())
+        assert [each["num_conversations"] for each in found["sets"]] == expected
+        rows = load_conversations([*map(str, sets)], max_samples=max_samples, skip_bad_lines=True)
+        assert found["total"]["num_conversations"] == len(rows) == max_samples
 
 
 def test_what_is_not_learned_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

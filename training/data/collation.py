@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from draftsmith.heads.modules.host_tensors import OnHost, read_on_host
 from draftsmith.inference.noise import derive_seeds
 
+MULTIPLE = 8  # T is rounded up to it
+
 
 @dataclass(frozen=True)
 class ConversationCollator:
@@ -33,15 +35,13 @@ class ConversationCollator:
 
     Args:
         pad_token_id: any valid id: padding is masked everywhere.
-        multiple_of: T is rounded up to it.
     """
 
     pad_token_id: int
-    multiple_of: int = 8
 
     def __call__(self, rows: Sequence[dict[str, list[int]]]) -> dict[str, Tensor | OnHost]:
         longest = max(len(row["input_ids"]) for row in rows)
-        length = -(-longest // self.multiple_of) * self.multiple_of
+        length = -(-longest // MULTIPLE) * MULTIPLE
 
         def pad(values: Iterable[Tensor], fill: int) -> Tensor:
             return torch.stack([F.pad(value, (0, length - len(value)), value=fill) for value in values])

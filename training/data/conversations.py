@@ -114,7 +114,7 @@ def load_conversations(
     """
     parts, missing, first_problem = [], max_samples, ""
     places = map(Place.find, paths, splits or ["train"] * len(paths))
-    for part in (part for place in places for part in read_place(place, record_format, max_samples)):
+    for part in (part for place in places for part in read_place(place, record_format, missing)):
         problems = [problem for problem in part["problem"] if problem]
         if problems and not skip_bad_lines:
             raise BadLineError(f"{problems[0]}. Correct it, or skip such lines with --skip_bad_lines true")
@@ -123,7 +123,6 @@ def load_conversations(
             logger.warning("skipped %d malformed lines; the first: %s", len(problems), problems[0])
             part = part.select([row for row, problem in enumerate(part["problem"]) if not problem])
         if missing is not None:
-            part = part.select(range(min(missing, len(part))))
             missing -= len(part)
         if len(part):
             parts.append(part.remove_columns("problem"))
@@ -140,16 +139,26 @@ def read_place(
     """Yields one dataset per file, or one for a repository: `conversation` (JSON) and `problem` (empty = a good line).
 
     Args:
-        max_samples: the number of good lines to read of each file or repository.
+        max_samples: the number of good lines to read of all files together; None = all.
     """
     for source in place.files or (place.load_repository(),):
+        if max_samples == 0:
+            return
         key: dict[str, Any] = {"version": _CACHE_VERSION}
         if isinstance(source, Path):
             stat, source = source.stat(), source.resolve()
             key |= {"size": stat.st_size, "changed": stat.st_mtime_ns}
         # `datasets` hashes the arguments into the cache key, so they hold everything that the result depends on.
         arguments = {"source": source, "label": place.label, "record_format": record_format, "max_samples": max_samples}
-        yield datasets.Dataset.from_generator(_generate_rows, features=_PARSED, gen_kwargs={**arguments, "key": key})
+        part = datasets.Dataset.from_generator(_generate_rows, features=_PARSED, gen_kwargs={**arguments, "key": key})
+        if max_samples is not None:
+            max_samples -= count_good(part)
+        yield part
+
+
+def count_good(part: datasets.Dataset) -> int:
+    """The conversations of a dataset from `read_place`."""
+    return sum(not problem for problem in part["problem"])
 
 
 def iterate_place(

@@ -13,7 +13,7 @@ import datasets
 import pyarrow.compute
 
 from draftsmith.training.data.chat_tokens import count_problems, tokenize_conversations
-from draftsmith.training.data.conversations import Place, iterate_place, parse_row, read_place
+from draftsmith.training.data.conversations import Place, count_good, iterate_place, parse_row, read_place
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.data.streaming import VOCABULARY_ROWS
 
@@ -74,15 +74,21 @@ def count_trained(rows: datasets.Dataset) -> int:
 
 
 def measure_sets(data_args: DataArguments, tokenizer: Any) -> list[MeasuredSet]:
-    """Reads each of `dataset`; of a stream, the first `VOCABULARY_ROWS` records of each.
+    """Reads each of `dataset`, up to `max_samples`; of a stream, the first `VOCABULARY_ROWS` records of each.
 
     Raises:
         ValueError: a missing file, a set without a conversation, or an unusable tokenizer.
     """
-    return [
-        _measure_set(Place.find(name, split), data_args, tokenizer)
-        for name, split in zip(data_args.dataset, data_args.splits, strict=True)
-    ]
+    measured, missing = [], data_args.max_samples
+    for name, split in zip(data_args.dataset, data_args.splits, strict=True):
+        if missing == 0:
+            break
+        place = Place.find(name, split)
+        records = _read(place, data_args, missing)
+        measured.append(_measure_set(place.label, records, data_args, tokenizer))
+        if missing is not None:
+            missing -= count_good(records)
+    return measured
 
 
 def join_sets(parts: Sequence[MeasuredSet]) -> MeasuredSet:
@@ -97,14 +103,13 @@ def join_sets(parts: Sequence[MeasuredSet]) -> MeasuredSet:
     )
 
 
-def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> MeasuredSet:
-    records = _read(place, data_args)
+def _measure_set(name: str, records: datasets.Dataset, data_args: DataArguments, tokenizer: Any) -> MeasuredSet:
     problems = records["problem"][:]
     conversations = records.select([row for row, problem in enumerate(problems) if not problem])
     dropped = Counter(_without_place(problem) for problem in problems if problem)
     if not len(conversations):
         first = next((problem for problem in problems if problem), "it is empty")
-        raise ValueError(f"no conversation in {place.label}; the first problem: {first}")
+        raise ValueError(f"no conversation in {name}; the first problem: {first}")
     rows = tokenize_conversations(
         conversations,
         tokenizer,
@@ -117,15 +122,15 @@ def _measure_set(place: Place, data_args: DataArguments, tokenizer: Any) -> Meas
     texts = conversations.select(used)["conversation"]
     turns = Counter(message["role"] for text in texts for message in json.loads(text)["messages"])
     rows = rows.select(used).remove_columns(["problem", "notes"])
-    return MeasuredSet(place.label, len(records), dropped, notes, turns, rows)
+    return MeasuredSet(name, len(records), dropped, notes, turns, rows)
 
 
-def _read(place: Place, data_args: DataArguments) -> datasets.Dataset:
+def _read(place: Place, data_args: DataArguments, max_samples: int | None) -> datasets.Dataset:
     record_format = data_args.record_format()
     if data_args.streaming:
         records = islice(iterate_place(place), VOCABULARY_ROWS)
         return datasets.Dataset.from_list([parse_row(*record, record_format) for record in records])
-    return datasets.concatenate_datasets([*read_place(place, record_format, max_samples=data_args.max_samples)])
+    return datasets.concatenate_datasets([*read_place(place, record_format, max_samples)])
 
 
 def _without_place(problem: str) -> str:

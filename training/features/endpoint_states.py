@@ -104,11 +104,8 @@ class EndpointStates:
         tensors["last"] = self.target.apply_final_norm(states_TLD[:, -1])
         return StoredRow(input_ids, {name: tensors[name] for name in self.names})
 
-    def check_target(self, input_ids: Tensor) -> float:
+    def check_target(self, input_ids: Tensor) -> None:
         """Compares the server with the target here, by the first tokens of a text's ids [T].
-
-        Returns:
-            the largest difference of log-probabilities.
 
         Raises:
             ValueError: another model or other states; gives the difference.
@@ -121,7 +118,6 @@ class EndpointStates:
         logger.info(
             "self-check: log-probabilities from the states differ by %.2g at most from the server's", difference
         )
-        return difference
 
     def check_stored(self, folder: Path, input_ids: Tensor) -> None:
         """Raises ValueError when the store has other states of a text's ids [T] than the server gives now."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,14 +22,6 @@ from draftsmith.training.features.target_options import FeatureArguments
 Collate = Callable[[Any], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class PreparedFeatures:
-    """source: gives the states of a batch of `collate`."""
-
-    source: FeatureSource
-    collate: Collate
-
-
 def prepare_features(
     args: FeatureArguments,
     *,
@@ -41,8 +32,8 @@ def prepare_features(
     max_length: int,
     tokenizer: Any,
     collate: Collate,
-) -> PreparedFeatures:
-    """Returns the features of a run after all checks that are possible now.
+) -> tuple[FeatureSource, Collate]:
+    """Returns what gives the states of a batch, and what makes the batches, after all checks that are possible now.
 
     Args:
         rows: tokenized conversations by purpose, for messages: "training" and "held-out".
@@ -54,13 +45,13 @@ def prepare_features(
     """
     if isinstance(target, FirstLayers):
         served = _prepare_served(args, target, target_name, heads, rows, max_length)
-        return PreparedFeatures(served, TextsCollator(collate))
+        return served, TextsCollator(collate)
     if args.features is None:
-        return PreparedFeatures(OnlineFeatures(target, heads.feature_layers), collate)
+        return OnlineFeatures(target, heads.feature_layers), collate
     store, hint = FeatureStore(Path(args.features)), explain_date(tokenizer)
     check_same_target(store.folder, store.settings.target, identify_target(target, target_name))
     check_complete(store, heads, rows, hint)
-    return PreparedFeatures(StoredFeatures(target, heads.feature_layers, store, hint), TextsCollator(collate))
+    return StoredFeatures(target, heads.feature_layers, store, hint), TextsCollator(collate)
 
 
 def _prepare_served(

@@ -30,12 +30,12 @@ STATE_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3, torch.float16: 2e-2
 
 def check_first_row(
     target: Target, source: FeatureSource, collate: Callable[[Any], Any], rows: Any, feature_layers: Sequence[int]
-) -> float:
+) -> None:
     """Runs `check_features` on the first of a run's rows, collated as the trainer will do it."""
     row = rows.first_rows(1)[0] if isinstance(rows, ConversationStream) else rows[0]
     if "media" in row:  # so that images are compared too
         row = next((rows[number] for number, media in enumerate(rows["media"]) if media), row)
-    return check_features(target, source, feature_layers, send_to_device(collate([row]), target.device))
+    check_features(target, source, feature_layers, send_to_device(collate([row]), target.device))
 
 
 @torch.no_grad()

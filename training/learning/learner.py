@@ -157,7 +157,6 @@ class OnlineLearner(Learner):
         for name, value in state.optimizer.items():
             parameter, _, kind = name.rpartition("/")
             self._optimizer.state[parameters[parameter]][kind] = value.to(self.target.device)
-            self._num_steps = WARMUP_STEPS
         counters = state.counters
         self._before = counters["num_texts"], counters["num_tokens"], counters["num_learned"]
         self._num_trials, self._num_swaps = counters["num_trials"], counters["num_swaps"]

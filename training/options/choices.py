@@ -8,12 +8,12 @@ Legend: D hidden size, I intermediate size, V vocabulary of the target.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import logging
 import math
 import os
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers.hf_argparser import string_to_bool
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.draft_vocabulary import default_draft_vocabulary
 from draftsmith.heads.formats.native_mtp import find_modules
-from draftsmith.heads.formats.registry import PLACES, serves, settings_for
+from draftsmith.heads.formats.registry import serves, settings_for
 from draftsmith.heads.registration import find_kind
 from draftsmith.inference.targets.files import read_config
 from draftsmith.inference.targets.model_config import find_auto_class, find_length_limit, has_fast_bfloat16
@@ -166,8 +167,12 @@ class Shape:
 
 
 def _is_on(given: Mapping[str, Sequence[str]], name: str) -> bool:
-    """Whether a switch is given, with true or without a value."""
-    return name in given and [word.lower() for word in given[name]] in ([], ["true"])
+    """Whether a switch is given, without a value or with one that the parser reads as true."""
+    words = given.get(name, ["false"])
+    try:
+        return not words or string_to_bool(words[0])
+    except ArgumentTypeError:  # `none`, or what the parser refuses
+        return False
 
 
 def _count(module: torch.nn.Module) -> int:
@@ -175,35 +180,32 @@ def _count(module: torch.nn.Module) -> int:
 
 
 def wants_choices(given: Mapping[str, Sequence[str]], *, has_file: bool) -> bool:
-    """Whether to choose: as `choose` says, and without it for new heads of a target.
+    """Whether to choose: as `choose` says, and without it for new heads of a target. Never without a target's name.
 
     Args:
         has_file: a file gives options. With one that names the kind, nothing is chosen.
     """
+    if not given.get("target"):
+        return False
     if "choose" in given and given["choose"] != ["none"]:
         return _is_on(given, "choose")
-    return "target" in given and "init_heads" not in given and not (has_file and "head_type" in given)
+    return "init_heads" not in given and not (has_file and "head_type" in given)
 
 
 def choose_options(given: Mapping[str, Sequence[str]], overrides: Mapping[str, Any]) -> Choices:
     """The options that the user leaves open.
 
     Args:
-        given: the options that are given, with their words.
+        given: the options that are given, with their words. They are checked, unless there is no data set.
         overrides: the head_overrides that are given.
 
     Raises:
         ValueError: there is no data set, and how to make one; or there is none of that name.
     """
-    (name,) = given["target"]
+    name = given["target"][0]
     if "dataset" not in given:
         raise ValueError(MAKE_DATA.format(target=name))
     given = {key: words for key, words in given.items() if (key, [*words]) != ("served_by", ["none"])}
-    for place in given.get("served_by", ()):
-        if place not in PLACES:
-            near = difflib.get_close_matches(place, PLACES, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"got --for {place}: {hint}heads can be made for {', '.join(PLACES)}")
     machine = Machine.find(given)
     shape = Shape.read(name, trust_remote_code=_is_on(given, "trust_remote_code"))
     chosen = [one for one in _choose(given, overrides, shape, machine) if one.name not in given]

@@ -40,7 +40,7 @@ from draftsmith.training.whole_files import write_text
 logger = logging.getLogger(__name__)
 USUAL_TOKENS = 3e6  # that heads learn from: docs/choosing-heads.md
 NUM_EXAMPLES = 4  # prompts that the report shows with their replies
-_SECRET = re.compile(r"(--\w*token[= ])('[^']*'|\S+)")  # records are uploaded
+_SECRET = re.compile(r"(--[\w-]*token[= ])('[^']*'|\S+)")  # records are uploaded
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,8 @@ def measure_pace(trainer: HeadsTrainer, source: FeatureSource) -> Pace:
         if getattr(args, name, None):
             getattr(model, f"{name}_enable")()
             break
-    with torch.random.fork_rng():
+    devices = [args.device] if args.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
         speed = _measure_speed(trainer, source, rows)
         optimizer_seconds = _time_optimizer(trainer)
     model.zero_grad(set_to_none=True)

@@ -32,9 +32,9 @@ from draftsmith.training.data.streaming import VOCABULARY_ROWS, ConversationStre
 from draftsmith.training.data.training_sets import cut_to_limit, load_datasets
 from draftsmith.training.distributed.waiting import one_process_first
 from draftsmith.training.features.endpoint_states import NUM_LAYERS, refuse_without_target
-from draftsmith.training.features.preparation import PreparedFeatures, prepare_features
+from draftsmith.training.features.preparation import Collate, prepare_features
 from draftsmith.training.features.self_check import check_first_row
-from draftsmith.training.features.sources import ReadFeatures
+from draftsmith.training.features.sources import FeatureSource, ReadFeatures
 from draftsmith.training.features.target_loading import (
     check_placement,
     load_first_layers,
@@ -115,15 +115,15 @@ def _prepare(options: RunOptions) -> PreparedRun:
         check_same_run(checkpoint, description, may_differ=args.resume_with_changes)
     num_depths = models.heads.num_unrolled_steps
     check_best_metric(args, num_depths=num_depths, has_prompts=meter is not None, is_joint=options.joint.is_on)
-    features = _prepare_features(options, models, rows)
+    source, collate = _prepare_features(options, models, rows)
     _arrange_rows(options, rows)  # after everything that reads single conversations
-    trainer = _make_trainer(options, models, rows, features, meter, description)
+    trainer = _make_trainer(options, models, rows, source, collate, meter, description)
     if options.features.features_endpoint is None:
-        check_first_row(models.target, features.source, features.collate, rows.train_set, models.heads.feature_layers)
+        check_first_row(models.target, source, collate, rows.train_set, models.heads.feature_layers)
     if is_new:
         _announce_few_tokens(trainer, options.model.target)
     if options.run.time_budget is not None or (options.run.choose and checkpoint is None):
-        _settle_time(options, trainer, features, checkpoint)
+        _settle_time(options, trainer, source, checkpoint)
     if is_main_process:  # now, so that an interrupted run has its configuration
         Path(args.output_dir).mkdir(parents=True, exist_ok=True)
         write_text(Path(args.output_dir) / "training_config.yaml", yaml.safe_dump(settings, sort_keys=False))
@@ -155,16 +155,14 @@ def _announce_few_tokens(trainer: HeadsTrainer, target: str) -> None:
         )
 
 
-def _settle_time(
-    options: RunOptions, trainer: HeadsTrainer, features: PreparedFeatures, checkpoint: Path | None
-) -> None:
+def _settle_time(options: RunOptions, trainer: HeadsTrainer, source: FeatureSource, checkpoint: Path | None) -> None:
     """Measures how long the run will take and says so; a time budget sets its steps. A resumed run keeps its steps."""
     if checkpoint is not None:
         trainer.args.max_steps = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")).max_steps
         return
     if not isinstance(trainer.train_dataset, datasets.Dataset) or options.joint.is_on:
         return  # a stream, or steps that train the target too
-    pace = measure_pace(trainer, features.source)
+    pace = measure_pace(trainer, source)
     if options.run.time_budget is not None:
         pace = replace(pace, num_steps=pace.fit(parse_seconds(options.run.time_budget)))
         trainer.args.max_steps = pace.num_steps
@@ -276,9 +274,9 @@ def _make_meter(options: RunOptions, models: _Models, rows: _Rows, limit: Length
     return None
 
 
-def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> PreparedFeatures:
+def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> tuple[FeatureSource, Collate]:
     tokenizer = models.tokenizer
-    collate: Callable[[Any], dict[str, Any]] = ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0)
+    collate: Collate = ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0)
     if rows.processor is not None:
         collate = ImageCollator(collate, rows.processor)
     return prepare_features(
@@ -308,21 +306,22 @@ def _make_trainer(
     options: RunOptions,
     models: _Models,
     rows: _Rows,
-    features: PreparedFeatures,
+    source: FeatureSource,
+    collate: Collate,
     meter: Callable[[], dict[str, float]] | None,
     description: dict[str, Any],
 ) -> HeadsTrainer:
     args, heads, joint = options.training, models.heads, options.joint
     trainer = (JointTrainer if joint.is_on else HeadsTrainer)(
         target=models.target,
-        features=features.source if isinstance(features.source, ReadFeatures) else None,
+        features=source if isinstance(source, ReadFeatures) else None,
         measure_acceptance=meter,
         run_description=description,
         model=JointModel(heads, models.target, joint) if joint.is_on else heads,
         args=args,
         train_dataset=rows.train_set,
         eval_dataset=rows.eval_set,
-        data_collator=features.collate,
+        data_collator=collate,
     )
     if args.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(args.early_stopping_patience))

@@ -135,7 +135,10 @@ def read_prompts(
         script = list(_strip_replies(messages, max_turns))
         if "assistant" not in script:
             continue  # there is nothing to answer
-        identity = str(record.get("id") or hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16])
+        identity = record.get("id")
+        if identity in (None, ""):
+            identity = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
+        identity = str(identity)
         source = str(record.get("source", Path(place.name).name))
         conversation = Conversation(identity, source, deque(script), tools=parsed.get("tools"))
         if prompts.setdefault(identity, (conversation, script))[1] != script:

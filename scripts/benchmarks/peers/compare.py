@@ -10,7 +10,6 @@ work: torch 2.13 with transformers 4.53.3 for EAGLE, and with transformers 4.36.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from draftsmith.scripts.benchmarks.peers.cases import CASES, PEERS, Case
 from draftsmith.scripts.benchmarks.peers.exports import write_heads, write_target
 from draftsmith.scripts.benchmarks.peers.texts import Text, mean_and_error, trim
 from draftsmith.scripts.benchmarks.peers.worker import Worker
-from draftsmith.scripts.measuring.environment import describe_machine, describe_program
+from draftsmith.scripts.measuring.environment import describe_machine, describe_program, read_commit
 from draftsmith.scripts.measuring.measure import Prompt, load_prompts
 from draftsmith.scripts.measuring.table import Grid
 from draftsmith.scripts.shared.model_loading import load_heads, load_target
@@ -156,14 +155,6 @@ class Comparison:
         return [{"prompt": name, "place": one.place, "reason": one.explain()} for name, one in found if one]
 
 
-def describe_checkout(path: str) -> str:
-    """The commit of a checkout, or "unknown" for a folder without its history."""
-    if not (Path(path) / ".git").exists():  # git would answer for a repository around the folder
-        return "unknown"
-    command = ["git", "-C", path, "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def make_grid(rows: Sequence[dict[str, Any]]) -> Grid:
     """The table of acceptance lengths, with a note for each greedy text that differs."""
     cells, notes = [], []
@@ -188,7 +179,7 @@ def run(args: CompareArguments, console: Console) -> Grid:
     """Measures all rows, then prints the table. The JSON file is written after each row."""
     torch.set_num_threads(1)
     names = ("target", "prompts", "num_prompts", "max_new_tokens", "num_seeds")
-    checkouts = {name: describe_checkout(path) for name in PEERS if (path := getattr(args, name)) is not None}
+    checkouts = {name: read_commit(Path(path)) for name in PEERS if (path := getattr(args, name)) is not None}
     environment = {**describe_machine(torch.device("cpu")), **describe_program(), "checkouts": checkouts}
     rows: list[dict[str, Any]] = []
     content = {"environment": environment | {name: getattr(args, name) for name in names}, "rows": rows}

@@ -65,15 +65,16 @@ def test_collator_pads_on_the_right() -> None:
         {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
         {"input_ids": [8], "loss_mask": [1]},
     ]
-    batch = ConversationCollator(9, multiple_of=4)(rows)
+    batch = ConversationCollator(9)(rows)
     assert {name: read_on_host(tensor).tolist() for name, tensor in batch.items() if name != "token_keys"} == {
-        "input_ids": [[5, 6, 7, 9], [8, 9, 9, 9]],
-        "attention_mask": [[1, 1, 1, 0], [1, 0, 0, 0]],
-        "loss_mask": [[0, 1, 1, 0], [1, 0, 0, 0]],
+        "input_ids": [[5, 6, 7, 9, 9, 9, 9, 9], [8, 9, 9, 9, 9, 9, 9, 9]],
+        "attention_mask": [[1, 1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]],
+        "loss_mask": [[0, 1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]],
     }
     assert all(read_on_host(tensor).dtype == torch.long for tensor in batch.values())
-    assert ConversationCollator(0)(rows)["input_ids"].shape == (2, 8)
-    assert ConversationCollator(0, multiple_of=1)(rows)["input_ids"].shape == (2, 3)
+    for length, expected in ((8, 8), (9, 16)):
+        row = {"input_ids": [5] * length, "loss_mask": [1] * length}
+        assert ConversationCollator(0)([row])["input_ids"].shape == (1, expected)
 
 
 def test_tokens_are_counted_where_there_is_a_loss(tokenizer: Any) -> None:

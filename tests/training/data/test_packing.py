@@ -70,12 +70,12 @@ def test_the_collator_says_whose_each_token_is() -> None:
         {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1], "document_lengths": [3, 2]},
         {"input_ids": [4], "loss_mask": [1], "document_lengths": [1]},
     ]
-    batch = ConversationCollator(0, multiple_of=2)(rows)
+    batch = ConversationCollator(0)(rows)
     assert {name: read_on_host(tensor).tolist() for name, tensor in batch.items() if name != "token_keys"} == {
-        "input_ids": [[5, 6, 7, 8, 9, 0], [4, 0, 0, 0, 0, 0]],
-        "attention_mask": [[1, 1, 1, 1, 1, 0], [1, 0, 0, 0, 0, 0]],
-        "loss_mask": [[0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0]],
-        "document_ids": [[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]],
+        "input_ids": [[5, 6, 7, 8, 9, 0, 0, 0], [4, 0, 0, 0, 0, 0, 0, 0]],
+        "attention_mask": [[1, 1, 1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]],
+        "loss_mask": [[0, 1, 1, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]],
+        "document_ids": [[0, 0, 0, 1, 1, -1, -1, -1], [0, -1, -1, -1, -1, -1, -1, -1]],
     }
     assert all(read_on_host(tensor).dtype == torch.int64 for tensor in batch.values())
 

@@ -188,6 +188,30 @@ def test_a_run_with_nothing_but_a_target_and_data(train: Runner, caplog: pytest.
     assert DraftHeads.from_pretrained(train.output_dir).config.head_type == "eagle3"
 
 
+@pytest.mark.parametrize("words", [["1"], ["Yes"], ["true"], []])
+def test_a_gpu_that_the_run_does_not_use_is_not_counted(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Machine.find({"use_cpu": words}).name == "the CPU"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--target", "t", "--dataset", "d", "--max_length", "2k"], "max_length.*2k"),
+        (["--target", "t", "--dataset", "d", "--max_length"], "max_length.*expected one argument"),
+        (["--target", "t", "u", "--dataset", "d"], "got 'u', which is no option"),
+        (["--target", "t", "--dataset", "d", "--for", "vlm"], "got --for 'vlm': did you mean vllm?"),
+        (["--target", "--dataset", "d"], "target.*expected one argument"),
+        (["--target"], "target.*expected one argument"),
+        (["--choose", "true"], "required: --target"),
+        (["--choose", "perhaps"], "choose.*perhaps"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_chosen(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_arguments(words)
+
+
 def test_what_is_given_wins_from_a_file_and_from_the_command_line(
     machine: Any, tmp_path: Path, target_path: Path, conversations: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from draftsmith.scripts import cli
 from draftsmith.training import train_heads
+from draftsmith.training.run.outcome import written_command
 from tests.training.runner import Runner, interrupt_at_step
 
 
@@ -70,3 +71,4 @@ def test_records_hold_no_secrets(train: Runner, monkeypatch: pytest.MonkeyPatch)
     command = json.loads((train.output_dir / "training_record.json").read_text())["command"]
     assert "--hub_token ..." in command
     assert "hf_1" not in command
+    assert "hf_1" not in written_command(["--hub-token", "hf_1"])

@@ -99,3 +99,5 @@ def test_prompts_that_share_an_id_are_refused(tmp_path: Path) -> None:
             read_prompts(path)
     write(path, [one, {"id": "b", "turns": ["Hi"]}, one])
     assert [conversation.id for conversation in read_prompts(path)] == ["a", "b"]
+    write(path, [{**one, "id": number} for number in (0, 1)])
+    assert [conversation.id for conversation in read_prompts(path)] == ["0", "1"], "0 is an id as well"
