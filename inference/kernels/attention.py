@@ -124,7 +124,11 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, sc
         return _attend_by_member(query, key, value, mask, scale)
     if per_group > 1:
         query = query.reshape(batch, num_groups, per_group * num_tokens, size)
-        mask = mask.repeat(1, 1, per_group, 1)
+        # All layers of a pass get one mask, which keeps its repeated rows. A graph has one such operation anyway.
+        kept: dict[int, Tensor] = {} if torch.compiler.is_compiling() else vars(mask).setdefault("repeated", {})
+        if per_group not in kept:
+            kept[per_group] = mask.repeat(1, 1, per_group, 1)
+        mask = kept[per_group]
     attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return attended.reshape(batch, num_heads, num_tokens, value.shape[-1])
 

@@ -38,11 +38,25 @@ class AcceptedTokens:
         """Tokens a step with each policy emits, after 1.0 for plain decoding."""
         return [1.0, *accumulate((most / few for most, few in self.sums), mul)]
 
-    def learn(self, drafted: int, counted: Sequence[float], *, weight: float) -> None:
-        """Takes in how many tokens of each policy were accepted in a step with policy `drafted`."""
-        for sums, few, most in zip(self.sums[: drafted + 1], [0.0, *counted], counted, strict=False):
-            for place, accepted in enumerate((most, few)):
-                sums[place] += weight * (1.0 + accepted - sums[place] / WINDOW)
+    def learn(self, drafted: int, counted: Sequence[Sequence[int]], left: Sequence[int]) -> None:
+        """Takes in a step with policy `drafted`: halfway between the mean of the rows and how much shorter the longest
+        rest became.
+
+        Where passes over fewer rows take as long, a batch takes as long as its slowest row, and drafts make one row
+        slower than the others, if only by chance. Where they take less, it takes as long as all rows together.
+
+        Args:
+            counted, left: as in `Planner.learn`.
+        """
+        weight = len(left) ** 0.5
+        few = 1.0
+        for place, sums in enumerate(self.sums[: drafted + 1]):
+            kept = [min(1 + row[place], rest) for row, rest in zip(counted, left, strict=True)]
+            longest = max(rest - tokens for tokens, rest in zip(kept, left, strict=True))
+            most = (sum(kept) / len(kept) + max(left) - longest) / 2
+            for i, tokens in enumerate((most, few)):
+                sums[i] += weight * (tokens - sums[i] / WINDOW)
+            few = most
 
 
 class Planner:
@@ -150,7 +164,7 @@ class Planner:
         self._seen[place] += 1.0
         if place:
             self._drafted.add(self._do_sample)
-            self._tokens[self._do_sample].learn(place - 1, _average(counted, left), weight=len(left) ** 0.5)
+            self._tokens[self._do_sample].learn(place - 1, counted, left)
         if self._clock() - self._stored > STORE_SECONDS:
             self.store()
 
@@ -160,18 +174,3 @@ class Planner:
             tokens = {kind: each.expect()[1:] for kind, each in self._tokens.items() if kind in self._drafted}
             store_learned(self._file, (self._costs.learned(), tokens))
         self._stored = self._clock()
-
-
-def _average(counted: Sequence[Sequence[int]], left: Sequence[int]) -> list[float]:
-    """Accepted tokens of each policy in a step of several rows: halfway between the mean of the rows and how much
-    shorter the longest rest became.
-
-    Where passes over fewer rows take as long, a batch takes as long as its slowest row, and drafts make one row slower
-    than the others, if only by chance. Where they take less, it takes as long as all rows together.
-    """
-    kept = [[min(accepted, rest - 1) for accepted in row] for row, rest in zip(counted, left, strict=True)]
-    average = []
-    for accepted in zip(*kept, strict=True):
-        longest = max(rest - one for one, rest in zip(accepted, left, strict=True))
-        average.append((sum(accepted) / len(left) + max(left) - longest) / 2)
-    return average

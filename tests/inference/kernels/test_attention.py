@@ -45,6 +45,16 @@ def test_numbers_are_transformers_own(scale: float | None, num_tokens: int) -> N
     torch.testing.assert_close(found, expected)
 
 
+def test_layers_with_other_groups_share_a_mask() -> None:
+    *_, mask = make_inputs()
+    for num_groups in (3, 2, 3):
+        query, key, value, _ = make_inputs(num_groups)
+        layer = Layer()
+        layer.num_key_value_groups = 6 // num_groups
+        expected, _ = sdpa_attention_forward(layer, query, key, value, mask)
+        torch.testing.assert_close(attend_grouped(layer, query, key, value, mask)[0], expected)
+
+
 def test_traced_passes_go_through_it() -> None:
     """Torch 2.11 does not see while it traces what the trace sets in a config, so the trace finds it set."""
     model = tiny_target("llama")
