@@ -149,7 +149,7 @@ class RecurrentStates:
                         values[place] = after[name][place]
             self.put(layer, torch.arange(len(rows)), before)
         self.lengths = list(lengths)
-        self._records = {}
+        self._records, self._accepted = {}, None
 
     def reset(self, num_rows: int) -> None:
         for states in self._all.values():
