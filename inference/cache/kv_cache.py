@@ -372,9 +372,6 @@ class KVCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.span.longest
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self.capacity
-
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         start = self._view_start(self._windows[layer_idx])
         return self.view - start, start
