@@ -136,8 +136,8 @@ def _read_config(path: str, **hub: Any) -> dict[str, Any]:
     return dict(config)
 
 
-def load_strictly(kind: type[Any], path: str, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """`PreTrainedModel.from_pretrained` of a kind of heads, in eval mode, and transformers' loading info.
+def load_strictly(kind: type[Any], path: str, *args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel.from_pretrained` of a kind of heads, in eval mode.
 
     Raises:
         ValueError: tensors are missing, unexpected, mis-shaped, truncated or not finite, each named.
@@ -163,7 +163,7 @@ def load_strictly(kind: type[Any], path: str, *args: Any, **kwargs: Any) -> tupl
     for name, tensor in heads.state_dict().items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{path}: tensor {name} holds NaN or infinite values; the checkpoint is not usable")
-    return heads.eval(), info
+    return heads.eval()
 
 
 def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
