@@ -438,11 +438,10 @@ class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[mis
                 refuse_published(path, **hub)
             if unknown := kwargs.keys() - hub.keys() - {"dtype"}:
                 raise ValueError(f"{path} is another project's checkpoint, which is imported without {sorted(unknown)}")
-            wants_info, heads = False, import_heads(path, Target.of(target), kwargs.get("dtype"), cls, **hub)
+            heads = import_heads(path, Target.of(target), kwargs.get("dtype"), cls, **hub)
         else:
             kind_class = check_kind(head_type, path, cls)
-            wants_info = kwargs.pop("output_loading_info", False)
-            heads, info = load_strictly(kind_class, path, *args, **kwargs)
+            heads = load_strictly(kind_class, path, *args, **kwargs)
             if heads.config.target_adapter:
                 heads._adapter[:] = [StoredAdapter(path, heads.config.target_adapter, hub)]
             if target is not None:
@@ -451,4 +450,4 @@ class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[mis
         if draft_vocab_size is not None:
             heads.limit_vocabulary(draft_vocab_size)
         release_workers()  # those that loaded the target and the heads; another thread may decode
-        return (heads, info) if wants_info else heads
+        return heads

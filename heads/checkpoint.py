@@ -18,10 +18,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from draftsmith.heads.formats.published import Published, is_gguf_file, open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.registration import known_kinds
+from draftsmith.inference.targets.files import is_missing
 
 SCRATCH = ".incomplete"  # the folder, inside that of a checkpoint, into which files are written first
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|token_counts\.safetensors")
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 @contextmanager
@@ -113,9 +113,10 @@ def refuse_published(path: str, **hub: Any) -> NoReturn:
 
 def _check_place(path: str) -> None:
     """Refuses a place that is no folder, no hub id and no GGUF file."""
-    if not os.path.isdir(path) and not is_gguf_file(path) and not _HUB_ID.fullmatch(path):
-        is_file = os.path.isfile(path)
-        raise ValueError(f"{path} is a file: give its folder" if is_file else f"the folder {path} does not exist")
+    if os.path.isfile(path) and not is_gguf_file(path):
+        raise ValueError(f"{path} is a file: give its folder")
+    if is_missing(path):
+        raise ValueError(f"the folder {path} does not exist")
 
 
 def _lacks_config(path: str, **hub: Any) -> bool:
@@ -135,8 +136,8 @@ def _read_config(path: str, **hub: Any) -> dict[str, Any]:
     return dict(config)
 
 
-def load_strictly(kind: type[Any], path: str, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-    """`PreTrainedModel.from_pretrained` of a kind of heads, in eval mode, and transformers' loading info.
+def load_strictly(kind: type[Any], path: str, *args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel.from_pretrained` of a kind of heads, in eval mode.
 
     Raises:
         ValueError: tensors are missing, unexpected, mis-shaped, truncated or not finite, each named.
@@ -162,7 +163,7 @@ def load_strictly(kind: type[Any], path: str, *args: Any, **kwargs: Any) -> tupl
     for name, tensor in heads.state_dict().items():
         if tensor.is_floating_point() and not torch.isfinite(tensor).all():
             raise ValueError(f"{path}: tensor {name} holds NaN or infinite values; the checkpoint is not usable")
-    return heads.eval(), info
+    return heads.eval()
 
 
 def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

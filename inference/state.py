@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.cache.kv_cache import KVCache, Span
+from draftsmith.inference.cache.row_selection import first_rows
 from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.drafters.row_state import first_rows
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.request.token_history import TokenHistory
 

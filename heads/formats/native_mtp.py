@@ -32,6 +32,7 @@ from draftsmith.inference.targets.target import Target
 # FastMTP (arXiv 2509.18362) fine-tunes a native module with three applications.
 DEFAULT_NUM_STEPS = 3
 OUTER_NORM = re.compile(r"blocks\.\d+\.(enorm|hnorm|norm)\.weight")
+_BORROWED = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")  # the target has them itself
 # Families that transformers does not have, and whose layers they use.
 _LAYERS_OF = {"mimo": "qwen2"}
 _QUANTIZED = ("_scale", "_scale_inv", ".qweight")  # ends of names beside quantized weights
@@ -47,7 +48,6 @@ class Naming:
         prefix: what new checkpoints have before that part, with {} for the number.
         parts: the family's name of a part after the prefix -> ours.
         top: names without an index, of a single module -> ours.
-        borrowed: copies of the target's embedding and LM head.
         settings: keys of `MTPConfig` for this family's modules.
     """
 
@@ -56,14 +56,13 @@ class Naming:
     parts: dict[str, str]
     settings: dict[str, Any]
     top: dict[str, str] = field(default_factory=dict)
-    borrowed: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight", "rotary_emb.inv_freq")
 
     def rename(self, name: str, num_layers: int) -> tuple[int, str] | None:
         """(module, name in our block) of a checkpoint's tensor; None if it is borrowed or not of an MTP module."""
         if name in self.top:
             return 0, self.top[name]
         match = re.fullmatch(self.layer, name)
-        if match is None or match["rest"] in self.borrowed:
+        if match is None or match["rest"] in _BORROWED:
             return None
         index = int(match["index"]) - (num_layers if self is DEEPSEEK else 0)
         return (index, self.parts.get(match["rest"], f"layer.layer.{match['rest']}")) if index >= 0 else None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.inference.cache.kv_cache import pick_rows
+from draftsmith.inference.cache.row_selection import pick_rows
 from draftsmith.inference.drafters.sampling import GREEDY_TEMPERATURE
 from draftsmith.inference.noise import gumbel_noise
 from draftsmith.inference.request.processors import COLUMN_FREE, NO_TOKEN, PREFIX_FREE

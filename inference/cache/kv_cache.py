@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Cache
 
 from draftsmith.inference.cache.recurrent_states import RecurrentStates
+from draftsmith.inference.cache.row_selection import first_rows, pick_rows
 from draftsmith.inference.cache.source import SourceMemory
 
 VIEW_MULTIPLE = 64  # the view grows in steps of this many slots
@@ -266,12 +267,9 @@ class KVCache(Cache):
 
         Worked example, rows 1 and 2 of 4 have ended: keep_rows([0, 3]) copies row 3 to row 1.
         """
-        for place, row in enumerate(rows):
-            assert row >= place, "an earlier row would have been overwritten"
-            if row > place:
-                for buffer in self._buffers:
-                    buffer[:, place, :, : self._num_used] = buffer[:, row, :, : self._num_used]
-                self.lengths[place] = self.lengths[row]
+        for buffer in self._buffers:
+            first_rows(buffer[:, :, :, : self._num_used].transpose(0, 1), rows)
+        first_rows(self.lengths, rows)
         self._show_rows(len(rows))
         if self.states is not None:
             self.states.keep_rows(rows)
@@ -374,21 +372,12 @@ class KVCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.span.longest
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self.capacity
-
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         start = self._view_start(self._windows[layer_idx])
         return self.view - start, start
 
     def __len__(self) -> int:
         return len(self.layer_specs)
-
-
-def pick_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Rows of `values` [B, ...] in this order, copied. An index made of the numbers would be a blocking copy from the
-    host to the device."""
-    return torch.cat([values[row : row + 1] for row in rows])
 
 
 def _move_slots(buffer: Tensor, source: Tensor, destination: Tensor) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.inference.cache.row_selection import first_rows
+
 StateName = tuple[str, int]  # ("conv" or "recurrent", number within the layer)
 States = dict[StateName, Tensor]  # of one layer: each [rows, ...]
 Replay = Callable[[Any, Tensor, Tensor, States], States]
@@ -127,9 +129,7 @@ class RecurrentStates:
         self.settle()
         for states in self._all.values():
             for values in states.values():
-                for place, row in enumerate(rows):
-                    if row > place:
-                        values[place] = values[row]
+                first_rows(values, rows)
         self.lengths = [self.lengths[row] for row in rows]
 
     def copy_rows(self, source: RecurrentStates, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -149,7 +149,7 @@ class RecurrentStates:
                         values[place] = after[name][place]
             self.put(layer, torch.arange(len(rows)), before)
         self.lengths = list(lengths)
-        self._records = {}
+        self._records, self._accepted = {}, None
 
     def reset(self, num_rows: int) -> None:
         for states in self._all.values():

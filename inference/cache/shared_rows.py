@@ -76,9 +76,6 @@ class SharedRows(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.max_slots
 
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self.cache.capacity
-
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         return min(self._view, self.cache.capacity), 0
 

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from draftsmith.inference.cache.row_selection import first_rows
+
 
 class RowState:
     """What a drafter keeps of each row. A subclass names its fields.
@@ -56,15 +58,6 @@ class RowState:
 
 def _states_in(value: Any) -> list[RowState]:
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, RowState)]
-
-
-def first_rows(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Moves row rows[i] >= i of `values` [B, ...] to row i, in place, and returns a view of these rows."""
-    for place, row in enumerate(rows):
-        assert row >= place, "an earlier row would have been overwritten"
-        if row > place:
-            values[place] = values[row]
-    return values[: len(rows)]
 
 
 class Level(NamedTuple):

@@ -53,9 +53,6 @@ _REFUSED_ARGUMENTS = {
     "position_ids": _LEAVE_OUT,
     "custom_generate": _LEAVE_OUT,
     "synced_gpus": _LEAVE_OUT,
-    # PEFT reads these only in its own generate.
-    "adapter_names": _ONE_ADAPTER,
-    "alora_offsets": _ONE_ADAPTER,
 }
 
 
@@ -212,7 +209,7 @@ def _take_stop_strings(model: Any, tokenizer: Any, stop_strings: Any, kwargs: di
 
 def _refuse_arguments(model: Any, generate_kwargs: dict[str, Any]) -> None:
     """Refuses arguments of generate that would be ignored."""
-    # Other releases of PEFT may read other arguments themselves.
+    # PEFT reads these only in its own generate.
     read_by_peft = dict.fromkeys(getattr(model, "special_peft_forward_args", ()), _ONE_ADAPTER)
     for name, cure in (read_by_peft | _REFUSED_ARGUMENTS).items():
         if generate_kwargs.get(name) is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, PreTrainedModel
 
 from draftsmith.inference.kernels.attention import GROUPED, STOCK
 
@@ -244,9 +244,8 @@ def find_length_limit(text_config: Any) -> LengthLimit:
 def find_auto_class(config: Any) -> Any:
     """The class that loads a model of this config with its LM head: AutoModelForCausalLM, or another one for models
     that also read images or sounds. Models that no class knows are left to AutoModelForCausalLM."""
-    for name in ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"):
-        auto = getattr(transformers, name, None)  # the last is newer than the oldest release we take
-        if auto is not None and type(config) in auto._model_mapping:
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        if type(config) in auto._model_mapping:
             return auto
     return AutoModelForCausalLM
 

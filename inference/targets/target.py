@@ -206,7 +206,7 @@ class Target:
         """
         if self.min_pass_tokens > 1:
             return self
-        check_supported(self._causal_lm, has_attention_interface=self.backbone.has_attention_interface)
+        check_supported(self._causal_lm)
         mode = copy.copy(self)
         if (tile := find_tile(self.dtype, self.device.type)) is not None:
             mode = Target(split_rows(self.model, tile), capabilities=self.capabilities.of_a_twin())

@@ -188,9 +188,7 @@ def make_contenders(
             ending = "" if rule == "exact" else f", {rule}"
             contender = Contender(_mark(name + ending, mode), names[tree], is_compiled=mode, is_exact=rule == "exact")
             try:
-                contender.decode = OurDecoding(
-                    target, drafter, tree=tree, acceptance=rule, is_coupled=rule == "exact", is_compiled=mode and graphs
-                )
+                contender.decode = OurDecoding(target, drafter, tree=tree, acceptance=rule, is_compiled=mode and graphs)
             except ValueError as error:
                 contender.problem = str(error)
             else:

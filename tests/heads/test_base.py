@@ -83,6 +83,11 @@ class TestLoading:
             with pytest.raises(ValueError, match=message):
                 DraftHeads.from_pretrained(path)
 
+    def test_mistyped_folder_is_not_looked_up(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(saved.parent.parent)
+        with pytest.raises(ValueError, match=f"^the folder {saved.parent.name}/heds does not exist$"):
+            DraftHeads.from_pretrained(f"{saved.parent.name}/heds")
+
     @pytest.mark.parametrize(
         ("changes", "message"),
         [

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.kernels.split_rows import find_tile
 from draftsmith.inference.targets.masks import plant
-from draftsmith.inference.targets.model_config import chooses_experts, find_attention
+from draftsmith.inference.targets.model_config import chooses_experts, find_attention, has_attention_interface
 from draftsmith.inference.targets.refusals import draw_ids
 
 LEAST_ROWS = 4  # in float32, products of up to 3 rows have another kernel
@@ -25,10 +25,10 @@ _NUM_NODES = 24
 _PATH = [0, 9, 22]  # far apart, and not in the first slots
 
 
-def check_supported(causal_lm: Any, *, has_attention_interface: bool) -> None:
+def check_supported(causal_lm: Any) -> None:
     """Refuses (ValueError) models whose attention cannot be replaced, or whose products cannot be padded."""
     name = type(causal_lm).__name__
-    if causal_lm.config.is_encoder_decoder or not has_attention_interface:
+    if causal_lm.config.is_encoder_decoder or not has_attention_interface(causal_lm):
         raise ValueError(f"batch_invariant=True replaces attention functions, and {name} has its own: leave it out")
     if (implementation := find_attention(causal_lm)) != "sdpa":
         raise ValueError(

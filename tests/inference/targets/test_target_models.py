@@ -77,8 +77,6 @@ def test_adapters_that_wait_for_a_token() -> None:
     """PEFT tells an aLoRA its offsets from hooks of its own generate and forward; without them it never applies."""
     peft = pytest.importorskip("peft", reason="peft is an optional extra")
     settings: dict[str, Any] = {"target_modules": ["q_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
-    if "alora_invocation_tokens" not in peft.LoraConfig.__dataclass_fields__:
-        pytest.skip("this release of peft has no aLoRA")
     waiting = peft.LoraConfig(alora_invocation_tokens=[5, 6], **settings)
     with pytest.raises(ValueError, match=r"'first' is an aLoRA \(alora_invocation_tokens=\[5, 6\]\).*Use LoRA"):
         Target(peft.get_peft_model(calm_target("llama"), waiting, "first").eval())

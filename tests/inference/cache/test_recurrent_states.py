@@ -1,0 +1,34 @@
+"""RecurrentStates: what copied rows take over, and what they forget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.inference.cache.recurrent_states import RecurrentStates, States, StateSpec
+
+SUM = ("recurrent", 0)
+
+
+def add_read(record: Any, rows: Tensor, nodes: Tensor, states: States) -> States:
+    """A layer whose state is the sum of what it has read."""
+    return {SUM: states[SUM] + record[rows].gather(1, nodes).sum(1, keepdim=True)}
+
+
+def states_after(numbers: list[float]) -> RecurrentStates:
+    """One row that has read these numbers, all of them as drafts that were accepted."""
+    states = RecurrentStates({0: [StateSpec(SUM, (1,), torch.float32, torch.device("cpu"))]}, 1, add_read)
+    states.plan_pass(None)
+    states.record(0, torch.tensor([numbers]), [])
+    states.accept(torch.arange(len(numbers))[None], torch.tensor([len(numbers)]))
+    return states
+
+
+def test_copied_rows_forget_what_was_accepted_before() -> None:
+    own, source = states_after([1.0, 2.0]), states_after([4.0, 8.0, 16.0])
+    own.copy_rows(source, [0], [3])
+    own.settle()
+    assert own.lengths == [3]
+    assert own.take(0, torch.tensor([0]))[SUM].tolist() == [[28.0]]
