@@ -431,6 +431,10 @@ class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[mis
                 not finite, each named; or as `limit_vocabulary`.
         """
         path = str(pretrained_model_name_or_path)
+        if kwargs.pop("output_loading_info", False):
+            raise ValueError(
+                "got output_loading_info: it has nothing to tell, as a wrong tensor is an error; leave it out"
+            )
         hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
         head_type = read_head_type(path, **hub)
         if head_type is None:

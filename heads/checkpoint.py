@@ -116,7 +116,10 @@ def _check_place(path: str) -> None:
     if os.path.isfile(path) and not is_gguf_file(path):
         raise ValueError(f"{path} is a file: give its folder")
     if is_missing(path):
-        raise ValueError(f"the folder {path} does not exist")
+        hint, parent = "", os.path.dirname(path)
+        if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+            hint = f"; {parent} is a folder here, so this is no hub id: give the folder of the downloaded heads"
+        raise ValueError(f"the folder {path} does not exist{hint}")
 
 
 def _lacks_config(path: str, **hub: Any) -> bool:

@@ -30,6 +30,7 @@ from draftsmith.inference.shared_swaps import SharedSwap
 STOCK = "sdpa"
 GROUPED = "sdpa_grouped_rows"
 MAX_ROW_BYTES = 512  # of a key or value in the Triton kernels
+REPEATED = "repeated_rows"  # of a mask that nobody changes: a dict for its rows as the heads of a group read them
 LONG_PASS = 128  # in passes of this many tokens, repeating the mask costs more than repeating the keys
 # The ids of configs whose models run in grouped attention anyway.
 _HELD: ContextVar[tuple[int, ...]] = ContextVar("held", default=())
@@ -124,11 +125,14 @@ def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, sc
         return _attend_by_member(query, key, value, mask, scale)
     if per_group > 1:
         query = query.reshape(batch, num_groups, per_group * num_tokens, size)
-        # All layers of a pass get one mask, which keeps its repeated rows. A graph has one such operation anyway.
-        kept: dict[int, Tensor] = {} if torch.compiler.is_compiling() else vars(mask).setdefault("repeated", {})
-        if per_group not in kept:
-            kept[per_group] = mask.repeat(1, 1, per_group, 1)
-        mask = kept[per_group]
+        # All layers of a pass get one mask. A graph has one such operation for all of them anyway.
+        kept = None if torch.compiler.is_compiling() else vars(mask).get(REPEATED)
+        if kept is None:
+            mask = mask.repeat(1, 1, per_group, 1)
+        else:
+            if per_group not in kept:
+                kept[per_group] = mask.repeat(1, 1, per_group, 1)
+            mask = kept[per_group]
     attended = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     return attended.reshape(batch, num_heads, num_tokens, value.shape[-1])
 

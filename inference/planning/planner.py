@@ -38,22 +38,25 @@ class AcceptedTokens:
         """Tokens a step with each policy emits, after 1.0 for plain decoding."""
         return [1.0, *accumulate((most / few for most, few in self.sums), mul)]
 
-    def learn(self, drafted: int, counted: Sequence[Sequence[int]], left: Sequence[int]) -> None:
-        """Takes in a step with policy `drafted`: halfway between the mean of the rows and how much shorter the longest
-        rest became.
+    def learn(
+        self, drafted: int, counted: Sequence[Sequence[int]], left: Sequence[int], *, waits_for_all: bool
+    ) -> None:
+        """Takes in a step with policy `drafted`: the mean of the rows; of a batch that ends with its last row, halfway
+        between that and how much shorter the longest rest became.
 
-        Where passes over fewer rows take as long, a batch takes as long as its slowest row, and drafts make one row
-        slower than the others, if only by chance. Where they take less, it takes as long as all rows together.
+        Where passes over fewer rows take as long, such a batch takes as long as its slowest row, and drafts make one
+        row slower than the others, if only by chance. Where they take less, it takes as long as all rows together.
 
         Args:
             counted, left: as in `Planner.learn`.
         """
-        weight = len(left) ** 0.5
-        few = 1.0
+        weight, few = len(left) ** 0.5, 1.0
         for place, sums in enumerate(self.sums[: drafted + 1]):
             kept = [min(1 + row[place], rest) for row, rest in zip(counted, left, strict=True)]
-            longest = max(rest - tokens for tokens, rest in zip(kept, left, strict=True))
-            most = (sum(kept) / len(kept) + max(left) - longest) / 2
+            most = sum(kept) / len(kept)
+            if waits_for_all:
+                longest = max(rest - tokens for tokens, rest in zip(kept, left, strict=True))
+                most = (most + max(left) - longest) / 2
             for i, tokens in enumerate((most, few)):
                 sums[i] += weight * (tokens - sums[i] / WINDOW)
             few = most
@@ -73,6 +76,7 @@ class Planner:
 
     Attributes:
         is_counting: whether the present step is to tell what all policies would have accepted.
+        waits_for_all: whether a batch ends with its last row; in a server others take the places of those that end.
     """
 
     def __init__(
@@ -91,7 +95,7 @@ class Planner:
         self._tokens = {kind: AcceptedTokens(tokens.get(kind, guess)) for kind in (False, True)}
         self._stored = clock()
         self._drafted: set[bool] = set()  # kinds of which a step was drafted
-        self.is_counting = False
+        self.is_counting, self.waits_for_all = False, True
         self._runs = [0] * len(self.policies)  # steps with each policy
         self._seen = [0.0] * len(self.policies)  # the same, of late
         self._place = self._last = 0  # this step's policy; the last step's
@@ -164,7 +168,7 @@ class Planner:
         self._seen[place] += 1.0
         if place:
             self._drafted.add(self._do_sample)
-            self._tokens[self._do_sample].learn(place - 1, counted, left)
+            self._tokens[self._do_sample].learn(place - 1, counted, left, waits_for_all=self.waits_for_all)
         if self._clock() - self._stored > STORE_SECONDS:
             self.store()
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.cache.shared_rows import SharedRows
+from draftsmith.inference.kernels.attention import REPEATED
 from draftsmith.inference.kernels.packed_masks import pack_chain, pack_tree
 
 FEW_SLOTS = 1024  # up to here an additive mask, made once for all layers, is faster on a CPU
@@ -156,7 +157,10 @@ class TreeMasks:
         if window is not None:
             seen = allowed & (key_positions[:, None, :] > query_positions[:, :, None] - window)
         shut = torch.full((), torch.finfo(self.dtype).min, dtype=self.dtype, device=seen.device)
-        return torch.where(seen, torch.zeros_like(shut), shut)[:, None]
+        mask = torch.where(seen, torch.zeros_like(shut), shut)[:, None]
+        if not torch.compiler.is_compiling():
+            vars(mask)[REPEATED] = {}
+        return mask
 
 
 def join_masks(masks: dict[str, Tensor], without: tuple[str, ...]) -> Any:

@@ -85,8 +85,14 @@ class TestLoading:
 
     def test_mistyped_folder_is_not_looked_up(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(saved.parent.parent)
-        with pytest.raises(ValueError, match=f"^the folder {saved.parent.name}/heds does not exist$"):
-            DraftHeads.from_pretrained(f"{saved.parent.name}/heds")
+        parent = saved.parent.name
+        with pytest.raises(ValueError, match=f"^the folder {parent}/heds does not exist; {parent} is a folder here"):
+            DraftHeads.from_pretrained(f"{parent}/heds")
+
+    def test_loading_info(self, saved: Path) -> None:
+        assert type(DraftHeads.from_pretrained(saved, output_loading_info=False)) is Eagle3Heads
+        with pytest.raises(ValueError, match="got output_loading_info"):
+            DraftHeads.from_pretrained(saved, output_loading_info=True)
 
     @pytest.mark.parametrize(
         ("changes", "message"),

@@ -70,7 +70,8 @@ def parse_arguments(
     given = _given_options(words, keys)
     choices = None
     if classes is ARGUMENT_CLASSES and wants_choices(given, has_file=known.config is not None):
-        if "dataset" in given:  # without it, `choose_options` says how to make one
+        # Without a data set, `choose_options` says how to make one.
+        if "dataset" in given or {"--help", "--help_all"} & {*rest}:
             parser.refuse(parser.parse_known_args(words)[1])  # choices are made from the words themselves
         choices = choose_options(given, parse_overrides(overrides))
         overrides = [*choices.overrides, *overrides]

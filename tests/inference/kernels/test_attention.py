@@ -13,6 +13,7 @@ from draftsmith.inference.kernels.attention import (
     EXACT_ROWS,
     GROUPED,
     LONG_PASS,
+    REPEATED,
     STOCK,
     attend_exactly,
     attend_grouped,
@@ -45,14 +46,26 @@ def test_numbers_are_transformers_own(scale: float | None, num_tokens: int) -> N
     torch.testing.assert_close(found, expected)
 
 
-def test_layers_with_other_groups_share_a_mask() -> None:
-    *_, mask = make_inputs()
+def attend_with_groups(num_groups: int, mask: torch.Tensor) -> None:
+    query, key, value, _ = make_inputs(num_groups)
+    layer = Layer()
+    layer.num_key_value_groups = 6 // num_groups
+    expected, _ = sdpa_attention_forward(layer, query, key, value, mask)
+    torch.testing.assert_close(attend_grouped(layer, query, key, value, mask)[0], expected)
+
+
+def test_layers_of_a_pass_share_the_rows_of_our_masks() -> None:
+    mask = make_inputs()[-1]
+    vars(mask)[REPEATED] = {}
     for num_groups in (3, 2, 3):
-        query, key, value, _ = make_inputs(num_groups)
-        layer = Layer()
-        layer.num_key_value_groups = 6 // num_groups
-        expected, _ = sdpa_attention_forward(layer, query, key, value, mask)
-        torch.testing.assert_close(attend_grouped(layer, query, key, value, mask)[0], expected)
+        attend_with_groups(num_groups, mask)
+    assert sorted(vars(mask)[REPEATED]) == [2, 3]
+
+
+def test_another_mask_may_change_between_layers() -> None:
+    mask, other = make_inputs()[-1], make_inputs()[-1]
+    attend_with_groups(2, mask)
+    attend_with_groups(2, mask.copy_(other))
 
 
 def test_traced_passes_go_through_it() -> None:
