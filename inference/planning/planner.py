@@ -14,13 +14,13 @@ from draftsmith.inference.planning.memory import load_learned, store_learned
 from draftsmith.inference.trees.policy import TreePolicy
 
 HOLD = 4  # steps that a choice holds
-WINDOW = 128  # steps of one row that means are of, about
+WINDOW = 128  # rows that means are of, about
 MIN_GAIN = 0.03  # drafting must be expected to gain this much over plain decoding
 # A policy that has not run lately may be faster than it looks: by HOPE / sqrt(1 + its steps). Then it is tried for a
 # few steps. Trials may cost this share of the time, and FIRST_TRIALS plain steps at the beginning.
 HOPE, TRIAL_SHARE, FIRST_TRIALS = 0.3, 0.01, 1.0
 TOKENS_PER_DOUBLING = 0.4  # a first guess: what twice as many nodes accept more
-PRIOR_STEPS = 4.0  # of one row, that the first guess of accepted tokens weighs as much as
+PRIOR_ROWS = 4.0  # that the first guess of accepted tokens weighs as much as
 STORE_SECONDS = 10.0  # of a long text what was learned is stored this often
 
 
@@ -32,34 +32,17 @@ class AcceptedTokens:
     """
 
     def __init__(self, tokens: Sequence[float]) -> None:
-        self.sums = [[PRIOR_STEPS * most, PRIOR_STEPS * few] for few, most in zip([1.0, *tokens], tokens, strict=False)]
+        self.sums = [[PRIOR_ROWS * most, PRIOR_ROWS * few] for few, most in zip([1.0, *tokens], tokens, strict=False)]
 
     def expect(self) -> list[float]:
         """Tokens a step with each policy emits, after 1.0 for plain decoding."""
         return [1.0, *accumulate((most / few for most, few in self.sums), mul)]
 
-    def learn(
-        self, drafted: int, counted: Sequence[Sequence[int]], left: Sequence[int], *, waits_for_all: bool
-    ) -> None:
-        """Takes in a step with policy `drafted`: the mean of the rows; of a batch that ends with its last row, halfway
-        between that and how much shorter the longest rest became.
-
-        Where passes over fewer rows take as long, such a batch takes as long as its slowest row, and drafts make one
-        row slower than the others, if only by chance. Where they take less, it takes as long as all rows together.
-
-        Args:
-            counted, left: as in `Planner.learn`.
-        """
-        weight, few = len(left) ** 0.5, 1.0
-        for place, sums in enumerate(self.sums[: drafted + 1]):
-            kept = [min(1 + row[place], rest) for row, rest in zip(counted, left, strict=True)]
-            most = sum(kept) / len(kept)
-            if waits_for_all:
-                longest = max(rest - tokens for tokens, rest in zip(kept, left, strict=True))
-                most = (most + max(left) - longest) / 2
-            for i, tokens in enumerate((most, few)):
-                sums[i] += weight * (tokens - sums[i] / WINDOW)
-            few = most
+    def learn(self, drafted: int, row: Sequence[int]) -> None:
+        """Takes in how many tokens of each policy a row has accepted in a step with policy `drafted`."""
+        for sums, few, most in zip(self.sums[: drafted + 1], [0, *row], row, strict=False):
+            for place, accepted in enumerate((most, few)):
+                sums[place] += 1.0 + accepted - sums[place] / WINDOW
 
 
 class Planner:
@@ -76,7 +59,6 @@ class Planner:
 
     Attributes:
         is_counting: whether the present step is to tell what all policies would have accepted.
-        waits_for_all: whether a batch ends with its last row; in a server others take the places of those that end.
     """
 
     def __init__(
@@ -95,7 +77,7 @@ class Planner:
         self._tokens = {kind: AcceptedTokens(tokens.get(kind, guess)) for kind in (False, True)}
         self._stored = clock()
         self._drafted: set[bool] = set()  # kinds of which a step was drafted
-        self.is_counting, self.waits_for_all = False, True
+        self.is_counting = False
         self._runs = [0] * len(self.policies)  # steps with each policy
         self._seen = [0.0] * len(self.policies)  # the same, of late
         self._place = self._last = 0  # this step's policy; the last step's
@@ -168,7 +150,10 @@ class Planner:
         self._seen[place] += 1.0
         if place:
             self._drafted.add(self._do_sample)
-            self._tokens[self._do_sample].learn(place - 1, counted, left, waits_for_all=self.waits_for_all)
+            # A batch takes as long as its slowest rows: larger trees would look better from those that end early.
+            slowest = sorted(zip(left, counted, strict=True), key=lambda one: -one[0])[: (len(counted) + 1) // 2]
+            for _, row in slowest:
+                self._tokens[self._do_sample].learn(place - 1, row)
         if self._clock() - self._stored > STORE_SECONDS:
             self.store()
 

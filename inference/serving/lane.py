@@ -41,8 +41,6 @@ class Lane:
 
     def __init__(self, decoder: Decoder, *, max_rows: int, max_length: int) -> None:
         self.step, self.planner, self.learner = decoder.step, decoder.planner, decoder.learner
-        if self.planner is not None:
-            self.planner.waits_for_all = False
         if not self.step.rows_may_leave:
             raise ValueError(
                 f"rows join and leave a served batch, and {type(decoder.drafter).__name__} cannot copy rows (or the "

@@ -58,7 +58,7 @@ QUICK = {"compiled medusa 4", "flat best 1"}
 def test_it_decodes_nearly_as_fast_as_the_best_fixed_choice(case: str) -> None:
     """Texts of 64 tokens, after the first eight. Times have a spread of 6%, and the simulated speeds one of 1%.
 
-    Where the largest trees are the best, they may be found late, or never: they are tried last.
+    Where the largest trees are the best, they may be found late: they are tried last.
     """
     costs, chances, rows = case.split()
     num_rows, fixed = int(rows), []
@@ -68,7 +68,7 @@ def test_it_decodes_nearly_as_fast_as_the_best_fixed_choice(case: str) -> None:
             simulation.decode(num_rows, fixed=place)
         fixed.append(simulation.tokens / simulation.seconds)
     tokens, seconds = 0, 0.0
-    for seed in range(16):
+    for seed in range(8):
         planned = Simulation(TREES, COSTS[costs], CHANCES[chances], seed=seed, node_cost=NODE_COSTS[costs])
         for number in range(24):
             planned.decode(num_rows)
@@ -76,7 +76,7 @@ def test_it_decodes_nearly_as_fast_as_the_best_fixed_choice(case: str) -> None:
                 tokens, seconds = tokens - planned.tokens, seconds - planned.seconds
         tokens, seconds = tokens + planned.tokens, seconds + planned.seconds
     assert tokens / seconds > 0.97 * fixed[0]
-    assert tokens / seconds > (0.88 if case == "compiled best 1" else 0.94) * max(fixed)
+    assert tokens / seconds > (0.88 if case == "compiled best 1" else 0.95) * max(fixed)
 
 
 def test_larger_trees_run_where_passes_are_flatter_than_the_guess() -> None:
@@ -145,25 +145,19 @@ def test_drafting_comes_back_when_it_gains() -> None:
     assert simulation.drafted[0] < 0.2 * simulation.drafted.total()
 
 
-def test_a_batch_takes_as_long_as_its_slowest_row_and_all_together() -> None:
-    """The rows' mean is 0.75 and 1.25 tokens. The row with most to go, the slowest, accepts none; the next one has
-    nearly as much to go, and a step makes the longest rest shorter by its own token only. In any order of rows."""
+def test_rows_in_any_order_teach_the_same() -> None:
+    """The planner learns from the rows with most to go: a batch takes as long as its slowest rows."""
+    taught = []
     for order in itertools.permutations(range(4)):
         planner = Planner(gamma_chain(2).candidates, clock=lambda: 0.0)
         policy = planner.policies[2]
         for _ in range(400):
             planner.choose(4, 100)
             rows = [[0, 0], [1, 1], [1, 2], [1, 2]]
-            planner.learn(policy, [rows[place] for place in order], [(90, 90, 13, 12)[place] for place in order])
-        assert planner._tokens[False].expect() == pytest.approx([1.0, 1.375, 1.625], abs=0.02)
-
-
-def test_tokens_behind_the_end_of_a_text_do_not_count() -> None:
-    planner = Planner(gamma_chain(2).candidates, clock=lambda: 0.0)
-    for _ in range(400):
-        planner.choose(2, 100)
-        planner.learn(planner.policies[2], [[1, 2], [1, 2]], [1, 2])
-    assert planner._tokens[False].expect() == pytest.approx([1.0, 1.75, 1.75], abs=0.02)
+            planner.learn(policy, [rows[place] for place in order], [(90, 40, 3, 2)[place] for place in order])
+        taught.append(planner._tokens[False].expect())
+    assert taught[0] == pytest.approx([1.0, 1.5, 1.5], abs=0.02)
+    assert all(one == pytest.approx(taught[0]) for one in taught)
 
 
 class TableDrafter(NgramDrafter):
