@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.inference import Decoder
 from draftsmith.training.synthesis.endpoint_replies import EndpointReplies
-from draftsmith.training.synthesis.prompts import Conversation, plan_self_synthesis
+from draftsmith.training.synthesis.prompts import Conversation, plan_self_synthesis, read_prompts
 from draftsmith.training.synthesis.reply_decoding import TurnSettings
 from draftsmith.training.synthesis.reply_sources import DecodedReplies, ReplySource, TurnRequest
 from draftsmith.training.synthesis.synthesizer import synthesize
@@ -59,11 +59,12 @@ def write(source: ReplySource, conversations: list[Conversation]) -> list[dict[s
     return sorted((each.to_row() for each in finished), key=lambda row: str(row["id"]))
 
 
+@pytest.mark.parametrize("mode", ["self", "regenerate"])
 def test_a_server_writes_what_decoding_here_writes(
-    server: OpenAIServer, connect: Callable[..., EndpointReplies]
+    mode: str, server: OpenAIServer, connect: Callable[..., EndpointReplies], conversations: Path
 ) -> None:
     def plan() -> list[Conversation]:
-        return plan_self_synthesis(16, seed=0, num_turns=1)
+        return plan_self_synthesis(16, seed=0, num_turns=1) if mode == "self" else read_prompts(conversations)[:16]
 
     template = TurnTemplate(server.template.tokenizer)
     here = DecodedReplies(server.decoder, template, server.stop_ids, SETTINGS, batch_size=8)
@@ -79,7 +80,7 @@ def test_a_server_writes_what_decoding_here_writes(
     assert source.stats.num_new_tokens == here.stats.num_new_tokens
     assert 1 < server.max_in_flight <= 3
     paths = {body["path"] for body in server.bodies}
-    assert paths == {"/v1/chat/completions", "/v1/completions"}
+    assert paths == {"/v1/chat/completions", *(["/v1/completions"] if mode == "self" else [])}
     assert all(body["model"] == "tiny" and "top_k" not in body for body in server.bodies)
 
 
