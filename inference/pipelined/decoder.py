@@ -45,6 +45,8 @@ class PipelineStats:
         num_prompt_passes: the passes until every text had its first token.
         num_new_tokens: tokens returned, of all texts together.
         num_confirmed: predicted tokens that the last group confirmed.
+        num_refuted: predicted tokens that it did not confirm; everything younger was dropped.
+        num_dropped: tokens that had passed a group or more for nothing.
         seconds: wall-clock time.
     """
 
@@ -53,6 +55,8 @@ class PipelineStats:
     num_prompt_passes: int = 0
     num_new_tokens: int = 0
     num_confirmed: int = 0
+    num_refuted: int = 0
+    num_dropped: int = 0
     seconds: float = 0.0
     batch_size: int = 1
 
@@ -140,9 +144,10 @@ class PipelinedDecoder:
             stats.num_prompt_passes += any(text.known == len(p) for text, p in zip(texts, prompts, strict=True))
             cache.advance(in_place.flatten())
             longest = max(longest, *(one.end for text in running for one in text.groups if one is not None))
-            self._move(request, texts, predicted, own, cache)
+            self._move(request, texts, predicted, own, cache, stats)
         for text in texts:
             stats.num_confirmed += text.num_confirmed
+            stats.num_dropped += text.num_dropped
         return stats
 
     def _run(self, texts: list[TextInFlight], left: Tensor, width: int, cache: Any, longest: int) -> Tensor:
@@ -177,6 +182,7 @@ class PipelinedDecoder:
         predicted: list[int],
         own: list[int],
         cache: Any,
+        stats: PipelineStats,
     ) -> None:
         """Moves all texts on, emits their tokens, and forgets the keys of dropped ones."""
         void_from = [cache.capacity] * len(texts)
@@ -186,6 +192,7 @@ class PipelinedDecoder:
             emits = text.may_emit
             # A prediction is no token where scores are NaN; the target's own is refused by `emit`.
             if text.move(max(predicted[number], 0), own[number]):
+                stats.num_refuted += 1
                 void_from[number] = text.known - 1
             if emits:
                 row.emit([own[number]])

@@ -39,6 +39,7 @@ class TextInFlight:
         groups: [G] the segment in each group, or None; groups[0] enters in the next pass.
         known: number of tokens of prompt and emitted text.
         num_confirmed: predicted tokens that were right.
+        num_dropped: tokens that had passed a group or more for nothing.
     """
 
     def __init__(self, prompt: list[int], num_groups: int, segment_size: int) -> None:
@@ -46,7 +47,7 @@ class TextInFlight:
         parts = range(0, len(prompt), segment_size)
         self._waiting = deque(Segment(start, tuple(prompt[start : start + segment_size])) for start in parts)
         self.groups: list[Segment | None] = [None] * num_groups
-        self.num_confirmed = 0
+        self.num_dropped = self.num_confirmed = 0
         self._enter()
 
     def _enter(self) -> None:
@@ -88,6 +89,7 @@ class TextInFlight:
             self.num_confirmed += 1
             return False
         # All that is in flight is younger than the token that left.
+        self.num_dropped += sum(one is not None for one in self.groups[1:])
         self.groups = [Segment(place, (own,)), *([None] * (len(self.groups) - 1))]
         self._waiting.clear()
         return True

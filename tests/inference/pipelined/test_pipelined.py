@@ -42,7 +42,9 @@ def test_the_text_is_the_targets_own(family: str, group_size: int, settings: dic
     expected = generate(model, None, **prompts, **options).sequences
     found = decoder.generate(**prompts, **options)
     assert found.sequences.tolist() == expected.tolist()
-    assert found.stats.num_confirmed < found.stats.num_new_tokens
+    stats = found.stats
+    assert stats.num_confirmed + stats.num_refuted == stats.num_new_tokens
+    assert stats.num_dropped >= stats.num_refuted - len(LENGTHS)
 
 
 def test_one_pass_a_token_where_every_prediction_is_right() -> None:
@@ -53,7 +55,7 @@ def test_one_pass_a_token_where_every_prediction_is_right() -> None:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
     found = PipelinedDecoder(model).generate(random_prompt(4), max_new_tokens=20, do_sample=False)
-    assert found.stats.num_confirmed == found.stats.num_new_tokens
+    assert found.stats.num_refuted == 0
     assert found.stats.passes_per_token == 1
 
 
@@ -90,7 +92,7 @@ def test_the_example_of_the_docstring() -> None:
     assert text.move(1, 7) is False
     assert text.move(2, 8) is True
     assert text.groups == [Segment(3, (8,)), None, None]
-    assert (text.known, text.num_confirmed) == (4, 1)
+    assert (text.known, text.num_confirmed, text.num_dropped) == (4, 1, 2)
 
 
 def test_a_saved_model_is_still_tied(tmp_path: Any) -> None:
