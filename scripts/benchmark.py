@@ -104,7 +104,9 @@ class BenchmarkArguments:
         default=False, help="On a CPU: pack the weights, for all contenders. It takes their memory once more."
     )
     batch_invariant: bool = option(
-        default=False, help="Score tokens alike in passes of any width. Texts are compared with plain decoding's."
+        default=False,
+        help="Score tokens alike in passes of any width. Texts are compared with plain decoding's; the same without "
+        "this mode is timed beside it.",
     )
     seed: int = option(default=0, help="Prompt i is sampled with the seed SEED + i.")
     repeats: int = option(default=3, help="Rounds over all prompts.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,17 @@ from draftsmith.inference import Decoder, Drafter, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.trees.options import TreeOption, resolve_policy
-from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Batch, Contender, Prompt, Run, Settings
+from draftsmith.scripts.measuring.measure import (
+    COMPILED,
+    PLAIN,
+    TRANSFORMERS,
+    WITHOUT_MODE,
+    Batch,
+    Contender,
+    Prompt,
+    Run,
+    Settings,
+)
 from draftsmith.scripts.shared.clock import read_clock
 
 NGRAMS = "n-gram drafter"
@@ -164,6 +175,7 @@ def make_contenders(
     is_compiled: bool = False,
     acceptance: Sequence[str] = ("exact",),
     assistant: PreTrainedModel | None = None,
+    without_mode: Target | None = None,
 ) -> list[Contender]:
     """The baselines, then every drafter with every tree; at temperature > 0 with every acceptance rule.
 
@@ -173,6 +185,7 @@ def make_contenders(
         is_compiled: heads run compiled; plain decoding and transformers' `generate` both ways.
         acceptance: names of rules. They make no difference in greedy decoding.
         assistant: a small causal LM or a DFlash assistant; adds transformers' assisted generation as a baseline.
+        without_mode: the same target where `target` is in batch-invariant mode; adds our decodings with it.
 
     Raises:
         ValueError: for an unknown tree, and for two trees of the same name.
@@ -195,7 +208,13 @@ def make_contenders(
                 graphs = contender.decode.decoder if mode and graphs is True else graphs
             contenders[name].append(contender)
     baselines = _make_baselines(target, graphs, assistant, settings.batch_size)
-    return [*baselines, *itertools.chain(*contenders.values())]
+    found = [*baselines, *itertools.chain(*contenders.values())]
+    if without_mode is not None:
+        others = make_contenders(without_mode, heads, trees, settings, is_compiled=is_compiled, acceptance=acceptance)
+        for other in others:
+            if isinstance(other.decode, OurDecoding):
+                found.append(replace(other, name=other.name + WITHOUT_MODE, is_exact=False))
+    return found
 
 
 def _name_trees(trees: Sequence[str]) -> dict[str, str]:
@@ -242,4 +261,4 @@ def _make_baselines(
 
 
 def _mark(name: str, is_compiled: bool) -> str:
-    return f"{name}, compiled" if is_compiled else name
+    return f"{name}{COMPILED}" if is_compiled else name

@@ -14,11 +14,7 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from draftsmith.inference import Drafter, Target
-from draftsmith.scripts.measuring.contenders import (
-    OurDecoding,
-    TransformersDecoding,
-    make_contenders,
-)
+from draftsmith.scripts.measuring.contenders import make_contenders
 from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.measure import (
     PLAIN,
@@ -33,7 +29,7 @@ from draftsmith.scripts.measuring.measure import (
     measure,
     warm_up,
 )
-from draftsmith.scripts.measuring.report import make_rows, reference_name, texts_of_one_row
+from draftsmith.scripts.measuring.report import make_rows, texts_of_references
 from draftsmith.scripts.measuring.roofline import count_weight_bytes
 from draftsmith.scripts.measuring.table import Row
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
@@ -50,12 +46,14 @@ class Subject:
     """A target with everything that is measured on it.
 
     Attributes:
+        without_mode: the same target where `target` is in batch-invariant mode, otherwise None.
         drafters: heads by their short names and the small model.
         prompts: by file: the prompts, and the number of prompts that were too long.
         details: entries of a report's environment.
     """
 
     target: Target
+    without_mode: Target | None
     tokenizer: Any
     drafters: dict[str, Drafter]
     assistant: PreTrainedModel | None
@@ -71,7 +69,7 @@ class Measured:
     rows: list[Row]
     contenders: list[Contender]
     prompts: list[Prompt]
-    single_texts: list[list[int]] | None
+    single_texts: dict[str, list[list[int]]]
 
 
 def load_subject(
@@ -97,6 +95,7 @@ def load_subject(
     target, tokenizer = load_target(name, dtype=dtype, device=device)
     if has_packed_weights:
         target = target.with_packed_weights()
+    without_mode = target if is_invariant else None
     if is_invariant:
         target = target.batch_invariant()
     loaded = {short: load_heads(path, target) for short, path in name_heads(heads).items()}
@@ -107,6 +106,7 @@ def load_subject(
         vocabulary.limit(one, tokenizer)
     return Subject(
         target=target,
+        without_mode=without_mode,
         tokenizer=tokenizer,
         drafters=drafters,
         assistant=load_assistant(assistant, target) if assistant is not None else None,
@@ -175,16 +175,14 @@ def measure_combination(
     acceptance: Sequence[str],
     is_compiled: bool,
     minutes: float,
-    single_texts: list[list[int]] | None,
+    single_texts: dict[str, list[list[int]]] | None,
 ) -> Measured:
     """Measures all contenders, interleaved, on one file's prompts at one temperature and batch size.
 
     Args:
         is_compiled: heads run compiled, and the baselines both ways.
         minutes: as in `measure_with_progress`.
-        single_texts: the reference's text of each prompt decoded by itself; rows of batches are compared with these,
-            and these prompts are decoded. None = this combination's texts if its batch size is 1, otherwise they are
-            decoded.
+        single_texts: as `texts_of_references` gives them; these prompts are decoded. None = they are made.
     """
     target, settings = subject.target, replace(settings, tokenizer=subject.tokenizer)
     if is_compiled:
@@ -197,14 +195,13 @@ def measure_combination(
         is_compiled=is_compiled,
         acceptance=acceptance,
         assistant=subject.assistant,
+        without_mode=subject.without_mode,
     )
     prompts, num_too_long = subject.prompts[path]
     if single_texts is not None:
-        prompts, minutes = prompts[: len(single_texts)], 0.0
+        prompts, minutes = prompts[: min(map(len, single_texts.values()))], 0.0
     prompts, settings = measure_with_progress(contenders, prompts, settings, minutes=minutes)
-    single_texts = (
-        single_texts or texts_of_one_row(contenders, settings) or _decode_one_by_one(target, prompts, settings)
-    )
+    single_texts = single_texts or texts_of_references(contenders, prompts, settings)
     environment = describe_environment(
         target,
         settings,
@@ -218,12 +215,6 @@ def measure_combination(
     )
     rows = make_rows(contenders, prompts, settings, target, single_texts)
     return Measured(environment, rows, contenders, prompts, single_texts)
-
-
-def _decode_one_by_one(target: Target, prompts: Sequence[Prompt], settings: Settings) -> list[list[int]]:
-    """The reference's text for each prompt, decoded by itself."""
-    decode = OurDecoding(target, None) if reference_name(settings) == PLAIN else TransformersDecoding(target)
-    return [decode(Batch.of(prompt), settings).texts[0] for prompt in prompts]
 
 
 def measure_with_progress(

@@ -23,8 +23,9 @@ from draftsmith.inference.runners.compiled import count_graphs
 from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
 
 WARM_UP_TOKENS = 32
-# The two references, by name.
+# The references, by name.
 TRANSFORMERS, PLAIN = "transformers generate", "plain decoding"
+COMPILED, WITHOUT_MODE = ", compiled", ", not batch-invariant"  # endings of names
 
 
 @dataclass(frozen=True)

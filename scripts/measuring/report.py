@@ -7,14 +7,25 @@ counts; the prefill and its token do not. For transformers, whose steps are unkn
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from draftsmith.inference import GenerationStats, Target
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.text_difference import find_difference
-from draftsmith.scripts.measuring.measure import PLAIN, TRANSFORMERS, Contender, Prompt, Run, Settings, make_batches
+from draftsmith.scripts.measuring.measure import (
+    COMPILED,
+    PLAIN,
+    TRANSFORMERS,
+    WITHOUT_MODE,
+    Batch,
+    Contender,
+    Prompt,
+    Run,
+    Settings,
+    make_batches,
+)
 from draftsmith.scripts.measuring.table import Row, describe_texts
 
 
@@ -23,36 +34,44 @@ def make_rows(
     prompts: Sequence[Prompt],
     settings: Settings,
     target: Target,
-    single_texts: Sequence[list[int]],
+    single_texts: Mapping[str, Sequence[list[int]]],
 ) -> list[Row]:
-    """Rows in the contenders' order. single_texts: the reference's text of each prompt by itself."""
+    """Rows in the contenders' order. single_texts: as `texts_of_references` gives them."""
     transformers = next((one for one in contenders if one.name == TRANSFORMERS and one.runs), None)
     references = transformers, find_fastest_plain(contenders)
     return [_make_row(contender, references, prompts, settings, target, single_texts) for contender in contenders]
 
 
-def texts_of_one_row(contenders: Sequence[Contender], settings: Settings) -> list[list[int]] | None:
-    """The reference's text of each prompt, from runs of single prompts; None if there are no such runs.
+def texts_of_references(
+    contenders: Sequence[Contender], prompts: Sequence[Prompt], settings: Settings
+) -> dict[str, list[list[int]]]:
+    """Each reference's text of each prompt decoded by itself: from the runs of single prompts, otherwise decoded now.
 
     At T = 0 the reference is transformers' `generate`. At T > 0 and in batch-invariant mode it is our plain decoding
-    with the same seed: transformers draws other random numbers, and rounds in another way.
+    with the same seed: transformers draws other random numbers, and rounds in another way. So do compiled steps, which
+    in that mode have a reference of their own.
     """
-    reference = next((one for one in contenders if one.name == reference_name(settings) and one.runs), None)
-    if reference is None or settings.batch_size > 1:
-        return None
-    return [run.texts[0] for run in reference.runs[0]]
+    found = {}
+    for name in {_reference_name(one, settings) for one in contenders if one.runs}:
+        reference = next(one for one in contenders if one.name == name)
+        if settings.batch_size == 1:
+            found[name] = [run.texts[0] for run in reference.runs[0]]
+        else:
+            found[name] = [reference.decode(Batch.of(prompt), settings).texts[0] for prompt in prompts]  # type: ignore[misc]
+    return found
 
 
 def find_fastest_plain(contenders: Sequence[Contender]) -> Contender | None:
     """The faster of this library's plain decodings, eager or compiled."""
-    plain = [one for one in contenders if one.name.removesuffix(", compiled") == PLAIN and one.runs]
+    plain = [one for one in contenders if one.name.removesuffix(COMPILED) == PLAIN and one.runs]
     return max(plain, key=lambda one: statistics.median(map(_speed, one.runs)), default=None)
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
     """Lines with the fastest drafter and its speed relative to transformers' `generate` and to the fastest plain
     decoding of this library. Empty without drafters."""
-    drafting = [row for row in rows if row.tree and not row.problem]
+    rows = [row for row in rows if not row.problem and not row.name.endswith(WITHOUT_MODE)]
+    drafting = [row for row in rows if row.tree]
     if not drafting or not all(row.over_transformers and row.over_plain for row in drafting):
         return []
     best = max(drafting, key=lambda row: row.tokens_per_second)
@@ -73,7 +92,9 @@ def headline(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def reference_name(settings: Settings) -> str:
+def _reference_name(contender: Contender, settings: Settings) -> str:
+    if settings.is_invariant and contender.is_compiled:
+        return f"{PLAIN}{COMPILED}"
     return PLAIN if settings.is_sampled or settings.is_invariant else TRANSFORMERS
 
 
@@ -83,7 +104,7 @@ def _make_row(
     prompts: Sequence[Prompt],
     settings: Settings,
     target: Target,
-    single_texts: Sequence[list[int]],
+    single_texts: Mapping[str, Sequence[list[int]]],
 ) -> Row:
     row = Row(contender.name, contender.tree, contender.problem, contender.warm_up_seconds)
     if contender.problem:
@@ -157,7 +178,7 @@ def _count_steps(row: Row, contender: Contender) -> None:
 def _compare_texts(
     row: Row,
     contender: Contender,
-    single_texts: Sequence[list[int]],
+    single_texts: Mapping[str, Sequence[list[int]]],
     prompts: Sequence[Prompt],
     settings: Settings,
     target: Target,
@@ -165,14 +186,14 @@ def _compare_texts(
     """Compares every row of every batch with the reference's text of its prompt. With plain decoding as the reference
     only our own contenders with exact acceptance are compared, because others give other texts."""
     is_ours = any(run.stats is not None for run in contender.runs[0])
-    if reference_name(settings) == PLAIN and not (is_ours and contender.is_exact):
+    name = _reference_name(contender, settings)
+    if name.startswith(PLAIN) and not (is_ours and contender.is_exact):
         return
-    name = reference_name(settings)
     row.reference = name if settings.batch_size == 1 else f"{name}, batch 1"
     for place, batch in enumerate(make_batches(prompts, settings.batch_size)):
         row.num_compared += len(batch.prompts)
         for number, prompt in enumerate(batch.prompts):
-            expected = single_texts[prompt.index]
+            expected = single_texts[name][prompt.index]
             texts = [runs[place].texts[number] for runs in contender.runs]
             found = next((text for text in texts if text != expected), None)
             if found is not None:

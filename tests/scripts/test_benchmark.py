@@ -21,11 +21,12 @@ from draftsmith.inference import GenerationStats, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.scripts import benchmark
 from draftsmith.scripts.benchmark import BenchmarkArguments
-from draftsmith.scripts.measuring.contenders import AssistedDecoding, make_contenders
+from draftsmith.scripts.measuring.contenders import AssistedDecoding, OurDecoding, make_contenders
 from draftsmith.scripts.measuring.matrix import measure_with_progress
 from draftsmith.scripts.measuring.measure import (
     PLAIN,
     TRANSFORMERS,
+    WITHOUT_MODE,
     Batch,
     Contender,
     Prompt,
@@ -33,7 +34,8 @@ from draftsmith.scripts.measuring.measure import (
     Settings,
     load_prompts,
 )
-from draftsmith.scripts.measuring.report import headline, make_rows
+from draftsmith.scripts.measuring.report import headline, make_rows, texts_of_references
+from draftsmith.scripts.measuring.table import describe_texts
 from draftsmith.scripts.shared.model_loading import encode_messages, load_assistant
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
@@ -142,7 +144,7 @@ def test_ratios_are_to_the_fastest_plain_decoding(target: Target) -> None:
         for name, spent in seconds.items()
     ]
     contenders[-1].tree = "chain"
-    rows = make_rows(contenders, [prompt(0)], Settings(), target, [text])
+    rows = make_rows(contenders, [prompt(0)], Settings(), target, {TRANSFORMERS: [text]})
     assert [row.over_plain for row in rows] == [0.25, 0.5, 1.0, 2.0]
     first, second = headline(rows)
     assert first.startswith("Fastest drafter: h, compiled, chain, acceptance length 1.50, texts identical: 1/1")
@@ -234,7 +236,9 @@ def test_rows_by_hand(target: Target) -> None:
         contender("mine", [[run, run] for run in mine]),
         Contender("broken", problem="too deep"),
     ]
-    generate, plain, row, broken = make_rows(contenders, [prompt(0), prompt(1)], Settings(), target, [text, text])
+    generate, plain, row, broken = make_rows(
+        contenders, [prompt(0), prompt(1)], Settings(), target, {TRANSFORMERS: [text, text]}
+    )
     assert generate.tokens_per_second == 4.0
     assert (generate.over_transformers, plain.over_transformers) == (1.0, 0.5)
     assert (row.tokens_per_second, row.tokens_per_second_range) == (6.0, (4.0, 8.0))
@@ -264,7 +268,7 @@ def test_another_text_in_any_repeat_is_counted_with_both_logits(target: Target, 
         contender(TRANSFORMERS, [[Run([text], 1.0, 6)], [Run([text], 1.0, 6)]]),
         contender("mine", [[Run([one_text], 1.0, 6, stats_of([1], total=1.0))] for one_text in (text, wrong)]),
     ]
-    row = make_rows(contenders, [one], replace(Settings(), repeats=2), target, [text])[1]
+    row = make_rows(contenders, [one], replace(Settings(), repeats=2), target, {TRANSFORMERS: [text]})[1]
     assert (row.num_identical, row.num_compared) == (0, 1)
     ((name, difference),) = row.differences
     with torch.inference_mode():
@@ -272,6 +276,34 @@ def test_another_text_in_any_repeat_is_counted_with_both_logits(target: Target, 
     assert (name, difference.place) == ("sea", 3)
     assert difference.gap == pytest.approx(float(logits[text[3]] - logits[wrong[3]]), rel=1e-4)
     assert difference.gap > 0, "the reference took the argmax"
+
+
+def test_batch_invariant_texts_are_compared_in_each_way_of_running(target: Target) -> None:
+    """Compiled steps round otherwise: their text is that of compiled plain decoding."""
+    eager, compiled, spent = [5, 6, 7, 8], [5, 6, 9, 9], stats_of([0], verify=1.0, total=1.0)
+    texts = {PLAIN: eager, f"{PLAIN}, compiled": compiled, "h, compiled": compiled, "h": compiled}
+    contenders = [
+        replace(contender(name, [[Run([text], 1.0, 4, spent)]]), is_compiled=name.endswith("compiled"))
+        for name, text in texts.items()
+    ]
+    settings = Settings(is_invariant=True)
+    references = texts_of_references(contenders, [prompt(0)], settings)
+    assert references == {PLAIN: [eager], f"{PLAIN}, compiled": [compiled]}
+    rows = make_rows(contenders, [prompt(0)], settings, target.batch_invariant(), references)
+    assert [describe_texts(row) for row in rows] == ["reference", "reference", "1/1", "0/1, 1 fault"]
+
+
+def test_batch_invariant_decoding_is_measured_beside_decoding_without(target: Target) -> None:
+    settings, heads = Settings(is_invariant=True), {"two": create_heads("medusa", target, num_heads=2)}
+    made = make_contenders(target.batch_invariant(), heads, ["chain:2", "chain:3"], settings, without_mode=target)
+    found = {one.label: one.decode.decoder.target for one in made if isinstance(one.decode, OurDecoding)}
+    without = {label for label, own in found.items() if own is target}
+    assert without == {
+        f"{PLAIN}{WITHOUT_MODE}",
+        f"n-gram drafter{WITHOUT_MODE}, chain:2",
+        f"two{WITHOUT_MODE}, chain:2",
+    }
+    assert {label.replace(WITHOUT_MODE, "") for label in without} == found.keys() - without
 
 
 # From the options to the files.

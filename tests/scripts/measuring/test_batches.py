@@ -37,7 +37,7 @@ def test_rows_of_a_batch_by_hand(chat_target: PreTrainedModel) -> None:
     contenders = [Contender(name, runs=[[run]], profiled=[run]) for name, run in runs.items()]
     prompts = [Prompt(f"p{n}", n, torch.tensor([[1, 50 + n]])) for n in range(2)]
     settings, target = Settings(batch_size=2), Target(chat_target)
-    generate, plain, mine = make_rows(contenders, prompts, settings, target, texts)
+    generate, plain, mine = make_rows(contenders, prompts, settings, target, {TRANSFORMERS: texts})
     assert (generate.tokens_per_second, mine.tokens_per_second, mine.over_transformers) == (3.0, 6.0, 2.0)
     assert (generate.acceptance_length, mine.acceptance_length) == (1.0, pytest.approx(4 / 3))
     assert (plain.rows_per_step, mine.rows_per_step) == (pytest.approx(4 / 3), 1.5)
