@@ -55,11 +55,12 @@ def attend_grouped(
         [B, N, H, d]. transformers' own function computes everything but grouped attention under such a mask.
     """
     if attention_mask is not None and attention_mask.dtype == torch.float64:
-        parts = zip(query.split(EXACT_ROWS, dim=2), attention_mask.split(EXACT_ROWS, dim=2), strict=True)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         attend = _attend_exactly if torch.compiler.is_compiling() else attend_exactly
-        exact = [attend(rows, key, value, mask, scale) for rows, mask in parts]
-        return torch.cat(exact, dim=2).transpose(1, 2).contiguous(), None
+        if query.shape[2] <= EXACT_ROWS:
+            return attend(query, key, value, attention_mask, scale), None
+        parts = zip(query.split(EXACT_ROWS, dim=2), attention_mask.split(EXACT_ROWS, dim=2), strict=True)
+        return torch.cat([attend(rows, key, value, mask, scale) for rows, mask in parts], dim=1), None
     num_heads, num_groups = query.shape[1], key.shape[1]
     get = kwargs.get
     is_plain = not dropout and get("position_bias") is None and get("s_aux") is None and get("softcap") is None
@@ -163,14 +164,16 @@ def attend_exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
         scale: factor of the scores.
 
     Returns:
-        [B, H, N, d of the values].
+        [B, N, H, d of the values], contiguous.
     """
     batch, num_heads, num_tokens, size = query.shape
-    grouped = query.reshape(batch, key.shape[1], -1, size)  # [B, G, H / G * N, d]
-    scores = torch.matmul(grouped, key.transpose(2, 3)).view(batch, num_heads, num_tokens, -1)
+    num_slots = key.shape[2]
+    grouped = query.reshape(batch * key.shape[1], -1, size)  # [B * G, H / G * N, d]
+    scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2)).view(batch, num_heads, num_tokens, num_slots)
     weights = torch.add(mask, scores, alpha=scale).softmax(dim=-1)
-    attended = torch.matmul(weights.view(*grouped.shape[:3], -1), value.double())
-    return attended.view(batch, num_heads, num_tokens, -1).to(value.dtype)
+    attended = torch.bmm(weights.view(*grouped.shape[:2], num_slots), value.flatten(0, 1).double())
+    by_token = attended.view(batch, num_heads, num_tokens, -1).transpose(1, 2)
+    return by_token.to(value.dtype, memory_format=torch.contiguous_format)
 
 
 # In compiled graphs it stays one call: inductor has no kernels of its own for products in float64.
@@ -181,7 +184,7 @@ _attend_exactly = torch.library.custom_op(
     schema="(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor",
 )
 _attend_exactly.register_fake(
-    lambda query, key, value, mask, scale: query.new_empty(*query.shape[:-1], value.shape[-1])
+    lambda query, key, value, mask, scale: query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1])
 )
 
 
