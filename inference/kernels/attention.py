@@ -56,11 +56,10 @@ def attend_grouped(
     """
     if attention_mask is not None and attention_mask.dtype == torch.float64:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        attend = _attend_exactly if torch.compiler.is_compiling() else attend_exactly
         if query.shape[2] <= EXACT_ROWS:
-            return attend(query, key, value, attention_mask, scale), None
+            return attend_exactly(query, key, value, attention_mask, scale), None
         parts = zip(query.split(EXACT_ROWS, dim=2), attention_mask.split(EXACT_ROWS, dim=2), strict=True)
-        return torch.cat([attend(rows, key, value, mask, scale) for rows, mask in parts], dim=1), None
+        return torch.cat([attend_exactly(rows, key, value, mask, scale) for rows, mask in parts], dim=1), None
     num_heads, num_groups = query.shape[1], key.shape[1]
     get = kwargs.get
     is_plain = not dropout and get("position_bias") is None and get("s_aux") is None and get("softcap") is None
@@ -174,18 +173,6 @@ def attend_exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     attended = torch.bmm(weights.view(*grouped.shape[:2], num_slots), value.flatten(0, 1).double())
     by_token = attended.view(batch, num_heads, num_tokens, -1).transpose(1, 2)
     return by_token.to(value.dtype, memory_format=torch.contiguous_format)
-
-
-# In compiled graphs it stays one call: inductor has no kernels of its own for products in float64.
-_attend_exactly = torch.library.custom_op(
-    "draftsmith::attend_exactly",
-    attend_exactly,
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor",
-)
-_attend_exactly.register_fake(
-    lambda query, key, value, mask, scale: query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1])
-)
 
 
 AttentionInterface.register(GROUPED, attend_grouped)
