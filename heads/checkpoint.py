@@ -119,7 +119,7 @@ def _check_place(path: str) -> None:
         hint, parent = "", os.path.dirname(path)
         if path.count("/") == 1 and not path.startswith((".", "/", "~")):
             hint = f"; {parent} is a folder here, so this is no hub id: give the folder of the downloaded heads"
-        raise ValueError(f"the folder {path} does not exist{hint}")
+        raise ValueError(f"the folder {path or repr(path)} does not exist{hint}")
 
 
 def _lacks_config(path: str, **hub: Any) -> bool:

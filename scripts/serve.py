@@ -133,7 +133,7 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
     drafters: dict[str, Drafter] = {}
     sources: list[dict[str, Any]] = [{"heads": heads, "vocabulary": args.vocabulary} for heads in args.heads]
-    if args.drafter_model:
+    if args.drafter_model is not None:
         sources.append({"drafter_model": args.drafter_model, "staged": args.staged})
     if args.ngrams:
         sources.append({"ngrams": True})

@@ -14,6 +14,8 @@ from urllib.request import getproxies
 
 import transformers
 from huggingface_hub import constants
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.import_utils import is_gguf_available
 
@@ -35,17 +37,23 @@ def settle_connection() -> None:
 
 
 def is_missing(name: str) -> bool:
-    """Whether a name looks like a path of this machine, and nothing is there.
+    """Whether a name looks like a path of this machine, and nothing is there, or can be no name of the hub.
 
     Libraries would ask the hub for it, as for any other name that is not here: then `settle_connection` is called.
 
     >>> is_missing("organisation/of-the-hub"), is_missing("gpt2"), is_missing("./nowhere"), is_missing("a/b/c")
     (False, False, True, True)
+    >>> is_missing(""), is_missing("my model")
+    (True, True)
     """
-    path = Path(name).expanduser()
+    path = Path(name or " ").expanduser()
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and path.parent.is_dir())
     if is_path or path.exists():
         return not path.exists()
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
     settle_connection()
     return False
 
@@ -54,7 +62,7 @@ def _find(name: str) -> tuple[str, dict[str, Any]]:
     """What transformers' `from_pretrained` takes for a target: a folder or hub id, and keywords."""
     file = Path(name).expanduser()
     if is_missing(name) or (is_gguf(name) and not file.is_file()):
-        raise ValueError(f"got {name}: nothing is there; give a folder, a hub id or a GGUF file")
+        raise ValueError(f"got {name or repr(name)}: nothing is there; give a folder, a hub id or a GGUF file")
     if not is_gguf(name):
         return name, {}
     if not is_gguf_available():

@@ -122,7 +122,7 @@ def check_folder(name: str) -> None:
     >>> check_folder("organisation/a-model-of-the-hub")
     """
     if is_missing(name):
-        raise ValueError(f"got {name}: there is no such folder; give a folder or a hub id")
+        raise ValueError(f"got {name or repr(name)}: there is no such folder; give a folder or a hub id")
 
 
 def check_new_folder(name: str) -> Path:
@@ -222,12 +222,12 @@ def load_drafter(
         vocabulary: of the heads.
         staged: n-grams draft for the small model.
     """
-    if heads:
+    if heads is not None:
         loaded = load_heads(heads, target)
         if vocabulary is not None:
             vocabulary.limit(loaded, tokenizer)
         return loaded
-    if drafter_model:
+    if drafter_model is not None:
         small = load_drafter_model(drafter_model, target, tokenizer)
         return StagedDrafter(small) if staged else small
     return NgramDrafter() if ngrams else None

@@ -56,6 +56,8 @@ class Place:
         Raises:
             ValueError: the name looks like a local path, and nothing is there.
         """
+        if not name.strip():
+            raise ValueError(f"{option} is empty; give an existing file or folder, or a hub id")
         path = Path(name).expanduser()
         if path.is_file():
             return cls(name, files=(path,))
@@ -68,7 +70,7 @@ class Place:
             if not any(file.name.endswith(SUFFIXES) for file in folder.rglob("*")):
                 raise ValueError(f"{name} has no files ending in {', '.join(SUFFIXES)}")
             return cls(name, repository=str(folder), subset=subset, split=split)
-        if path.name.endswith(SUFFIXES) or is_missing(name):
+        if path.name.endswith(SUFFIXES) or is_missing(repository):
             raise ValueError(f"{option} {name} does not exist; give an existing file or folder, or a hub id")
         return cls(name, repository=repository, subset=subset, split=split)
 
