@@ -124,8 +124,8 @@ class Decoder:
         self.target = Target.of(target).with_packed_weights() if pack_weights else Target.of(target)
         if batch_invariant:
             self.target = self.target.batch_invariant()
-            if compile:
-                check_compiling(self.target)
+        if compile and self.target.min_pass_tokens > 1:
+            check_compiling(self.target)
         self.drafter = None if drafter is None else drafter.for_target(self.target)
         rule = resolve_rule(acceptance)
         self.policy = _resolve_policy(tree, self.target, self.drafter, rule)

@@ -56,10 +56,12 @@ def attend_grouped(
     """
     if attention_mask is not None and attention_mask.dtype == torch.float64:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        is_call = torch.compiler.is_compiling() and not (query.dtype == torch.bfloat16 and has_bfloat16_alone())
+        attend = _attend_exactly if is_call else attend_exactly
         if query.shape[2] <= EXACT_ROWS:
-            return attend_exactly(query, key, value, attention_mask, scale), None
+            return attend(query, key, value, attention_mask, scale), None
         parts = zip(query.split(EXACT_ROWS, dim=2), attention_mask.split(EXACT_ROWS, dim=2), strict=True)
-        return torch.cat([attend_exactly(rows, key, value, mask, scale) for rows, mask in parts], dim=1), None
+        return torch.cat([attend(rows, key, value, mask, scale) for rows, mask in parts], dim=1), None
     num_heads, num_groups = query.shape[1], key.shape[1]
     get = kwargs.get
     is_plain = not dropout and get("position_bias") is None and get("s_aux") is None and get("softcap") is None
@@ -98,6 +100,13 @@ def can_use_kernel(device: torch.device) -> bool:
     """Whether the Triton kernels run on this device: on CUDA, and anywhere with TRITON_INTERPRET=1 (slowly)."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return (device.type == "cuda" or is_interpreted) and importlib.util.find_spec("triton") is not None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_bfloat16_alone() -> bool:
+    """Whether the processor has instructions for products in bfloat16, and no AMX: then compiled products are
+    oneDNN's, not inductor's own, which would compute in float32."""
+    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
 def fits_kernel(dtype: torch.dtype, *widths: int) -> bool:
@@ -172,7 +181,19 @@ def attend_exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     weights = torch.add(mask, scores, alpha=scale).softmax(dim=-1)
     attended = torch.bmm(weights.view(*grouped.shape[:2], num_slots), value.flatten(0, 1).double())
     by_token = attended.view(batch, num_heads, num_tokens, -1).transpose(1, 2)
-    return by_token.to(value.dtype, memory_format=torch.contiguous_format)
+    return by_token.to(value.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+# One call in graphs: inductor's own kernels, where nothing else is allowed, have no products in float64.
+_attend_exactly = torch.library.custom_op(
+    "draftsmith::attend_exactly",
+    attend_exactly,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor",
+)
+_attend_exactly.register_fake(
+    lambda query, key, value, mask, scale: query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1])
+)
 
 
 AttentionInterface.register(GROUPED, attend_grouped)

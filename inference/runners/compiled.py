@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.cache_folder import keep_compiled_kernels
-from draftsmith.inference.kernels.attention import grouped_attention
+from draftsmith.inference.kernels.attention import grouped_attention, has_bfloat16_alone
 from draftsmith.inference.runners.few_rows import add_rows
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.step import (
@@ -317,10 +317,8 @@ def _find_attention_configs(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def _prefers_onednn(dtypes: Iterable[torch.dtype]) -> bool:
-    """Whether oneDNN's kernels for packed weights are the faster ones: in bfloat16 on processors with instructions for
-    its products but no AMX, for which inductor's own kernels compute in float32."""
-    has_bf16_alone = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
-    return has_bf16_alone and torch.bfloat16 in dtypes
+    """Whether oneDNN's kernels for packed weights are the faster ones."""
+    return has_bfloat16_alone() and torch.bfloat16 in dtypes
 
 
 def _keep_guards(guards: Sequence[Any]) -> list[bool]:

@@ -58,7 +58,8 @@ class GenerateArguments:
 
     def __post_init__(self) -> None:
         self.vocabulary = DraftVocabulary.of(self)
-        drafters = [f"--{name}" for name in ("heads", "drafter_model", "ngrams") if getattr(self, name)]
+        models = {"--heads": self.heads, "--drafter_model": self.drafter_model}
+        drafters = [name for name, given in models.items() if given is not None] + ["--ngrams"] * self.ngrams
         if len(drafters) > 1:
             raise ValueError(f"got {' and '.join(drafters)}: give one of them")
         has_drafter = bool(drafters)

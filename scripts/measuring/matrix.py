@@ -17,6 +17,7 @@ from draftsmith.inference import Drafter, Target
 from draftsmith.scripts.measuring.contenders import make_contenders
 from draftsmith.scripts.measuring.environment import describe_environment
 from draftsmith.scripts.measuring.measure import (
+    COMPILED,
     PLAIN,
     TRANSFORMERS,
     Batch,
@@ -126,8 +127,10 @@ def load_subject(
 
 
 def is_faster_compiled(target: Target) -> bool:
-    """Whether a step is mostly dispatch, which compiling saves: true for small weights on a CPU."""
-    return target.device.type == "cpu" and count_weight_bytes(target.model) < SMALL_BYTES
+    """Whether a step is mostly dispatch, which compiling saves: true for small weights on a CPU. Not in batch-invariant
+    mode, which some CPUs cannot compile."""
+    is_free = target.device.type == "cpu" and target.min_pass_tokens == 1
+    return is_free and count_weight_bytes(target.model) < SMALL_BYTES
 
 
 def check_matrix(args: Any, *, counts: Sequence[str], lists: Sequence[str]) -> None:
@@ -292,7 +295,7 @@ def warm_up_all(
         place = f"{number}/{len(contenders)} {contender.label}"
         left = limit - (time.perf_counter() - start)
         # The first heads are compiled in any case, and plain decoding with them: one without the other would mislead.
-        is_limited = limit > 0 and contender.is_compiled and longest > 0 and not contender.name.startswith(PLAIN)
+        is_limited = limit > 0 and contender.is_compiled and longest > 0 and contender.name != f"{PLAIN}{COMPILED}"
         if is_limited and left < longest:
             contender.problem = TOO_LONG
             note(f"{place}: left out, {TOO_LONG}")

@@ -63,15 +63,14 @@ def texts_of_references(
 
 def find_fastest_plain(contenders: Sequence[Contender]) -> Contender | None:
     """The faster of this library's plain decodings, eager or compiled."""
-    plain = [one for one in contenders if one.name.removesuffix(COMPILED) == PLAIN and one.runs]
+    plain = [one for one in contenders if one.name.startswith(PLAIN) and one.runs]
     return max(plain, key=lambda one: statistics.median(map(_speed, one.runs)), default=None)
 
 
 def headline(rows: Sequence[Row]) -> list[str]:
     """Lines with the fastest drafter and its speed relative to transformers' `generate` and to the fastest plain
     decoding of this library. Empty without drafters."""
-    rows = [row for row in rows if not row.problem and not row.name.endswith(WITHOUT_MODE)]
-    drafting = [row for row in rows if row.tree]
+    drafting = [row for row in rows if row.tree and not row.problem and not row.name.endswith(WITHOUT_MODE)]
     if not drafting or not all(row.over_transformers and row.over_plain for row in drafting):
         return []
     best = max(drafting, key=lambda row: row.tokens_per_second)

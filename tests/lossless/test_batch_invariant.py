@@ -5,6 +5,7 @@ Legend: B batch, T new tokens, V vocabulary.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -118,12 +119,14 @@ def test_compiled_products_of_tiles_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(invariance, "find_tile", lambda dtype, device: 32)
     with pytest.raises(ValueError, match="leave compile out"):
         Decoder(tiny_target("llama", dtype=torch.bfloat16), None, batch_invariant=True, compile=True)
+    with pytest.raises(ValueError, match="leave compile out"):
+        Decoder(Target.of(tiny_target("llama", dtype=torch.bfloat16)).batch_invariant(), None, compile=True)
 
 
 @pytest.mark.slow  # two graphs for each dtype
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled_passes_of_different_widths(dtype: torch.dtype) -> None:
+def test_compiled_passes_of_different_widths(dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     if dtype == torch.bfloat16 and find_tile(dtype, "cpu") is not None:
         pytest.skip("compiled products depend on the number of rows on this CPU, and are refused")
     model = tiny_target("llama", dtype=dtype, hidden_size=256, intermediate_size=704, num_hidden_layers=2)
@@ -133,6 +136,7 @@ def test_compiled_passes_of_different_widths(dtype: torch.dtype) -> None:
     with target.without_autograd(), compiler.active():
         check_invariance(target)
     assert compiler.seconds > 0
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING], "no graph was made in another way"
 
 
 def test_prompts_in_parts() -> None:

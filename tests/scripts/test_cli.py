@@ -88,7 +88,7 @@ WRONG_INPUT = {
     f"export {THERE} --heads HEADS --format sglan --output OUT": "--format 'sglan': .*mean sglang",
     f"train {THERE} --dataset d.jsonl --head_type eagl3": "'eagl3'; did you mean eagle3",
     f"inspect {THERE} --dataset nowhere.jsonl": "nowhere.jsonl",
-    f"inspect {THERE} --dataset=": "dataset is empty",
+    f"inspect {THERE} --dataset=": "dataset is '', which names nothing",
     "chat --target= --prompt Hi": "got ''",
     f"chat {THERE} --heads= --prompt Hi": "got ''",
     f"chat {THERE} --drafter_model= --prompt Hi": "got ''",

@@ -56,12 +56,12 @@ class Place:
         Raises:
             ValueError: the name looks like a local path, and nothing is there.
         """
-        if not name.strip():
-            raise ValueError(f"{option} is empty; give an existing file or folder, or a hub id")
         path = Path(name).expanduser()
         if path.is_file():
             return cls(name, files=(path,))
-        repository, _, subset = (name, "", "") if path.exists() else name.partition(":")
+        repository, _, subset = (name, "", "") if path.exists() or "://" in name else name.partition(":")
+        if not repository.strip():
+            raise ValueError(f"{option} is {name!r}, which names nothing; give an existing file or folder, or a hub id")
         folder = Path(repository).expanduser()
         if folder.is_dir():
             files = tuple(sorted(file for file in folder.iterdir() if file.name.endswith(SUFFIXES)))

@@ -95,6 +95,8 @@ def test_exact_attention_is_attention() -> None:
     expected, _ = sdpa_attention_forward(Layer(), query, key, value, mask, scaling=0.2)
     found, _ = attend_grouped(Layer(), query, key, value, mask.double(), scaling=0.2)
     torch.testing.assert_close(found, expected)
+    assert found.is_contiguous()
+    assert attend_exactly(query.double(), key.double(), value.double(), mask.double(), 0.2).is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -154,6 +154,11 @@ def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:
     for path in (str(tmp_path / "nowhere"), "nowhere.jsonl", "./nowhere"):
         with pytest.raises(ValueError, match="does not exist; give an existing file"):
             load_conversations([path])
+    for path in ("", " ", ":subset"):
+        with pytest.raises(ValueError, match="which names nothing"):
+            load_conversations([path])
+    with pytest.raises(ValueError, match="https://hub/datasets/a does not exist"):
+        load_conversations(["https://hub/datasets/a"])
     with pytest.raises(ValueError, match=r"has no files ending in \.json,"):
         load_conversations([str(tmp_path)])
     for suffix, rows in ((".jsonl", []), (".jsonl.gz", []), (".json", ["[]"])):
