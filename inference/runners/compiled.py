@@ -11,6 +11,7 @@ import gc
 import inspect
 import itertools
 import logging
+import textwrap
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,6 +50,7 @@ from draftsmith.inference.trees.token_tree import TokenTree
 FREEZE_LIMIT_BYTES = 1 << 30
 # Graphs torch keeps of one function before it gives up on it.
 RECOMPILE_LIMIT = 128
+REASON_LENGTH = 400  # torch names every line of the model that led to a product
 FROZEN_OPTIONS = {"cpp.enable_concat_linear": True}  # products of one input, such as q, k and v, become one
 # Inductor's own matrix kernels, and nothing beside them, so that nothing is timed.
 OWN_KERNELS = {"max_autotune": True, "max_autotune_gemm_backends": "CPP"}
@@ -288,7 +290,7 @@ class _CompiledFunction:
             "torch.compile could not compile %s as one graph, and it now %s, which is slower: %s",
             self.function.__name__,
             way,
-            " ".join(str(error).partition("\n\n")[0].split()),
+            textwrap.shorten(str(error).partition("\n\n")[0], REASON_LENGTH, placeholder=" ..."),
         )
 
 
