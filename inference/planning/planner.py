@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
+from statistics import median
 
 from draftsmith.inference.planning.costs import StepCosts
 from draftsmith.inference.planning.memory import load_learned, store_learned
@@ -19,6 +20,7 @@ MIN_GAIN = 0.03  # drafting must be expected to gain this much over plain decodi
 # A policy that has not run lately may be faster than it looks: by HOPE / sqrt(1 + its steps). Then it is tried for a
 # few steps. Trials may cost this share of the time, and FIRST_TRIALS plain steps at the beginning.
 HOPE, TRIAL_SHARE, FIRST_TRIALS = 0.3, 0.01, 1.0
+FEW = 10.0  # a first step that takes so many plain steps more makes no graphs: it is slow by chance
 TOKENS_PER_DOUBLING = 0.4  # a first guess: what twice as many nodes accept more
 PRIOR_ROWS = 4.0  # that the first guess of accepted tokens weighs as much as
 STORE_SECONDS = 10.0  # of a long text what was learned is stored this often
@@ -79,6 +81,8 @@ class Planner:
         self._drafted: set[bool] = set()  # kinds of which a step was drafted
         self.is_counting = False
         self._runs = [0] * len(self.policies)  # steps with each policy
+        self._first_seconds = [0.0] * len(self.policies)  # of the first step with each
+        self._begun: dict[int, float] = {}  # plain steps that the first step with a policy took more
         self._seen = [0.0] * len(self.policies)  # the same, of late
         self._place = self._last = 0  # this step's policy; the last step's
         self._hold = 0  # steps for which the choice holds
@@ -112,7 +116,12 @@ class Planner:
 
     def _decide(self) -> None:
         tokens, costs = self._tokens[self._do_sample].expect(), self._costs.expect()
-        rates = [number / cost for number, cost in zip(tokens, costs, strict=True)]
+        # What the first step with a policy takes more must pay within a tenth of the steps that were taken so far.
+        # Plain decoding, with which all is compared, is always tried.
+        first = median(self._begun.values()) if self._begun else 0.0
+        firsts = [first if first > FEW and place and not runs else 0.0 for place, runs in enumerate(self._runs)]
+        share = 10.0 / (WINDOW + sum(self._runs))
+        rates = [number / (cost + share * more) for number, cost, more in zip(tokens, costs, firsts, strict=True)]
         best = max(range(len(rates)), key=rates.__getitem__)
         if rates[best] < (1.0 + MIN_GAIN) * rates[0]:
             best = 0
@@ -143,7 +152,11 @@ class Planner:
         seconds, place = self._clock() - self._started, self.policies.index(policy)
         # The first step after another one finds other weights in the processor's caches.
         if place == self._last and self._is_warm(place):
+            if place not in self._begun and seconds > 0.0:
+                self._begun[place] = (self._first_seconds[place] / seconds - 1.0) * self._costs.expect()[place]
             self._costs.learn(place, seconds)
+        if self._runs[place] == 0:
+            self._first_seconds[place] = seconds
         self._last = place
         self._runs[place] += 1
         self._seen = [seen * (1.0 - 1.0 / WINDOW) for seen in self._seen]

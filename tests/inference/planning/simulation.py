@@ -23,6 +23,7 @@ class Simulation:
     Args:
         chances: of each policy that the drafted token at a level is accepted, rising.
         node_cost: as in `Planner`.
+        extra: seconds that the first step with a policy takes more, to make its graphs.
         noise: the spread of times; one step of twenty takes up to three times as long.
 
     Attributes:
@@ -37,9 +38,11 @@ class Simulation:
     seed: int = 0
     file: Path | None = None
     node_cost: float = 0.05
+    extra: float = 0.0
     seconds: float = 0.0
     tokens: int = 0
     drafted: Counter[Any] = field(default_factory=Counter)
+    begun: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.now = 0.0
@@ -59,8 +62,9 @@ class Simulation:
             length = 50 + num_tokens - min(left)
             policy = self.planner.choose(len(left), length) if fixed is None else [None, *self.policies][fixed]
             place = 0 if policy is None else 1 + self.policies.index(policy)
+            seconds = self.cost(place, len(left), length) + (0.0 if place in self.begun else self.extra)
             self.drafted[place] += 1
-            seconds = self.cost(place, len(left), length)
+            self.begun.add(place)
             self.seconds += seconds
             slowed = self.random.uniform(1.0, 3.0) if self.random.random() < 0.05 else 1.0
             self.now += seconds * slowed * max(0.5, self.random.gauss(1.0, self.noise))

@@ -105,6 +105,26 @@ def test_the_first_text_of_a_machine_is_hardly_slower_than_plain(chances: str) -
     assert tokens / seconds > 0.98 * plain.tokens / plain.seconds
 
 
+def test_trees_whose_graphs_take_longer_than_all_that_was_decoded_are_not_tried() -> None:
+    """A graph takes as long as thousands of steps. Plain decoding and the tree of the first guess have theirs."""
+    simulation = Simulation(TREES, COSTS["compiled"], CHANCES["mtp"], extra=3000.0)
+    for _ in range(24):
+        simulation.decode()
+    assert len(simulation.begun) == 2
+    plain = Simulation(TREES, COSTS["compiled"], CHANCES["mtp"])
+    plain.decode(fixed=0)
+    assert simulation.tokens / (simulation.seconds - 2 * 3000.0) > 1.3 * plain.tokens / plain.seconds
+
+
+def test_a_process_that_goes_on_for_long_makes_the_graphs_of_the_best_tree() -> None:
+    costs, heads = COSTS["flat"], CHANCES["best"]
+    simulation, best = (Simulation(TREES, costs, heads, node_cost=0.003, extra=extra) for extra in (30.0, 0.0))
+    for _ in range(400):
+        simulation.decode()
+        best.decode(fixed=5)
+    assert simulation.tokens / simulation.seconds > 0.8 * best.tokens / best.seconds
+
+
 def test_another_process_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     first, second = (
         Simulation(TREES, COSTS["flat"], CHANCES["best"], seed=seed, file=tmp_path / "learned.json") for seed in (0, 1)
