@@ -81,9 +81,9 @@ class Planner:
         self._drafted: set[bool] = set()  # kinds of which a step was drafted
         self.is_counting = False
         self._runs = [0] * len(self.policies)  # steps with each policy
-        self._first_seconds = [0.0] * len(self.policies)  # of the first step with each
-        self._begun: dict[int, float] = {}  # plain steps that the first step with a policy took more
         self._seen = [0.0] * len(self.policies)  # the same, of late
+        self._first_seconds = [0.0] * len(self.policies)  # of the first step with each
+        self._begun: dict[int, float] = {}  # by policy, plain steps that its first step took more than later ones
         self._place = self._last = 0  # this step's policy; the last step's
         self._hold = 0  # steps for which the choice holds
         self._allowance = FIRST_TRIALS  # what trials may cost now, in plain steps
