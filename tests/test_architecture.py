@@ -263,3 +263,28 @@ def test_the_tour_names_every_package() -> None:
     packages = {name(path.parent) + "/" for path in MODULES}
     missing = sorted(package for package in packages if f"`{package}`" not in tour)
     assert not missing, f"docs/architecture.md says nothing of {missing}"
+
+
+def test_every_loop_runs_the_same_step() -> None:
+    """A target verifies for `Step`, for a server of distributed decoding, and for the probes of its own package."""
+    found = {
+        (name(path), function.name)
+        for path in PROGRAMS
+        for function in ast.walk(parse(path))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not name(path).startswith("inference/targets/")
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("target.verify")
+    }
+    assert found == {("inference/step.py", "verify"), ("inference/distributed/server.py", "_verify")}
+
+
+def test_a_step_knows_nothing_of_how_it_runs() -> None:
+    """`runners` wrap its functions, the policies and the drafters from outside. A staged drafter reads on the host, and
+    says so to torch."""
+    places = ("inference/state.py", "inference/step.py", "inference/trees/", "inference/drafters/")
+    places += ("inference/acceptance/", "heads/kinds/")
+    for path in (path for path in MODULES if name(path).startswith(places)):
+        text = path.read_text(encoding="utf-8").replace("@torch.compiler.disable", "")
+        words = re.findall(r"compil|captur|cuda|\bgraph|executor", text, re.I)
+        assert not words, f"{name(path)}: {words}"

@@ -45,6 +45,30 @@ def test_a_second_copy_of_the_classes_is_refused() -> None:
         assert f"import draftsmith.{name}, not {name}" in done.stderr
 
 
+def test_folders_of_a_user_do_not_matter(tmp_path: Path) -> None:
+    """Empty ones, and packages; nor do they to the processes that a program starts."""
+    for name in FOLDERS:
+        (tmp_path / name).mkdir()
+    (tmp_path / "heads" / "__init__.py").write_text("raise AssertionError\n")
+    (tmp_path / "mine.py").write_text(
+        "import multiprocessing\n"
+        "from draftsmith import chain\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.apply(chain, (3,)).num_nodes)\n"
+    )
+    done = run("mine.py", cwd=tmp_path, path=REPOSITORY / "src")
+    assert done.stdout == "4\n", done.stderr
+
+
+@pytest.mark.parametrize("program", ["scripts/cli.py", "scripts/benchmark.py", "training/train_heads.py"])
+def test_programs_run_by_their_path(program: str, tmp_path: Path) -> None:
+    """The checkout's own package wins over an installed one; -P leaves the program's folder off the path."""
+    for flags in ([], ["-P"]):
+        done = run(*flags, str(REPOSITORY / program), "--help", cwd=tmp_path)
+        assert done.stdout.startswith("usage:"), done.stderr
+
+
 def test_a_checkout_without_links(tmp_path: Path) -> None:
     """As git makes it on Windows: a link is a small file with the name of its target."""
     package = tmp_path / "src" / "draftsmith"

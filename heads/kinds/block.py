@@ -155,7 +155,7 @@ class BlockState(RowState):
         caches: each draft layer's keys and values of the fused features, with N scratch rows for the block.
         chances: [B, room for a frontier] float32; its first W entries are the chances that a child of each node of the
             last frontier is accepted.
-        threshold: the config's value at the start of the text; compiled graphs would not see a later change.
+        threshold: the config's value at the start of the text.
         hidden: [B, K, D] normed states of all depths after the last accepted slot.
         logits: [B, K, V] of these states, without the Markov bias.
     """

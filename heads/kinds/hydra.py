@@ -240,8 +240,7 @@ class HydraHeads(DraftHeads):
         return DraftLogits(self._score(0, hidden, root_ids[..., None]), self.draft_token_ids)
 
     def expand(self, state: HydraState, token_ids: Tensor, parents: Tensor, depth: int) -> DraftLogits:
-        """`Drafter.expand`. When compiled, every level is a graph of its own: choosing a head's weights by a tensor
-        would copy them at every level."""
+        """`Drafter.expand`. The depth is a number: choosing a head's weights by a tensor would copy them."""
         above = state.paths.narrow(2, 0, depth).gather(1, parents[..., None].expand(-1, -1, depth))
         paths = torch.cat([above, token_ids[..., None]], dim=-1)
         state.paths.narrow(1, 0, token_ids.shape[1]).narrow(2, 0, depth + 1).copy_(paths)

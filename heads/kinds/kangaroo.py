@@ -113,7 +113,7 @@ class KangarooState(RowState):
         rows: the same rows in the target's own cache; None until it is shared.
         tree: who sees whom among these rows. The root is the first level, of one row, after a first place for nothing.
         confidence: [B, 1 + R] float32, the chance of each row's best child, from the second place on.
-        threshold: the config's value at the start of the text; compiled graphs would not see a later change.
+        threshold: the config's value at the start of the text.
     """
 
     cache: DraftCache

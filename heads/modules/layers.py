@@ -178,7 +178,7 @@ class DraftCache(RowState):
             columns = self.num_scratch + slots_BW % self.num_held
             held, own = self._held_slots(slots_BW[:, -1:]), slots_BW[..., None]
             mask_BWS = F.pad((held <= own) & (held > own - self.window), (self.num_scratch, 0))
-        self.lengths += counts  # in place: it is what a captured draft keeps from step to step
+        self.lengths += counts  # in place: its address stays from step to step
         return columns, mask_BWS[:, None]
 
     def append_scratch(
@@ -233,7 +233,7 @@ class DraftCache(RowState):
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Fills columns [W] or [B, W], and returns keys and values up to the last column in view."""
         if columns.dim() == 1:
-            self.keys.index_copy_(2, columns, keys)  # compiled, a slice assignment would copy the cache
+            self.keys.index_copy_(2, columns, keys)  # a slice assignment may copy the cache
             self.values.index_copy_(2, columns, values)
         else:
             every_row = torch.arange(len(columns), device=columns.device)[:, None]

@@ -40,7 +40,7 @@ PAGE = Path(__file__).parent / "page" / "index.html"
 MAX_BODY_BYTES = 4 << 20
 OPEN_PATHS = ("/", "/health")  # without a key
 SHOWN_ERRORS = 3
-LAST_STEP_SECONDS = 10.0  # for the engine to end; it may be measuring what a new tree costs
+LAST_STEP_SECONDS = 10.0  # for the engine to end; it may be compiling
 GONE = 499  # nobody reads it: the client went away
 
 Body = TypeVar("Body", bound=Strict)

@@ -37,7 +37,7 @@ from draftsmith.inference.trees.options import resolve_policy
 
 MAX_TREE_NODES, MAX_TREE_DEPTH = 64, 16
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-# Files are not for requests, and trees that are chosen are measured, which takes seconds: without sizes there are two.
+# Files are not for requests. Trees that are chosen keep what they learn of each set of sizes: there are two.
 TREE_NAMES = re.compile(r"auto|gamma|(dynamic|chain)(:\d{1,4}(,\d{1,4})*)?")
 
 

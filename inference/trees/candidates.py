@@ -72,8 +72,7 @@ class CandidateTrees(TreePolicy):
         return counted
 
     def make_table(self, device: torch.device) -> Tensor:
-        """Depths and numbers of nodes of the candidates [2, candidates], kept. A compiled function finds them there:
-        call it before."""
+        """Depths and numbers of nodes of the candidates [2, candidates], made once for a device."""
         if device not in self._tables:
             sizes = [(tree.max_depth, tree.num_nodes) for tree in self.candidates]
             self._tables[device] = torch.tensor(sizes, device=device).T.contiguous()
