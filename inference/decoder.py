@@ -450,6 +450,7 @@ def ending(streamer: Any) -> Iterator[None]:
 def gather_output(request: Request, scores: EmittedScores, stats: GenerationStats) -> GenerationOutput:
     """The output so far."""
     stats.num_new_tokens = request.num_new_tokens
+    stats.steps = [row.steps[1:] for row in request.rows]
     return GenerationOutput(request.sequences(), stats, scores.scores(), scores.logits())
 
 

@@ -24,6 +24,7 @@ class GenerationStats:
     num_new_tokens: tokens returned, of all rows together, after trimming.
     num_verify_steps: verify steps of unfinished rows; each row counts.
     accepted_histogram: entry a = verify steps in which exactly a drafted tokens were accepted.
+    steps: of each row, the tokens that its verify steps emitted, in order.
     num_drafted: drafted nodes verified, without roots. Nodes for which a drafter had no token count.
     num_host_syncs: how often the host waited to read a tensor of a verify step. A step of any batch reads once for the
         emitted tokens, and once for each level of the tree (root included) for processors that run row by row. Not
@@ -40,6 +41,7 @@ class GenerationStats:
     accepted_histogram: list[int] = field(default_factory=list)
     num_drafted: int = 0
     num_host_syncs: int = 0
+    steps: list[list[int]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     def count_step(self, accepted: int) -> None:
@@ -85,6 +87,7 @@ class GenerationStats:
             [a + b for a, b in zip(*padded, strict=True)],
             self.num_drafted + other.num_drafted,
             self.num_host_syncs + other.num_host_syncs,
+            self.steps + other.steps,
             {name: self.seconds[name] + other.seconds[name] for name in self.seconds},
         )
 

@@ -44,7 +44,8 @@ from draftsmith.training.whole_files import write_text
 
 GROUPS = {
     "target and drafters": "target heads draft_vocab_size drafter_model assistant tree acceptance",
-    "prompts and sampling": "prompts num_prompts minutes max_new_tokens temperature repetition_penalty batch_size seed",
+    "prompts and sampling": "prompts max_turns num_prompts minutes max_new_tokens temperature repetition_penalty "
+    "batch_size seed",
     "execution": "dtype compile pack_weights batch_invariant device threads repeats",
     "output": "json markdown format results",
 }
@@ -54,8 +55,9 @@ GROUPS = {
 class BenchmarkArguments:
     target: str = option(help="The target: a folder, a hub id or a GGUF file.")
     prompts: list[str] = option(
-        help="Files of prompts or conversations (JSON lines, .gz or not); the first user turns are used."
+        help="Files of prompts or conversations (JSON lines, .gz or not). The target answers each user turn."
     )
+    max_turns: int | None = option(default=None, help="Use only the first N user turns of a conversation.")
     heads: list[str] = option(default_factory=list, help="Draft heads: folders or hub ids.")
     draft_vocab_size: int | None = option(default=None, help=SIZE_HELP)
     draft_vocab_data: list[str] = option(default_factory=list, help=DATA_HELP)
@@ -122,7 +124,7 @@ class BenchmarkArguments:
     results: str | None = option(default=None, help="The folder for --format.")
 
     def __post_init__(self) -> None:
-        counts = ("max_new_tokens", "repeats", "num_prompts", "threads")
+        counts = ("max_new_tokens", "repeats", "num_prompts", "max_turns", "threads")
         check_matrix(self, counts=counts, lists=("prompts", "temperature", "acceptance", "batch_size"))
         if self.minutes < 0:
             raise ValueError(f"got --minutes {self.minutes:g}: give a positive number, or 0 for all prompts")
@@ -167,6 +169,7 @@ def run(args: BenchmarkArguments, console: Console) -> None:
         drafter_model=args.drafter_model,
         prompts=args.prompts,
         num_prompts=args.num_prompts,
+        max_turns=args.max_turns,
         max_new_tokens=args.max_new_tokens,
         dtype=args.dtype,
         device=args.device,
@@ -178,7 +181,7 @@ def run(args: BenchmarkArguments, console: Console) -> None:
     pages: list[str] = []
     files = None if args.format is None else ResultFiles(args.format, Path(args.results or ""))
     for path, temperature in itertools.product(args.prompts, args.temperature):
-        single_texts = None
+        known = None
         for batch_size in args.batch_size:
             measured = measure_combination(
                 subject,
@@ -188,9 +191,9 @@ def run(args: BenchmarkArguments, console: Console) -> None:
                 acceptance=args.acceptance,
                 is_compiled=is_compiled,
                 minutes=args.minutes if args.num_prompts is None else 0.0,
-                single_texts=single_texts,
+                known=known,
             )
-            single_texts = measured.single_texts
+            known = measured.prompts, measured.single_texts
             reports.append(make_report(measured.environment, measured.rows, measured.contenders))
             if args.json is not None:
                 write_text(Path(args.json), json.dumps({"reports": reports}, indent=1, allow_nan=False) + "\n")
@@ -203,7 +206,11 @@ def run(args: BenchmarkArguments, console: Console) -> None:
                 )
             if files is not None:
                 files.add(
-                    Path(path).stem.removesuffix(".jsonl"), measured.contenders, measured.prompts, subject.tokenizer
+                    Path(path).stem.removesuffix(".jsonl"),
+                    measured.contenders,
+                    measured.prompts,
+                    subject.tokenizer,
+                    measured.environment,
                 )
             for line in headline(measured.rows):
                 console.print(line, markup=False, highlight=False)

@@ -186,7 +186,7 @@ def _find_prompts(args: Any, data: TrainingData | None, tokenizer: Any) -> tuple
     rejected: list[str] = []
     encoded = list(islice(encode_prompts(chosen, tokenizer, rejected), most))
     report_rejected(args.prompts or "the training conversations", rejected, num_left=len(encoded))
-    systems = [system_of(conversation.messages_before_reply()) for conversation, _ in encoded]
+    systems = [system_of(conversation.given_turns()[0]) for conversation, _ in encoded]
     return [torch.tensor([ids]) for _, ids in encoded], max(set(systems), key=systems.count)
 
 

@@ -23,6 +23,7 @@ class Row:
         on_token: called with every token that is kept.
         states: gathers the target's states of the text, for a learner.
         new: the tokens emitted so far.
+        steps: how many tokens each step gave: the prompt's first, then those of verify steps.
         is_finished: whether the text has ended.
         error: why no token can follow, where none can.
     """
@@ -36,6 +37,7 @@ class Row:
     on_token: Callable[[int], None] | None = None
     states: TextStates | None = None
     new: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
     is_finished: bool = False
     error: str | None = None
 
@@ -45,6 +47,7 @@ class Row:
     def emit(self, tokens: Sequence[int]) -> int:
         """Adds the tokens that a step gave, up to the text's end; returns how many were kept. Nothing else ends a text,
         but for a reply or a stream that is given up."""
+        self.steps.append(len(tokens))
         for kept, token in enumerate(tokens):
             if self.is_finished:
                 return kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from draftsmith.scripts.measuring.measure import (
     Prompt,
     Settings,
     count_prompts,
+    follow_turns,
     load_prompts,
     make_batches,
     measure,
@@ -64,7 +66,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Measured:
-    """One combination: its environment and a row for each contender. single_texts: as in `measure_combination`."""
+    """One combination: its environment and a row for each contender. single_texts: of `texts_of_references`."""
 
     environment: dict[str, Any]
     rows: list[Row]
@@ -87,6 +89,7 @@ def load_subject(
     has_packed_weights: bool = False,
     is_invariant: bool = False,
     vocabulary: DraftVocabulary | None = None,
+    max_turns: int | None = None,
 ) -> Subject:
     """Loads a target, its drafters and its prompts (options as in `draftsmith bench`).
 
@@ -112,7 +115,14 @@ def load_subject(
         drafters=drafters,
         assistant=load_assistant(assistant, target) if assistant is not None else None,
         prompts={
-            path: load_prompts(Path(path), tokenizer, target, num_prompts=num_prompts, max_new_tokens=max_new_tokens)
+            path: load_prompts(
+                Path(path),
+                tokenizer,
+                target,
+                num_prompts=num_prompts,
+                max_new_tokens=max_new_tokens,
+                max_turns=max_turns,
+            )
             for path in prompts
         },
         details={
@@ -178,14 +188,14 @@ def measure_combination(
     acceptance: Sequence[str],
     is_compiled: bool,
     minutes: float,
-    single_texts: dict[str, list[list[int]]] | None,
+    known: tuple[list[Prompt], dict[str, list[list[int]]]] | None = None,
 ) -> Measured:
     """Measures all contenders, interleaved, on one file's prompts at one temperature and batch size.
 
     Args:
         is_compiled: heads run compiled, and the baselines both ways.
         minutes: as in `measure_with_progress`.
-        single_texts: as `texts_of_references` gives them; these prompts are decoded. None = they are made.
+        known: prompts that are decoded again in another batch size, and their `single_texts`.
     """
     target, settings = subject.target, replace(settings, tokenizer=subject.tokenizer)
     if is_compiled:
@@ -201,10 +211,13 @@ def measure_combination(
         without_mode=subject.without_mode,
     )
     prompts, num_too_long = subject.prompts[path]
-    if single_texts is not None:
-        prompts, minutes = prompts[: min(map(len, single_texts.values()))], 0.0
-    prompts, settings = measure_with_progress(contenders, prompts, settings, minutes=minutes)
-    single_texts = single_texts or texts_of_references(contenders, prompts, settings)
+    if known is None:
+        follow = partial(follow_turns, tokenizer=subject.tokenizer, target=target, settings=settings)
+        prompts, settings = measure_with_progress(contenders, prompts, settings, minutes=minutes, follow=follow)
+        single_texts = texts_of_references(contenders, prompts, settings)
+    else:
+        prompts, single_texts = known
+        prompts, settings = measure_with_progress(contenders, prompts, settings)
     environment = describe_environment(
         target,
         settings,
@@ -221,7 +234,12 @@ def measure_combination(
 
 
 def measure_with_progress(
-    contenders: Sequence[Contender], prompts: Sequence[Prompt], settings: Settings, *, minutes: float = 0.0
+    contenders: Sequence[Contender],
+    prompts: Sequence[Prompt],
+    settings: Settings,
+    *,
+    minutes: float = 0.0,
+    follow: Callable[[Sequence[Prompt]], list[Prompt]] = list,
 ) -> tuple[list[Prompt], Settings]:
     """Warms up, then measures. The standard error gets a line for each contender as it is ready, the time that decoding
     will take, and a line for each repeat; a terminal also a bar.
@@ -229,6 +247,7 @@ def measure_with_progress(
     Args:
         minutes: all together. Heads after the first ones that take longer to compile are left out (they get a
             `problem`), then prompts, then repeats. 0 = no limit.
+        follow: adds the later turns of the prompts' conversations (`follow_turns`).
 
     Returns:
         The prompts that were decoded, and the settings with the repeats that were made.
@@ -240,8 +259,8 @@ def measure_with_progress(
         def note(text: str) -> None:
             progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-        def tell_time(seconds: float, prompts: Sequence[Prompt]) -> str:
-            num_batches = len(make_batches(prompts, settings.batch_size))
+        def tell_time(seconds: float, num_prompts: int) -> str:
+            num_batches = -(-num_prompts // settings.batch_size)
             return f"{seconds * settings.repeats * num_batches / 60:.1f} minutes"
 
         slow = "; compiling takes minutes" if any(one.is_compiled for one in runnable) else ""
@@ -253,13 +272,15 @@ def measure_with_progress(
         if minutes:
             limit = max(60 * minutes - (time.perf_counter() - start), (1 - WARM_UP_SHARE) * 60 * minutes)
             settings = replace(settings, repeats=min(settings.repeats, max(1, int(limit / max(seconds, 1e-3)))))
-        chosen = [*prompts[: count_prompts(seconds, len(prompts), settings, limit)]]
+        num_all = sum(prompt.num_turns for prompt in prompts if prompt.turn == 0)
+        turns = num_all / len(prompts)
+        chosen = follow(prompts[: count_prompts(seconds * turns, len(prompts), settings, limit)])
         runnable = [contender for contender in runnable if not contender.problem]
         num_runs = settings.repeats * len(make_batches(chosen, settings.batch_size)) * len(runnable)
-        all_of_them = f"; --minutes 0 decodes all, in about {tell_time(seconds, prompts)}"
+        all_of_them = f"; --minutes 0 decodes all, in about {tell_time(seconds, num_all)}"
         note(
-            f"decoding {len(chosen)} of {len(prompts)} prompts × {settings.repeats} repeats: about "
-            f"{tell_time(seconds, chosen)}{all_of_them if len(chosen) < len(prompts) else ''}"
+            f"decoding {len(chosen)} of {num_all} prompts × {settings.repeats} repeats: about "
+            f"{tell_time(seconds, len(chosen))}{all_of_them if len(chosen) < num_all else ''}"
         )
         progress.reset(task, total=num_runs, description="decoding")
         measure(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from draftsmith.inference import GenerationStats, Target
+from draftsmith.inference import Decoder, GenerationStats, Target
+from draftsmith.inference.request.chat_template import encode_prompt
 from draftsmith.inference.request.model_settings import find_model_settings
 from draftsmith.inference.runners.compiled import count_graphs
-from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
+from draftsmith.training.synthesis.prompts import Conversation, encode_prompts, read_prompts, report_rejected
 
 WARM_UP_TOKENS = 32
 # The references, by name.
@@ -64,11 +65,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Prompt:
-    """input_ids: [1, L] int64. index: its place among the prompts; the seed depends on it."""
+    """input_ids: [1, L] int64. index: its place among the prompts; the seed depends on it. conversation: all of its
+    user turns; `input_ids` are those up to `turn`."""
 
     id: str
     index: int
     input_ids: Tensor
+    conversation: Conversation | None = None
+    turn: int = 0
+
+    @property
+    def num_turns(self) -> int:
+        """User turns of the whole conversation."""
+        return 1 if self.conversation is None else len(self.conversation.given_turns())
 
 
 @dataclass(frozen=True)
@@ -152,30 +161,57 @@ class Contender:
 
 
 def load_prompts(
-    path: Path, tokenizer: Any, target: Target, *, num_prompts: int | None, max_new_tokens: int
+    path: Path,
+    tokenizer: Any,
+    target: Target,
+    *,
+    num_prompts: int | None,
+    max_new_tokens: int,
+    max_turns: int | None = None,
 ) -> tuple[list[Prompt], int]:
     """The first user turns of a file of prompts or conversations, and the number of turns that were too long.
 
-    Prompts that the chat template rejects are left out, with a warning.
+    Prompts that the chat template rejects are left out, with a warning. `follow_turns` adds the later user turns, of
+    which `max_turns` are kept.
     """
     prompts: list[Prompt] = []
     num_too_long = 0
     limit = target.max_length
     rejected: list[str] = []
-    for conversation, ids in encode_prompts(read_prompts(path), tokenizer, rejected):
+    read = read_prompts(path, max_turns=max_turns if tokenizer.chat_template else 1)
+    for conversation, ids in encode_prompts(read, tokenizer, rejected):
         if len(prompts) == num_prompts:
             break
         input_ids = torch.tensor([ids])
         if limit is not None and input_ids.shape[1] + max_new_tokens > limit:
             num_too_long += 1
             continue
-        prompts.append(Prompt(conversation.id, len(prompts), input_ids.to(target.device)))
+        prompts.append(Prompt(conversation.id, len(prompts), input_ids.to(target.device), conversation))
     report_rejected(path, rejected, num_left=len(prompts) + num_too_long)
     if not prompts:
         raise ValueError(
             f"{path} has no prompt that leaves room for {max_new_tokens} tokens; {num_too_long} are too long"
         )
     return prompts, num_too_long
+
+
+def follow_turns(prompts: Sequence[Prompt], tokenizer: Any, target: Target, settings: Settings) -> list[Prompt]:
+    """The prompts, each with one more for every later user turn of its conversation. The replies between them are plain
+    decoding's, and so those of all exact contenders. A conversation ends where a turn leaves no room for a reply."""
+    decoder, found = Decoder(target, None), list[Prompt]()
+    for prompt in prompts:
+        found.append(replace(prompt, index=len(found)))
+        messages, *later = [[]] if prompt.conversation is None else prompt.conversation.given_turns()
+        for turn in later if tokenizer.chat_template else ():
+            last = found[-1]
+            output = decoder.generate(last.input_ids, seed=settings.seed + last.index, **settings.generate_kwargs())
+            reply = tokenizer.decode(output.sequences[0, last.input_ids.shape[1] :], skip_special_tokens=True)
+            messages = [*messages, {"role": "assistant", "content": reply}, *turn]
+            input_ids = torch.tensor([encode_prompt(tokenizer, messages, tools=prompt.conversation.tools)])
+            if target.max_length is not None and input_ids.shape[1] + settings.max_new_tokens > target.max_length:
+                break
+            found.append(Prompt(prompt.id, len(found), input_ids.to(target.device), prompt.conversation, last.turn + 1))
+    return found
 
 
 def warm_up(contender: Contender, batches: Sequence[Batch], settings: Settings) -> float:

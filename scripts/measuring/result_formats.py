@@ -2,10 +2,10 @@
 
     spec-bench      FOLDER/CONTENDER.jsonl                            Spec-Bench's evaluation/speed.py
     speculators     FOLDER/CONTENDER/acceptance.csv                   speculators' scripts/evaluate
-    specdec_bench   FOLDER/CONTENDER/{acceptance_rate,timing}.json    ModelOpt's specdec_bench
+    specdec_bench   FOLDER/CONTENDER/acceptance_rate.json and others  ModelOpt's specdec_bench
 
 A step's length is the tokens that it emits, the target's own included. The prompt's pass and its token count as a step
-in specdec_bench only. Lengths of a text's steps are in no order. Contenders whose steps are not known, such as
+in specdec_bench only. The turns of a conversation are one question. Contenders whose steps are not known, such as
 transformers' prompt look-up, are left out.
 """
 
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,14 @@ class ResultFiles:
         self._write = FORMATS[name]
         self._sets: dict[str, list[tuple[str, Sequence[Prompt], list[Run]]]] = {}
 
-    def add(self, subset: str, contenders: Sequence[Contender], prompts: Sequence[Prompt], tokenizer: Any) -> None:
+    def add(
+        self,
+        subset: str,
+        contenders: Sequence[Contender],
+        prompts: Sequence[Prompt],
+        tokenizer: Any,
+        environment: dict[str, Any],
+    ) -> None:
         """Writes the first round of every contender that ran, with single prompts."""
         for contender in contenders:
             if contender.problem or not all(map(_has_steps, contender.runs[0])):
@@ -49,7 +57,10 @@ class ResultFiles:
             label = re.sub(r"[^\w.-]+", "-", contender.label).strip("-")
             sets = self._sets.setdefault(label, [])
             sets.append((subset, prompts, contender.runs[0]))
-            for path, text in self._write(label, sets, tokenizer).items():
+            files = self._write(label, sets, tokenizer)
+            if self._write is _write_specdec_bench:
+                files[f"{label}/configuration.json"] = json.dumps({"contender": contender.label, **environment}) + "\n"
+            for path, text in files.items():
                 (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
                 write_text(self.folder / path, text)
 
@@ -63,26 +74,33 @@ def _has_steps(run: Run) -> bool:
 
 def step_lengths(run: Run) -> list[int]:
     """Tokens of each step after the prompt's pass; in plain decoding one each."""
-    if run.stats is None or not run.stats.num_verify_steps:
-        return [1] * (run.num_tokens - 1)
-    return [1 + accepted for accepted, count in enumerate(run.stats.accepted_histogram) for _ in range(count)]
+    return [1] * (run.num_tokens - 1) if run.stats is None else run.stats.steps[0]
+
+
+def _questions(sets: Sets) -> Iterator[tuple[str, list[tuple[Prompt, Run]]]]:
+    """The category of every question, and its turns."""
+    for subset, prompts, runs in sets:
+        for _, turns in itertools.groupby(zip(prompts, runs, strict=True), key=lambda turn: turn[0].id):
+            turns = list(turns)
+            conversation = turns[0][0].conversation
+            yield (conversation.category if conversation else "") or subset, turns
 
 
 def _write_spec_bench(label: str, sets: Sets, tokenizer: Any) -> dict[str, str]:
     lines = []
-    for subset, prompts, runs in sets:
-        for prompt, run in zip(prompts, runs, strict=True):
-            lengths = step_lengths(run)
-            choice = {
-                "index": 0,
-                "turns": [tokenizer.decode(run.texts[0], skip_special_tokens=True)],
-                "decoding_steps": [len(lengths)],
-                "new_tokens": [run.num_tokens],
-                "wall_time": [run.seconds],
-                "accept_lengths": lengths,
-            }
-            answer = {"question_id": prompt.id, "category": subset, "answer_id": f"{label}-{prompt.id}"}
-            lines.append(json.dumps({**answer, "model_id": label, "choices": [choice], "tstamp": time.time()}) + "\n")
+    for category, turns in _questions(sets):
+        lengths = [step_lengths(run) for _, run in turns]
+        choice = {
+            "index": 0,
+            "turns": [tokenizer.decode(run.texts[0], skip_special_tokens=True) for _, run in turns],
+            "decoding_steps": [len(steps) for steps in lengths],
+            "new_tokens": [run.num_tokens for _, run in turns],
+            "wall_time": [run.seconds for _, run in turns],
+            "accept_lengths": [length for steps in lengths for length in steps],
+        }
+        name = turns[0][0].id
+        answer = {"question_id": name, "category": category, "answer_id": f"{label}-{name}", "model_id": label}
+        lines.append(json.dumps({**answer, "choices": [choice], "tstamp": time.time()}) + "\n")
     return {f"{label}.jsonl": "".join(lines)}
 
 
@@ -106,38 +124,56 @@ def _write_speculators(label: str, sets: Sets, tokenizer: Any) -> dict[str, str]
 
 
 def _write_specdec_bench(label: str, sets: Sets, tokenizer: Any) -> dict[str, str]:
-    rates, timings = [], []
-    for subset, prompts, runs in sets:
-        requests = {prompt.id: [1, *step_lengths(run)] for prompt, run in zip(prompts, runs, strict=True)}
-        means = {name: statistics.mean(lengths) for name, lengths in requests.items()}
-        histogram = Counter(length for lengths in requests.values() for length in lengths)
-        joint, conditional, before = {}, {}, sum(histogram.values())
-        for length in sorted(histogram):
-            reached = sum(count for other, count in histogram.items() if other >= length)
-            joint[length], conditional[length] = reached / sum(histogram.values()), reached / before
-            before = reached
-        rates.append(
-            {
-                "Request_AL": means,
-                "Average_AL": statistics.mean(means.values()),
-                "Category_AL": {subset: statistics.mean(means.values())},
-                "Acceptance_Length_Histogram": dict(sorted(histogram.items())),
-                "Conditional_Acceptance_Rate": conditional,
-                "Joint_Acceptance_Rate": joint,
-            }
-        )
-        seconds, tokens = [run.seconds for run in runs], [run.num_tokens for run in runs]
-        timings.append(
-            {
-                "Output TPS": f"{sum(tokens) / sum(seconds):.4f}",
-                "E2E Request Time": _describe(seconds),
-                "Number of Output Tokens": _describe(tokens),
-            }
-        )
-    return {
-        f"{label}/{name}.json": json.dumps(content, indent=1) + "\n"
-        for name, content in (("acceptance_rate", rates), ("timing", timings))
+    requests: dict[str, dict[str, float]] = {}
+    categories: dict[str, list[float]] = {}
+    histogram: Counter[int] = Counter()
+    responses = []
+    for category, turns in _questions(sets):
+        lengths = [[1, *step_lengths(run)] for _, run in turns]
+        means = [statistics.mean(steps) for steps in lengths]
+        requests[turns[0][0].id] = {str(prompt.turn): mean for (prompt, _), mean in zip(turns, means, strict=True)}
+        categories.setdefault(category, []).extend(means)
+        histogram.update(length for steps in lengths for length in steps)
+        texts = [tokenizer.decode(run.texts[0], skip_special_tokens=True) for _, run in turns]
+        answer = {"question_id": turns[0][0].id, "category": category, "choices": [{"index": 0, "turns": texts}]}
+        responses.append(json.dumps(answer) + "\n")
+    joint, conditional, before = {}, {}, sum(histogram.values())
+    for length in sorted(histogram):
+        reached = sum(count for other, count in histogram.items() if other >= length)
+        joint[length], conditional[length] = reached / sum(histogram.values()), reached / before
+        before = reached
+    rates = {
+        "Request_AL": requests,
+        "Average_AL": statistics.mean(mean for means in categories.values() for mean in means),
+        "Category_AL": {category: statistics.mean(means) for category, means in categories.items()},
+        "Acceptance_Length_Histogram": dict(sorted(histogram.items())),
+        "Conditional_Acceptance_Rate": conditional,
+        "Joint_Acceptance_Rate": joint,
     }
+    runs = [run for _, _, runs in sets for run in runs]
+    files = {"acceptance_rate": [rates], "timing": [_describe_times(runs)]}
+    texts = {f"{label}/{name}.json": json.dumps(content, indent=1) + "\n" for name, content in files.items()}
+    return {**texts, f"{label}/responses.jsonl": "".join(responses)}
+
+
+def _describe_times(runs: Sequence[Run]) -> dict[str, Any]:
+    seconds, tokens = [run.seconds for run in runs], [run.num_tokens for run in runs]
+    found = {
+        "Output TPS": f"{sum(tokens) / sum(seconds):.4f}",
+        "E2E Request Time": _describe(seconds),
+        "Number of Output Tokens": _describe(tokens),
+    }
+    first = [run.stats.seconds["prefill"] for run in runs if run.stats is not None]
+    if len(first) == len(runs):  # transformers' own `generate` does not tell
+        rest = [max(run.seconds - one, 1e-9) for run, one in zip(runs, first, strict=True)]
+        rates = [(number - 1) / time for number, time in zip(tokens, rest, strict=True)]
+        steps = [time / max(1, len(step_lengths(run))) for run, time in zip(runs, rest, strict=True)]
+        found |= {
+            "TTFT Time": _describe(first),
+            "Request Generation Step Time": _describe(steps),
+            "Request Generation Tokens Per Second": _describe(rates),
+        }
+    return found
 
 
 def _describe(values: Sequence[float]) -> dict[str, Any]:

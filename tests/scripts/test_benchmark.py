@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.heads import create_heads
 from draftsmith.heads.formats.registry import find_format
-from draftsmith.inference import GenerationStats, Target
+from draftsmith.inference import Decoder, GenerationStats, Target
 from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.request.chat_template import encode_prompt
 from draftsmith.scripts import benchmark
 from draftsmith.scripts.benchmark import BenchmarkArguments
 from draftsmith.scripts.measuring.contenders import AssistedDecoding, OurDecoding, make_contenders
@@ -32,6 +33,7 @@ from draftsmith.scripts.measuring.measure import (
     Prompt,
     Run,
     Settings,
+    follow_turns,
     load_prompts,
 )
 from draftsmith.scripts.measuring.report import headline, make_rows, texts_of_references
@@ -220,6 +222,27 @@ def test_prompts_of_both_formats_and_too_long_ones(target: Target, chat_tokenize
     assert chat_tokenizer.decode(prompts[0].input_ids[0]).endswith("Hi there<|im_end|>\n<|im_start|>assistant\n")
     with pytest.raises(ValueError, match="no prompt that leaves room for 1024 tokens"):
         load_prompts(path, chat_tokenizer, target, num_prompts=None, max_new_tokens=1024)
+
+
+def test_later_turns_follow_the_targets_own_replies(target: Target, chat_tokenizer: Any, tmp_path: Path) -> None:
+    rows = [
+        {"question_id": 81, "category": "writing", "turns": ["Hi there", "And then?"]},
+        {"question_id": 82, "category": "math", "turns": ["Two and two"]},
+    ]
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = Settings(max_new_tokens=8)
+    prompts, _ = load_prompts(path, chat_tokenizer, target, num_prompts=None, max_new_tokens=8)
+    assert [one.num_turns for one in prompts] == [2, 1]
+    followed = follow_turns(prompts, chat_tokenizer, target, settings)
+    assert [(one.id, one.turn, one.index) for one in followed] == [("81", 0, 0), ("81", 1, 1), ("82", 0, 2)]
+    reply = Decoder(target, None).generate(prompts[0].input_ids, max_new_tokens=8).sequences[0]
+    text = chat_tokenizer.decode(reply[prompts[0].input_ids.shape[1] :], skip_special_tokens=True)
+    messages = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": text}]
+    messages.append({"role": "user", "content": "And then?"})
+    assert followed[1].input_ids[0].tolist() == encode_prompt(chat_tokenizer, messages)
+    prompts, _ = load_prompts(path, chat_tokenizer, target, num_prompts=None, max_new_tokens=8, max_turns=1)
+    assert follow_turns(prompts, chat_tokenizer, target, settings) == prompts
 
 
 # What the numbers say.

@@ -11,7 +11,6 @@ Worked example, a prompt with a tool: its replies are left out, everything else 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import random
@@ -28,6 +27,7 @@ from draftsmith.training.synthesis.turn_template import Role
 
 logger = logging.getLogger(__name__)
 
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # SPEED-Bench publishes many turns like that
 # The roles that the assistant answers.
 _ASKING = ("user", "tool")
 
@@ -38,7 +38,7 @@ class Conversation:
 
     Attributes:
         id: its name, from which its seeds are made.
-        source: the origin of its prompt.
+        source: the origin of its prompt; category: of a benchmark's question, or "".
         script: the rest: given messages, and roles whose turns are to be written.
         turn_tokens: the number of tokens of each written turn.
         problem: why it ended before its script, or "".
@@ -51,6 +51,7 @@ class Conversation:
     turn_tokens: list[int] = field(default_factory=list)
     problem: str = ""
     tools: list[dict[str, Any]] | None = None
+    category: str = ""
 
     def next_role(self) -> Role | None:
         """Appends given messages; returns the role whose turn is to be written next, None at the end."""
@@ -58,9 +59,15 @@ class Conversation:
             self.messages.append(self.script.popleft())  # type: ignore[arg-type]
         return self.script.popleft() if self.script else None  # type: ignore[return-value]
 
-    def messages_before_reply(self) -> Messages:
-        """Returns the given messages before the first turn to write."""
-        return list(itertools.takewhile(lambda step: not isinstance(step, str), self.script))  # type: ignore[arg-type]
+    def given_turns(self) -> list[Messages]:
+        """Returns the given messages before each turn that is still to be written."""
+        turns: list[Messages] = [[]]
+        for step in self.script:
+            if isinstance(step, str):
+                turns.append([])
+            else:
+                turns[-1].append(step)
+        return turns[:-1]
 
     def encode_prompt(self, tokenizer: Any) -> list[int]:
         """Returns the token ids of everything before the first turn to write, or without a template of its last text.
@@ -68,9 +75,10 @@ class Conversation:
         Raises:
             ConversationError: the chat template rejects it.
         """
+        messages = self.given_turns()[0]
         if tokenizer.chat_template:
-            return encode_prompt(tokenizer, self.messages_before_reply(), tools=self.tools)
-        return list(tokenizer(self.messages_before_reply()[-1]["content"])["input_ids"])
+            return encode_prompt(tokenizer, messages, tools=self.tools)
+        return list(tokenizer(messages[-1]["content"])["input_ids"])
 
     def add_turn(self, role: Role, text: str, num_tokens: int, thoughts: str = "", *, is_cut: bool = False) -> None:
         more = {"reasoning_content": thoughts} if thoughts else {}
@@ -135,12 +143,13 @@ def read_prompts(
         script = list(_strip_replies(messages, max_turns))
         if "assistant" not in script:
             continue  # there is nothing to answer
-        identity = record.get("id")
+        identity = record.get("id", record.get("question_id"))
         if identity in (None, ""):
             identity = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
         identity = str(identity)
         source = str(record.get("source", Path(place.name).name))
-        conversation = Conversation(identity, source, deque(script), tools=parsed.get("tools"))
+        category = str(record.get("category") or "")
+        conversation = Conversation(identity, source, deque(script), tools=parsed.get("tools"), category=category)
         if prompts.setdefault(identity, (conversation, script))[1] != script:
             raise ValueError(
                 f"{where}: an earlier prompt has the id {identity!r} too, so a resumed run would skip this one: give "
@@ -201,6 +210,10 @@ def _parse_prompt(record: Any, record_format: RecordFormat) -> dict[str, Any]:
     parsed = parse_record(record, record_format)
     if "media" in parsed:
         raise ValueError("the prompt has images, and prompts of text only are decoded here")
+    if any(str(message["content"]).startswith(PLACEHOLDER) for message in parsed["messages"]):
+        raise ValueError(
+            "a turn is a placeholder: fetch the texts of SPEED-Bench with NeMo-Skills' or ModelOpt's program for it"
+        )
     return parsed
 
 

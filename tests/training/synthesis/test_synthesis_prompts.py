@@ -85,6 +85,8 @@ def test_bad_prompts_are_named(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     with pytest.raises(ValueError, match="line 2: the content of a turn of user is int"):
         read_prompts(write(path, [good, {"turns": [3]}]))
+    with pytest.raises(ValueError, match="line 2: a turn is a placeholder"):  # of SPEED-Bench, before it is prepared
+        read_prompts(write(path, [good, {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"]}]))
     with pytest.raises(ValueError, match="has nothing to answer"):
         read_prompts(write(path, [chat("system:Be brief.", "assistant:Hi")]))
 
