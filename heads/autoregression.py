@@ -138,11 +138,18 @@ class AutoregressionHeads(DraftHeads):
     def score(self, hidden: Tensor) -> Tensor:
         """Outputs [..., D] -> logits [..., C]."""
 
-    def run_layers(self, embedded: Tensor, state: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Embeddings of tokens and states of slots [B, S, D] at RoPE positions [B, S] -> outputs [B, S, D]."""
+    def run_layers(
+        self, embedded: Tensor, state: Tensor, positions: Tensor, attend: Attend, counts: Tensor | None = None
+    ) -> Tensor:
+        """Embeddings of tokens and states of slots [B, S, D] at RoPE positions [B, S] -> outputs [B, S, D].
+
+        Args:
+            counts: of a single layer, whose `attend` gives its output at each row's last own slot only [B, 1, D].
+        """
         first = self.layer
         residual, inputs = self.prepare(embedded, state)
         attended = attend(0, first.self_attn, *first.self_attn.project(inputs, positions))
+        residual = residual if counts is None else last_slot(residual, counts)
         hidden = first.finish(residual, attended)
         for number, layer in enumerate(self.further_layers, start=1):
             hidden = layer.run(hidden, positions, partial(attend, number, layer.self_attn))
@@ -210,12 +217,14 @@ class AutoregressionHeads(DraftHeads):
         assert features is not None
         fused, caches = self.fuse(features), state.caches
         positions = caches[0].lengths[:, None] + torch.arange(fused.shape[1], device=fused.device)
+        read = None if self.further_layers else counts  # later slots read the keys and values of a single layer only
 
         def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention.attend(q, *caches[number].append(k, v, counts, max_slots))
+            return attention.attend(q, *caches[number].append(k, v, counts, max_slots), read)
 
-        hidden = self.run_layers(self.embed(next_token_ids), fused, positions, attend)
-        last_hidden = last_slot(hidden, counts, state.hidden[:, :1])
+        hidden = self.run_layers(self.embed(next_token_ids), fused, positions, attend, read)
+        hidden = last_slot(hidden, counts) if read is None else hidden
+        last_hidden = torch.where(counts[:, None, None] > 0, hidden, state.hidden[:, :1])
         state.hidden.narrow(1, 0, 1).copy_(last_hidden)
         state.tree.forget_levels()
         return DraftLogits(self.score(last_hidden), self.draft_token_ids)

@@ -27,7 +27,7 @@ from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DecoderConfig, decoder_settings
 from draftsmith.heads.kinds.medusa import ResidualBlock
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import DecoderLayer, DraftCache, RMSNorm, last_slot
+from draftsmith.heads.modules.layers import DecoderLayer, DraftCache, RMSNorm, Rows, last_slot
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
@@ -107,13 +107,10 @@ class PrefixLayer(DecoderLayer):
 
     def read_last(self, states: Tensor, counts: Tensor, cache: DraftCache, max_slots: int) -> Tensor:
         """Appends counts[b] of the states [B, S, D] of new slots to the cache, and returns the layer's output [B, 1, D]
-        at the last of them. Later slots read only the keys and values of the others."""
+        at the last of them."""
         positions = cache.lengths[:, None] + torch.arange(states.shape[1], device=states.device)
-        q, keys, values = self.project(states, positions)
-        keys, values, mask = cache.append(keys, values, counts, max_slots)
-        q, mask = (last_slot(x.transpose(1, 2), counts).transpose(1, 2) for x in (q, mask))
-        attended = self.self_attn.attend(q, keys, values, mask)
-        return cast(Tensor, self.norm(self.finish(last_slot(states, counts), attended)))
+        rows = Rows(cache, *cache.open(states.shape[1], counts, max_slots), counts)
+        return cast(Tensor, self.norm(self.decode(states, positions, rows)))
 
 
 class ConcatBlock(nn.Module):

@@ -296,20 +296,23 @@ class MTPHeads(DraftHeads):
         width = previous.shape[1]
         positions = state.caches[0].lengths[:, None] + torch.arange(width, device=previous.device)
         embedded = self.embed_at(next_token_ids, positions)
-        outputs = []
+        outputs, newest = list[Tensor](), list[Tensor]()
         for depth, (block, cache) in enumerate(zip(self.each_block, state.caches, strict=True)):
             columns, mask = cache.open(width, counts, max_slots)
             if depth:
                 mask = _without_first(mask, columns, cache.num_scratch, depth)
-            hidden = block.layer.decode(block.join(previous, embedded), positions, Rows(cache, columns, mask))
-            outputs.append(block.next_state(hidden))
+            is_last = depth == len(state.caches) - 1
+            rows = Rows(cache, columns, mask, counts if is_last else None)
+            output = block.next_state(block.layer.decode(block.join(previous, embedded), positions, rows))
+            newest.append(output if is_last else last_slot(output, counts))
+            outputs.append(output)
             # At each token the next depth reads this block's output at the token before.
-            previous = torch.cat([last_B1nD[:, :, depth], outputs[-1][:, :-1]], dim=1)
-        states = torch.stack(outputs, dim=2)
+            previous = torch.cat([last_B1nD[:, :, depth], output[:, :-1]], dim=1)
         if state.trail is not None:
             every_row = torch.arange(len(columns), device=columns.device)[:, None]
-            state.trail[every_row, columns - state.caches[0].num_scratch] = states[:, :, :-1]
-        last_B1nD = last_slot(states, counts, last_B1nD)
+            trail = torch.stack(outputs[:-1], dim=2)
+            state.trail[every_row, columns - state.caches[0].num_scratch] = trail
+        last_B1nD = torch.where(counts[:, None, None, None] > 0, torch.stack(newest, dim=2), last_B1nD)
         state.states.narrow(1, 0, 1).copy_(last_B1nD)
         state.tree.forget_levels()
         return DraftLogits(self.score(self.each_block[0], last_B1nD[:, :, 0]), self.draft_token_ids)

@@ -24,11 +24,10 @@ from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.kernels.attention import attend_masked
 
 
-def last_slot(values: Tensor, counts: Tensor, before: Tensor | None = None) -> Tensor:
-    """`values` [B, S, ...] at each row's last own slot: [B, 1, ...]; rows without one get `before` (None: any)."""
+def last_slot(values: Tensor, counts: Tensor) -> Tensor:
+    """`values` [B, S, ...] at each row's last own slot: [B, 1, ...]; anything for rows without one."""
     counts = counts.view(-1, *[1] * (values.dim() - 1))
-    found = values.gather(1, (counts - 1).clamp(min=0).expand(-1, 1, *values.shape[2:]))
-    return found if before is None else torch.where(counts > 0, found, before)
+    return values.gather(1, (counts - 1).clamp(min=0).expand(-1, 1, *values.shape[2:]))
 
 
 class RotaryEmbedding:
@@ -250,11 +249,14 @@ class Rows:
     Attributes:
         columns: the cache columns opened for the rows.
         mask: [B, 1, Q, S] bool, True = sees.
+        counts: [B] where only the output of each row's last own slot is read: later slots read the keys and values of
+            the others. None = the outputs of all rows.
     """
 
     cache: DraftCache
     columns: Tensor
     mask: Tensor
+    counts: Tensor | None = None
 
     def update(self, keys: Tensor, values: Tensor, *_: object, **more: object) -> tuple[Tensor, Tensor]:
         """[B, G, Q, d] of the rows -> [B, G, S, d] of everything in view. transformers' layers call this method."""
@@ -312,8 +314,13 @@ class DraftAttention(nn.Module):
         """[B, H, Q, d] -> [B, Q, D]."""
         return cast(Tensor, self.o_proj(attended.transpose(1, 2).flatten(2)))
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """q [B, H, Q, d] over keys and values [B, G, S, d] where mask [B, 1, Q, S] is True -> [B, Q, D]."""
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, counts: Tensor | None = None) -> Tensor:
+        """q [B, H, Q, d] over keys and values [B, G, S, d] where mask [B, 1, Q, S] is True -> [B, Q, D].
+
+        With `counts` [B] only for slot counts[b] - 1 of row b: [B, 1, D].
+        """
+        if counts is not None:
+            q, mask = last_slot(q.transpose(1, 2), counts).transpose(1, 2), last_slot(mask[:, 0], counts)[:, None]
         return self.output(attend_masked(q, keys, values, mask))
 
     def attend_unrolled(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -382,9 +389,10 @@ class DecoderLayer(DraftLayer):
         return self.self_attn.new_cache(batch_size, **sizes)
 
     def decode(self, hidden: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-        """`run` over `rows` of a cache."""
+        """`run` over `rows` of a cache; with their `counts` [B, 1, D]."""
         q, keys, values = self.project(hidden, positions)
-        return self.finish(hidden, self.self_attn.attend(q, *rows.update(keys, values), rows.mask))
+        attended = self.self_attn.attend(q, *rows.update(keys, values), rows.mask, rows.counts)
+        return self.finish(hidden if rows.counts is None else last_slot(hidden, rows.counts), attended)
 
     def unroll(self, hidden: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         """`run` over whole sequences. A slot sees depth 0 of earlier slots, and all depths of its own.

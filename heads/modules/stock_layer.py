@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel
 
-from draftsmith.heads.modules.layers import DraftCache, Rows
+from draftsmith.heads.modules.layers import DraftCache, Rows, last_slot
 from draftsmith.inference.targets.forward_names import find_cache_name
 from draftsmith.inference.targets.model_config import find_layer_windows
 
@@ -102,8 +102,9 @@ class StockLayer(nn.Module):
         )
 
     def decode(self, x: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-        """x [B, Q, D] at positions [B, Q] -> [B, Q, D]."""
-        return self._run(x, positions, rows.mask, rows)
+        """x [B, Q, D] at positions [B, Q] -> [B, Q, D], with counts of the rows [B, 1, D]."""
+        hidden = self._run(x, positions, rows.mask, rows)
+        return hidden if rows.counts is None else last_slot(hidden, rows.counts)
 
     def unroll(self, x: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Whole sequences x [B, T, D] -> [B, T, D]. A slot sees depth 0 of earlier slots, and all depths of its own.
