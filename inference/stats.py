@@ -6,8 +6,10 @@ the token drawn from it do not. Tokens that EOS or the length limit cut off coun
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,6 +58,20 @@ class GenerationStats:
         if not self.num_verify_steps:
             return 1.0
         return 1.0 + sum(a * n for a, n in enumerate(self.accepted_histogram)) / self.num_verify_steps
+
+    def acceptance_by_position(self, ends: Sequence[int]) -> list[float]:
+        """The acceptance length of the steps that begin before each end, and not before the one ahead of it, counted in
+        new tokens; up to the last part that has steps.
+
+        >>> GenerationStats(steps=[[1, 3, 2, 2]]).acceptance_by_position([4, 100])
+        [2.0, 2.0]
+        """
+        parts: list[list[int]] = [[] for _ in ends]
+        for steps in self.steps:
+            for begin, length in zip(itertools.accumulate(steps, initial=1), steps, strict=False):
+                if (place := bisect.bisect_right(ends, begin)) < len(ends):
+                    parts[place].append(length)
+        return [sum(part) / len(part) for part in itertools.takewhile(len, parts)]
 
     @property
     def accepted_per_depth(self) -> list[int]:

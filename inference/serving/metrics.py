@@ -43,6 +43,11 @@ class Metrics:
             for name, end in zip(names, ends, strict=True)
         )
 
+    def expect_positions(self, depth: int) -> None:
+        """The counters of drafts up to this depth are there from now on, at 0."""
+        for position in range(depth):
+            self.accepted_per_pos.labels(position)
+
     def watch_learning(self, find_progress: Callable[[], LearningProgress]) -> None:
         """From now on the metrics tell what the server's heads have learned."""
 

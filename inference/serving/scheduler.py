@@ -99,6 +99,7 @@ class Scheduler:
         for name, drafter in reversed(self.drafters.items()):
             if drafter is not None or name == self.default_name:
                 self._find_lane((name, None))
+        self.metrics.expect_positions(max(lane.step.path_width for lane in self._lanes.values()) - 1)
         self._thread = threading.Thread(target=self._run, name="draftsmith-engine", daemon=True)
 
     @property

@@ -26,7 +26,7 @@ from draftsmith.scripts.measuring.measure import (
     Settings,
     make_batches,
 )
-from draftsmith.scripts.measuring.table import Row, describe_texts
+from draftsmith.scripts.measuring.table import POSITIONS, Row, describe_texts
 
 
 def make_rows(
@@ -161,6 +161,7 @@ def _count_steps(row: Row, contender: Contender) -> None:
     total = sum(own, GenerationStats())
     row.acceptance_length = total.acceptance_length
     row.acceptance_by_depth = total.acceptance_by_depth
+    row.acceptance_by_position = total.acceptance_by_position(POSITIONS)
     row.accepted_histogram = total.accepted_histogram
     if not total.num_verify_steps:
         return

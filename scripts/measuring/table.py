@@ -20,6 +20,7 @@ from draftsmith.inference.text_difference import Difference
 LABEL_WIDTH = 24  # of the first column, where it has to be folded
 BORDER = 3  # of a column: a line and two spaces
 CURES = ("--dtype float32",)  # options of the programs that measure
+POSITIONS = (128, 256, 512, 1024, 2048, 4096)  # new tokens up to which acceptance is told
 STEP_PARTS = ("step", "draft", "verify", "accept", "commit", "other")
 T = TypeVar("T")
 
@@ -35,6 +36,7 @@ class Row:
         over_transformers, over_plain: ratio of tokens/s to transformers' eager `generate`, and to this library's
             fastest plain decoding: the median over batches and repeats; the former with its quartiles.
         acceptance_length, acceptance_by_depth, accepted_histogram, nodes_per_step: per row.
+        acceptance_by_position: acceptance lengths of the steps that begin up to each of `POSITIONS`.
         rows_per_step: mean number of rows that have not ended in a verify pass.
         step_milliseconds: of a verify step of the whole batch, prefill excluded: draft (the drafter, and the tree that
             grows), verify (the target's forward), accept, commit, other (the rest); `step` is their sum.
@@ -58,6 +60,7 @@ class Row:
     over_plain: float | None = None
     acceptance_length: float = 1.0
     acceptance_by_depth: list[float] = field(default_factory=list)
+    acceptance_by_position: list[float] = field(default_factory=list)
     accepted_histogram: list[int] = field(default_factory=list)
     nodes_per_step: float | None = None
     rows_per_step: float | None = None
@@ -224,5 +227,10 @@ def _step_grid(rows: Sequence[Row], environment: dict[str, Any]) -> Grid:
     ]
     if is_batch:
         notes.append("times are per batch, nodes and acceptance per row; rows: rows that have not ended")
+    for row in rows:
+        if len(row.acceptance_by_position) > 1 and row.acceptance_length > 1:
+            parts = zip(POSITIONS, row.acceptance_by_position, strict=False)
+            told = ", ".join(f"{length:.2f} to {end}" for end, length in parts)
+            notes.append(f"{row.label}: acceptance length by tokens of the text so far: {told}")
     timed = (row for row in rows if row.step_milliseconds is not None)
     return Grid.of("Where a verify step's time goes", columns, timed, notes)

@@ -287,8 +287,10 @@ def count_drafting(served: Running) -> dict[str, float]:
 
 
 def test_other_programs_count_drafting_by_the_names_of_vllm(served: Running) -> None:
-    """One token comes from the prompt; two steps accept all three drafts."""
+    """One token comes from the prompt; two steps accept all three drafts. All positions are there from the start."""
     before = count_drafting(served)
+    positions = [f'position="{position}"' in httpx.get(f"{served.address}/metrics").text for position in range(4)]
+    assert positions == [True, True, True, False]
     with served.client() as client:
         client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=9, temperature=0)
     after = count_drafting(served)
