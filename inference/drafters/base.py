@@ -72,7 +72,7 @@ class Drafter(metaclass=ABCMeta):
 
     has_static_state: bool = False
     """Whether what a state holds from one `extend` to the next stays at its addresses, so that a runner can replay
-    drafts."""
+    drafts. Rows that join may move it: none join where steps are replayed."""
 
     def for_target(self, target: Target) -> Drafter:
         """The drafter that a decoder of this target uses. The default is the drafter itself; trained heads return a

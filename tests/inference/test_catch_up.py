@@ -22,6 +22,7 @@ from draftsmith.inference.step import Step, StepOutput
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import ScriptedChoice, rough_copy
+from tests.memory_tracker import count_bytes
 from tests.params import slow_but
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, target_of
 
@@ -96,11 +97,16 @@ def states(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DecodeState, int]]:
     return found
 
 
-def test_what_waits_is_bounded(states: list[tuple[DecodeState, int]]) -> None:
+@pytest.mark.parametrize("num_texts", slow_but({"2"}, {"2": 2, "12": 12}))
+def test_what_waits_is_bounded(num_texts: int, states: list[tuple[DecodeState, int]]) -> None:
     target = target_of("llama")
     decoder = scripted(target, tiny_heads("eagle3", target), [False])
-    decoder.generate(random_prompt(5), max_new_tokens=180, do_sample=False, eos_token_id=None)
-    assert len(states) > 170
+    held = set()
+    for _ in range(num_texts):
+        decoder.generate(random_prompt(5), max_new_tokens=180, do_sample=False, eos_token_id=None)
+        held.add(count_bytes(decoder, besides=[target, decoder.drafter]))
+    assert len(states) > 170 * num_texts
+    assert len(held) == 1
     assert max(waiting for _, waiting in states) == CATCH_UP
     (state,) = {state for state, _ in states}
     assert state.pending_ids.shape[1] == CATCH_UP + 2 * decoder.step.path_width
