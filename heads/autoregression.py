@@ -64,10 +64,10 @@ class AutoregressionState(RowState):
     """The state of one batch.
 
     Attributes:
-        caches: each draft layer's keys and values, with R scratch rows.
-        hidden: [B, 1 + R, D] outputs of the last accepted slot (row 0) and of each scratch row; the states of their
+        caches: each draft layer's keys and values, with R tree rows.
+        hidden: [B, 1 + R, D] outputs of the last accepted slot (row 0) and of each tree row; the states of their
             children.
-        tree: who sees whom among the scratch rows.
+        tree: who sees whom among the tree rows.
     """
 
     caches: list[DraftCache]

@@ -152,7 +152,7 @@ class BlockState(RowState):
     """The state of one batch.
 
     Attributes:
-        caches: each draft layer's keys and values of the fused features, with N scratch rows for the block.
+        caches: each draft layer's keys and values of the fused features, with N tree rows for the block.
         chances: [B, room for a frontier] float32; its first W entries are the chances that a child of each node of the
             last frontier is accepted.
         threshold: the config's value at the start of the text.

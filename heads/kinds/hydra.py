@@ -1,6 +1,6 @@
 """Hydra (arXiv 2402.05109): sequential Medusa heads. Each head reads the tokens drafted before its own.
 
-Legend: B batch, T sequence length, S slots of one call, W frontier nodes, R scratch rows of the tree, D hidden size,
+Legend: B batch, T sequence length, S slots of one call, W frontier nodes, R tree rows, D hidden size,
 V target vocabulary, K heads.
 
 Head i (i = 0..K-1) predicts x_{t+2+i} from h_t, the target's post-norm state, and the embeddings of x_{t+1} to
@@ -215,7 +215,7 @@ class HydraHeads(DraftHeads):
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> HydraState:
         cache = None
         if self.prefix is not None:
-            # No scratch rows: the layer reads no drafted tokens.
+            # No tree rows: the layer reads no drafted tokens.
             cache = self.prefix.self_attn.new_cache(batch_size, num_slots=max_length, num_scratch=0)
         hidden = torch.zeros(batch_size, 1, self.config.target_hidden_size, device=self.device, dtype=self.dtype)
         paths = torch.zeros(batch_size, max(1, num_scratch), self.max_depth, dtype=torch.long, device=self.device)

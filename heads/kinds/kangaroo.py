@@ -1,6 +1,6 @@
 """Kangaroo (arXiv 2404.18911): the target's first layers, one trained adapter layer, the target's own LM head.
 
-Legend: B batch, T sequence length, S slots of one call, W frontier nodes, D hidden size, R scratch rows: the root and
+Legend: B batch, T sequence length, S slots of one call, W frontier nodes, D hidden size, R tree rows: the root and
 all frontier nodes of a tree, V target vocabulary.
 
 With l the exit layer, the draft distribution of the token after position t is softmax(LM head(norm(A(hs[l])_t))), where
@@ -109,7 +109,7 @@ class KangarooState(RowState):
     """The state of one batch.
 
     Attributes:
-        cache: the adapter's keys and values, with R scratch rows.
+        cache: the adapter's keys and values, with R tree rows.
         rows: the same rows in the target's own cache; None until it is shared.
         tree: who sees whom among these rows. The root is the first level, of one row, after a first place for nothing.
         confidence: [B, 1 + R] float32, the chance of each row's best child, from the second place on.

@@ -26,7 +26,7 @@ position p, of depth d at slot p - d - 1, need only that token and the row of de
 So `extend` adds one column per accepted token, and `expand` one column per frontier node: for a node at level d of the
 tree, the depths d..K-1. (Lower depths would need the target's state of a drafted token, and nothing reads them.) Depth
 d is scored; later levels attend to the deeper ones: x_{t+2} also enters depth 2 at slot t - 1, and a node at level 2
-sees that row. With columns as slots, all caches have one length, one set of scratch rows and one ancestor mask. The
+sees that row. With columns as slots, all caches have one length, one set of tree rows and one ancestor mask. The
 cache of depth d has no columns below d."""
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ class MTPState(RowState):
 
     Attributes:
         caches: one per block, all of one length.
-        states: [B, 1 + R, n, D], each block's output for the last accepted token (row 0) and for each scratch row.
+        states: [B, 1 + R, n, D], each block's output for the last accepted token (row 0) and for each tree row.
         trail: [B, slots, n - 1, D], for every accepted token, the states that the next blocks read at the token after
             it, because a copied row may end there. None for a shared block, which does not read them.
-        tree: who sees whom among the scratch rows.
+        tree: who sees whom among the tree rows.
     """
 
     caches: list[DraftCache]

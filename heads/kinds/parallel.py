@@ -117,7 +117,7 @@ class ParallelState(RowState):
     """The state of one batch.
 
     Attributes:
-        caches: each layer's keys and values of accepted slots, with K - 1 scratch rows for the masks.
+        caches: each layer's keys and values of accepted slots, with K - 1 tree rows for the masks.
         hidden: [B, K, D] outputs of all depths after the last accepted slot.
         logits: [B, K, Vd] of these outputs.
     """

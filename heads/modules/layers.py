@@ -1,6 +1,6 @@
 """Parts of heads with an attention layer: RoPE, RMSNorm, the draft cache, attention and decoder layers.
 
-Legend: B batch, T sequence length, Q queries, W new rows of one call, S slots of the draft cache, R scratch rows,
+Legend: B batch, T sequence length, Q queries, W new rows of one call, S slots of the draft cache, R tree rows,
 H query heads, G key/value heads, d head size, D hidden size, K unroll steps.
 """
 
@@ -108,9 +108,9 @@ class RMSNorm(nn.Module):
 
 
 class DraftCache(RowState):
-    """Keys and values of one draft layer: first R scratch rows for the tree, then one slot per accepted position.
+    """Keys and values of one draft layer: first R tree rows, then one slot per accepted position.
 
-    With the scratch rows first, both regions have fixed columns in rows of every length. The drafter says which scratch
+    With the tree rows first, both regions have fixed columns in rows of every length. The drafter says which scratch
     rows a level has (`TreeRows`).
 
     With a window the slots are a ring: slot s is at place s modulo the ring's length, which has room for the window and
@@ -183,7 +183,7 @@ class DraftCache(RowState):
     def append_scratch(
         self, keys: Tensor, values: Tensor, own: Tensor, ancestors: Tensor, ahead: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes the W scratch rows `own` [W] of one level; `ancestors` [B, W, R] are the scratch rows that each sees.
+        """Writes the W tree rows `own` [W] of one level; `ancestors` [B, W, R] are the tree rows that each sees.
 
         With a window each row sees what the last accepted slot sees, or [W] `ahead` slots less of it.
         """
@@ -209,7 +209,7 @@ class DraftCache(RowState):
         """Fills this fresh cache: row b gets the first lengths[b] slots, at most `max_slots`, of row rows[b] of
         `source`.
 
-        The two caches may have different numbers of rows, slots and scratch rows.
+        The two caches may have different numbers of rows, slots and tree rows.
         """
         here = rows.to(self.keys.device)
         width = min(max_slots, self.num_held, source.num_held)

@@ -41,7 +41,7 @@ class RecurrentStates:
 
         the pass reads nodes 0 .. 3       the states stay those after 5 tokens; the layers record their inputs
         accept([[0, 2]], [2])             notes the path
-        settle()                          the layers read nodes 0 and 2: states after 7 tokens
+        apply_accepted()                          the layers read nodes 0 and 2: states after 7 tokens
 
     Args:
         specs: per recurrent layer, its states.
@@ -77,8 +77,8 @@ class RecurrentStates:
             values.index_copy_(0, rows.to(values.device), states[name].to(values.dtype))
 
     def plan_pass(self, plan: Any) -> None:
-        """Begins a pass, after `settle`. What an earlier pass has recorded is forgotten."""
-        self.settle()
+        """Begins a pass, after `apply_accepted`. What an earlier pass has recorded is forgotten."""
+        self.apply_accepted()
         self.plan, self._records = plan, {}
 
     def note_read(self, counts: Sequence[int]) -> None:
@@ -98,7 +98,7 @@ class RecurrentStates:
         if self._records:
             self._accepted = path, counts
 
-    def settle(self) -> None:
+    def apply_accepted(self) -> None:
         """Brings the states to the last accepted token. The host reads the counts, which are known by now."""
         if self._accepted is None:
             return
@@ -126,7 +126,7 @@ class RecurrentStates:
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """As `KVCache.keep_rows`."""
-        self.settle()
+        self.apply_accepted()
         for states in self._all.values():
             for values in states.values():
                 first_rows(values, rows)
@@ -137,7 +137,7 @@ class RecurrentStates:
         index = torch.tensor(rows)
         is_before = [source.lengths[row] == length for row, length in zip(rows, lengths, strict=True)]
         taken = {layer: source.take(layer, index) for layer in self._all}
-        source.settle()
+        source.apply_accepted()
         for layer, before in taken.items():
             after = source.take(layer, index)
             for name, values in before.items():

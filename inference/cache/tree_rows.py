@@ -1,6 +1,6 @@
 """TreeRowsCache: keys and values of a causal LM that drafts trees level by level.
 
-Legend: B batch, W new tokens of one pass, R scratch rows of the tree, S slots in view.
+Legend: B batch, W new tokens of one pass, R tree rows, S slots in view.
 """
 
 from __future__ import annotations

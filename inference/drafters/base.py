@@ -130,7 +130,7 @@ class Drafter(metaclass=ABCMeta):
         """Scores the children of one level's frontier nodes.
 
         Args:
-            state: as in `extend`; the frontier is added to its scratch rows.
+            state: as in `extend`; the frontier is added to its tree rows.
             token_ids: [B, W] int64, the frontier nodes' target token ids.
             parents: [B, W] int64, each node's parent as an index into the PREVIOUS frontier (all 0 at depth 1).
             depth: the frontier's depth; 1 = children of the root.

@@ -1,6 +1,6 @@
 """RowState: rows of a drafter's state are copied, dropped and added field by field.
 
-Legend: B batch, S slots, R scratch rows of a tree, W frontier nodes of one tree level.
+Legend: B batch, S slots, R tree rows, W frontier nodes of one tree level.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Level(NamedTuple):
     """One level of a draft.
 
     Attributes:
-        above: [B, W] int64, the parents' places among the root (0) and the scratch rows (from 1).
-        own: [W] int64, the level's scratch rows; places: [W], where they are behind the root.
-        itself: [W, R] bool, the scratch row of each node.
-        ancestors: [B, W, R] bool, the scratch rows that each node sees: those of its ancestors and its own.
+        above: [B, W] int64, the parents' places among the root (0) and the tree rows (from 1).
+        own: [W] int64, the level's tree rows; places: [W], where they are behind the root.
+        itself: [W, R] bool, the tree row of each node.
+        ancestors: [B, W, R] bool, the tree rows that each node sees: those of its ancestors and its own.
         depth: [1] int64, how many levels are above this one, the root's not counted.
     """
 
@@ -85,7 +85,7 @@ class Level(NamedTuple):
 
 
 class TreeRows(RowState):
-    """The scratch rows of a draft that grows level by level. Counts are tensors of fixed shape, so that every
+    """The tree rows of a draft that grows level by level. Counts are tensors of fixed shape, so that every
     level is the same function.
 
     Worked example, R = 4, the root and two levels:
@@ -94,10 +94,10 @@ class TreeRows(RowState):
         open_level([[1]])        own 2      ancestors 2: 0 1 1 0
 
     Attributes:
-        ancestors: [B, 1 + R, R] bool, which scratch rows the root (row 0) and each scratch row see.
-        depths: [R] int64, the level of each used scratch row, from 0.
+        ancestors: [B, 1 + R, R] bool, which tree rows the root (row 0) and each tree row see.
+        depths: [R] int64, the level of each used tree row, from 0.
         base: [1] int64, where the last frontier begins in `ancestors`.
-        used, depth: [1] int64, scratch rows and levels so far.
+        used, depth: [1] int64, tree rows and levels so far.
     """
 
     row_fields = ("ancestors",)
@@ -112,7 +112,7 @@ class TreeRows(RowState):
         self.base, self.used, self.depth = self.base.new_zeros(1), self.base.new_zeros(1), self.base.new_zeros(1)
 
     def open_level(self, parents: Tensor) -> Level:
-        """Opens the next scratch rows as the next deeper level; parents [B, W] int64 are places in the last level."""
+        """Opens the next tree rows as the next deeper level; parents [B, W] int64 are places in the last level."""
         width, num_rows = parents.shape[1], self.depths.shape[0]
         above = self.base + parents
         own = self.used + torch.arange(width, device=above.device)

@@ -3,7 +3,7 @@
 The small model is a `Target` of its own with its own cache. Each level of a chain or tree is one pass of the small
 model; the next `extend` reads the committed tokens again, in one pass.
 
-Legend: B batch, S slots of one call, W frontier nodes of one tree level, R scratch rows of the tree, V the target's
+Legend: B batch, S slots of one call, W frontier nodes of one tree level, R tree rows, V the target's
 vocabulary, Vs the small model's.
 """
 
@@ -30,8 +30,8 @@ class SmallModelState(RowState):
     """The state of one batch.
 
     Attributes:
-        cache: the small model's keys and values, with R scratch rows.
-        tree: who sees whom among the scratch rows.
+        cache: the small model's keys and values, with R tree rows.
+        tree: who sees whom among the tree rows.
         num_first: first tokens of texts in the cache, which no slot holds: 0 or 1.
     """
 

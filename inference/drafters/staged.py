@@ -150,7 +150,7 @@ class StagedDrafter(Drafter, nn.Module):
     def _read_drafted(self, state: SmallModelState, token_ids: Tensor, depth: int) -> Tensor:
         """One pass over a drafted token of this depth and the guesses after it, [B, 1 + G]: logits [B, 1 + G, Vs]."""
         batch, width = token_ids.shape
-        nodes = torch.arange(state.tree.depths.shape[0], device=token_ids.device)  # node r of a chain is scratch row r
+        nodes = torch.arange(state.tree.depths.shape[0], device=token_ids.device)  # node r of a chain is tree row r
         own = nodes[depth - 1 : depth - 1 + width]
         state.cache.open_level(own)
         ancestors = (nodes <= own[:, None]).expand(batch, -1, -1)

@@ -166,7 +166,7 @@ class ReplayableLayers:
     def plan_reading(self, states: RecurrentStates | None, counts: Tensor, num_tokens: int) -> None:
         """Begins a pass over prompts, which commits `counts` [B] of `num_tokens` tokens. The host reads the counts."""
         assert states is not None, "the cache of a recurrent target"
-        states.settle()
+        states.apply_accepted()
         numbers = counts.tolist()
         states.plan_pass(Reading.of_counts(numbers, states.lengths, num_tokens, counts.device))
         states.note_read(numbers)
