@@ -41,7 +41,7 @@ class RecurrentStates:
 
         the pass reads nodes 0 .. 3       the states stay those after 5 tokens; the layers record their inputs
         accept([[0, 2]], [2])             notes the path
-        apply_accepted()                          the layers read nodes 0 and 2: states after 7 tokens
+        apply_accepted()                  the layers read nodes 0 and 2: states after 7 tokens
 
     Args:
         specs: per recurrent layer, its states.

@@ -29,6 +29,6 @@ def states_after(numbers: list[float]) -> RecurrentStates:
 def test_copied_rows_forget_what_was_accepted_before() -> None:
     own, source = states_after([1.0, 2.0]), states_after([4.0, 8.0, 16.0])
     own.copy_rows(source, [0], [3])
-    own.settle()
+    own.apply_accepted()
     assert own.lengths == [3]
     assert own.take(0, torch.tensor([0]))[SUM].tolist() == [[28.0]]
