@@ -102,13 +102,17 @@ def test_eagle(settings: dict[str, Any], target: Target, tmp_path: Path) -> None
     assert_all_loaded(loaded, tensors, BORROWED)
 
 
-@pytest.mark.parametrize("layers", [None, [1, 5, 9]], ids=["trained", "other layers, whole vocabulary"])
-def test_eagle3(layers: list[int] | None, target: Target, tmp_path: Path) -> None:
-    if layers is None:
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"feature_layers": [1, 5, 9]}, {"num_layers": 2}],
+    ids=["trained", "other layers, whole vocabulary", "two layers"],
+)
+def test_eagle3(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
+    if not settings:
         heads: DraftHeads = DraftHeads.from_pretrained(REPOSITORY / "examples/heads/eagle3", dtype=torch.float32)
         heads.bind(target)
     else:
-        heads = tiny_heads("eagle3", target, feature_layers=layers)
+        heads = tiny_heads("eagle3", target, **settings)
     exported = export(heads, target, tmp_path)
     found, loaded = load_into_sglang(tmp_path, CHAT_TARGET, "EAGLE3")
     assert found == {"class": "LlamaForCausalLMEagle3", "tapped": heads.config.feature_layers}

@@ -46,6 +46,26 @@ def test_vllm_drafts_as_we_do(
 
 
 @pytest.mark.parametrize("format_name", ["vllm", "speculators"])
+def test_eagle3_of_two_layers(
+    format_name: str, target: Target, texts: Texts, run_vllm: Callable[..., Any], exported: Callable[..., Path]
+) -> None:
+    vocabulary = load_trained("eagle3", target).config.draft_vocab_size
+    heads = start_from_eagle3(target, "eagle3", num_layers=2, draft_vocab_size=vocabulary)
+    learn_by_heart(heads, texts, num_steps=20)
+    job = {"heads": str(exported(heads, format_name)), "method": "eagle3"}
+    compare_with_vllm(run_vllm, heads, texts, DEPTH, **job)
+
+
+@pytest.mark.parametrize("format_name", ["vllm", "speculators"])
+def test_eagle3_with_a_window(
+    format_name: str, target: Target, texts: Texts, run_vllm: Callable[..., Any], exported: Callable[..., Path]
+) -> None:
+    """One draft at a time: from the second on, vLLM's window slides with the drafts, and ours does not."""
+    heads = start_from_eagle3(target, "eagle3", sliding_window=12)
+    compare_with_vllm(run_vllm, heads, texts, 1, heads=str(exported(heads, format_name)), method="eagle3")
+
+
+@pytest.mark.parametrize("format_name", ["vllm", "speculators"])
 def test_p_eagle(
     format_name: str, target: Target, texts: Texts, run_vllm: Callable[..., Any], exported: Callable[..., Path]
 ) -> None:
