@@ -220,12 +220,10 @@ class Texts:
         expected = self.expected.setdefault(temperature, texts)
         line["same texts"] = sum(one == other for one, other in zip(texts, expected, strict=True))
         line["texts"] = len(texts)
-        if not temperature:
-            found = [
-                find_difference(self.target, *pair, do_sample=False)
-                for pair in zip(self.prompts, expected, texts, strict=True)
-            ]
-            line["near-ties"] = sum(one is not None and one.is_near_tie for one in found)
+        found = [
+            find_difference(self.target, *pair, **options) for pair in zip(self.prompts, expected, texts, strict=True)
+        ]
+        line["near-ties"] = sum(one is not None and one.is_near_tie for one in found)
         return line
 
 
