@@ -41,6 +41,7 @@ from draftsmith.scripts.measuring.roofline import (
     best_seconds,
     count_round,
     measure_bandwidth,
+    measure_copy,
     measure_matmul,
 )
 from draftsmith.scripts.shared.clock import TimeLimit, read_clock
@@ -92,13 +93,16 @@ class Shape:
         self.heads: dict[str | None, DraftHeads | None] = {None: None}
         self.heads |= {kind: make_random_heads(kind, self.target) for kind in ("eagle3", "mtp")}
         self.seconds_to_build = read_clock(setup.device) - start
-        bandwidth = measure_bandwidth(2**22 if setup.is_tiny else 2**30, setup.device)
+        num_bytes = 2**22 if setup.is_tiny else 2**30
+        # A step reads, and writes next to nothing: the faster of the two is what the card can do at least.
+        self.read, self.copy = measure_bandwidth(num_bytes, setup.device), measure_copy(num_bytes, setup.device)
         rate = measure_matmul(self.target.dtype, setup.device, size=64 if setup.is_tiny else None)
-        self.hardware = Hardware(bandwidth, rate)
+        self.hardware = Hardware(max(self.read, self.copy), rate)
         self.plain: dict[tuple[int, int], float] = {}  # rows and context -> milliseconds of a captured step
 
     def describe(self) -> Line:
-        rates = {"read GB/s": self.hardware.bandwidth_gb_s, "bfloat16 TFLOP/s": self.hardware.matmul_gflop_s / 1000}
+        rates = {"read GB/s": self.read, "copy GB/s": self.copy}
+        rates["bfloat16 TFLOP/s"] = self.hardware.matmul_gflop_s / 1000
         return {"seconds to build": self.seconds_to_build, **rates}
 
     def list_rounds(
@@ -161,7 +165,9 @@ class Shape:
             start = read_clock(device)
             self.target.model.generate(prompt, do_sample=False, max_new_tokens=number, **options)
             seconds[number] = read_clock(device) - start
-        return {"ms a token": 1000 * (seconds[36] - seconds[4]) / 32}
+        milliseconds = 1000 * (seconds[36] - seconds[4]) / 32
+        limit = count_round(self.target, None, None, prompt, max_new_tokens=4).limit_milliseconds(self.hardware)
+        return {"ms a token": milliseconds, "of the roofline": limit / milliseconds}
 
 
 def measure_shape(size: str, setup: Setup) -> Cases:
@@ -177,6 +183,8 @@ def measure_shape(size: str, setup: Setup) -> Cases:
     yield from shape.list_rounds(1, 4096)
     yield from shape.list_rounds(1, 4096, "eagle3", CURVE)
     yield from shape.list_rounds(1, 512, "eagle3", [tree for tree in CURVE if tree not in TREES])
+    yield from shape.list_rounds(8, 512, "mtp", TREES)
+    yield from shape.list_rounds(1, 512, "mtp", TREES[1::2])
 
 
 def measure_compiled(setup: Setup) -> Cases:

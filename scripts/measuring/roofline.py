@@ -63,6 +63,13 @@ def measure_bandwidth(num_bytes: int, device: torch.device) -> float:
     return 4e-9 * buffer.numel() / best_seconds(lambda: torch.dot(buffer, buffer), device)
 
 
+def measure_copy(num_bytes: int, device: torch.device) -> float:
+    """GB/s of copying a buffer of `num_bytes`, the best of several passes: bytes read and bytes written."""
+    buffer = torch.ones(max(1, num_bytes // 4), device=device)
+    other = torch.empty_like(buffer)
+    return 8e-9 * buffer.numel() / best_seconds(lambda: other.copy_(buffer), device)
+
+
 def measure_matmul(dtype: torch.dtype, device: torch.device, *, size: int | None = None) -> float:
     """GFLOP/s of a square product in `dtype`, the best of several passes. size: width; None = `MATMUL_SIZE`."""
     size = size or MATMUL_SIZE.get(device.type, MATMUL_SIZE["cuda"])

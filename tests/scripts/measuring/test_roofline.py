@@ -8,6 +8,7 @@ import torch
 from draftsmith.heads import create_heads
 from draftsmith.inference import Target, chain
 from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.scripts.measuring import roofline
 from draftsmith.scripts.measuring.roofline import Work, count_round, count_weight_bytes
 from tests.tiny_targets import NUM_LAYERS, VOCAB_SIZE, random_prompt, tiny_target
 
@@ -47,3 +48,9 @@ def test_a_drafter_reads_its_weights_once_for_every_level() -> None:
     for depth in (1, 3):
         work = count_round(target, medusa, chain(depth), random_prompt(5))
         assert work.weight_bytes == plain + count_weight_bytes(medusa)
+
+
+def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "best_seconds", lambda *_: 1e-3)
+    assert roofline.measure_bandwidth(10**6, torch.device("cpu")) == pytest.approx(1.0)
+    assert roofline.measure_copy(10**6, torch.device("cpu")) == pytest.approx(2.0)
