@@ -37,6 +37,7 @@ from draftsmith.scripts.benchmarks.counting import (
 )
 from draftsmith.scripts.measuring.roofline import (
     Hardware,
+    ProductCounter,
     Work,
     best_seconds,
     count_round,
@@ -300,6 +301,7 @@ class TrainingStep:
     def __init__(self, kind: str, target: Target, setup: Setup) -> None:
         torch.manual_seed(0)
         self.target, self.device = target, setup.device
+        self.rate = measure_matmul(target.dtype, setup.device, size=64 if setup.is_tiny else None)
         self.heads: DraftHeads = create_heads(kind, target, **reduce_vocabulary(kind, target)).train()
         if self.heads.wants_token_counts:
             self.heads.fit_vocabulary(torch.arange(target.vocab_size))
@@ -328,12 +330,15 @@ class TrainingStep:
 
     def time(self) -> Line:
         self.run()
+        with ProductCounter() as counter:
+            self.run()
         self.run()
         start = read_clock(self.device)
         for _ in range(3):
             self.run()
         seconds = (read_clock(self.device) - start) / 3
-        return {"step ms": 1000 * seconds, "tokens/s": self.input_ids.numel() / seconds}
+        line = {"step ms": 1000 * seconds, "tokens/s": self.input_ids.numel() / seconds}
+        return {**line, "MFU": counter.flops / seconds / (1e9 * self.rate)}
 
 
 def measure_training(setup: Setup) -> Cases:

@@ -61,6 +61,7 @@ def test_a_rehearsal_with_four_libraries(tmp_path: Path) -> None:
     assert not [line for part in found.values() for line in part["lines"].values() if "failed" in line]
     rounds = found["8B"]["lines"]["eagle3, chain:3, eager, 1 x 512"]
     assert {"step ms", "verify ms", "of the roofline", "tokens/s at 4", "x plain at 4"} <= set(rounds)
+    assert all(line["MFU"] > 0 for line in found["training"]["lines"].values())
     texts = found["models"]["lines"]
     assert all(line["same texts"] == line["texts"] for label, line in texts.items() if "float32" in label)
     assert all(line["same texts"] + line["near-ties"] == line["texts"] for line in texts.values()), "T = 0 and 1"
