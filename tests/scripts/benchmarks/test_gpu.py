@@ -40,6 +40,7 @@ def link_libraries(folder: Path, *names: str, without: frozenset[str]) -> None:
                 (folder / top).symlink_to(Path(str(found.locate_file(top))).resolve())
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_rehearsal_with_four_libraries(tmp_path: Path) -> None:
     """In an environment that has nothing but torch, transformers, safetensors, tokenizers and what they need."""
