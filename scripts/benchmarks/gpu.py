@@ -5,7 +5,8 @@
     python scripts/benchmarks/gpu.py --device cpu --tiny --minutes 2      # a rehearsal
 
 It needs torch, transformers, safetensors and tokenizers only. Each part runs in a process of its own, which ends with
-its time. Every number is written when it is there, and a later run replaces only the parts that it ran.
+its time. Every number is written when it is there, and a later run replaces only the parts that it ran. The status is 0
+if every part that ran is done.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ GRACE = 5.0  # seconds after its limit in which a part may end by itself
 
 @dataclass
 class Result:
-    """Of a part. state: "done", "cut off" or what went wrong. lines: name of a measurement -> its numbers."""
+    """Of a part. state: "done", "cut off" or "failed: " and the reason. lines: name of a measurement -> its numbers,
+    or why it "failed"."""
 
     state: str = "running"
     seconds: float = 0.0
@@ -54,15 +56,23 @@ def work(part: Measure, device: str, is_tiny: bool, seconds: float, sender: Conn
     os.setsid()  # the part's own processes end with it
     os.chdir(ROOT)
     setup = Setup(torch.device(device), is_tiny, TimeLimit(seconds))
-    for label, measure in part(setup):
-        if setup.limit.is_over:
-            break
-        try:
-            line = measure()
-        except (RuntimeError, ValueError) as error:
-            line = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
-        sender.send((label, line))
+    try:
+        for label, measure in part(setup):
+            if setup.limit.is_over:
+                break
+            try:
+                line = measure()
+            except (RuntimeError, ValueError) as error:
+                line = {"failed": explain(error)}
+            sender.send((label, line))
+    except BaseException as error:
+        sender.send(f"failed: {explain(error)}")
+        raise
     sender.send("cut off" if setup.limit.is_over else "done")
+
+
+def explain(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def make_context() -> Any:
@@ -87,10 +97,12 @@ def run_part(part: Measure, args: argparse.Namespace, limit: TimeLimit, save: Ca
             try:
                 found = receiver.recv() if receiver.poll(deadline.left) else "cut off"
             except EOFError:
-                found = "failed"  # its error is on the terminal
+                process.join(GRACE)
+                found = f"failed: its process ended with status {process.exitcode}"
             result.seconds = round(time.monotonic() - start, 1)
             if isinstance(found, str):
-                result.state = found
+                failed = [f"{label}: {line['failed']}" for label, line in result.lines.items() if "failed" in line]
+                result.state = f"failed: {'; '.join(failed)}" if failed else shorten(found)
             else:
                 label, line = found
                 result.lines[label] = {key: shorten(value) for key, value in line.items()}
@@ -105,6 +117,8 @@ def run_part(part: Measure, args: argparse.Namespace, limit: TimeLimit, save: Ca
 
 
 def shorten(value: Any) -> Any:
+    if isinstance(value, str):
+        return " ".join(value.split())  # cells of the page are one line
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
@@ -131,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the parts in their order.
 
     Returns:
-        how many parts failed.
+        how many parts that ran are not done.
     """
     check_device(args.device)
     machine, limit = describe_machine(torch.device(args.device)), TimeLimit(60 * args.minutes)
@@ -149,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
     first = make_context().Process(target=os.getpid)  # the imports are no part's time
     first.start()
     first.join()
-    num_failed = 0
+    unfinished = {}
     for name in PARTS:
         if name not in args.parts or limit.is_over:
             continue
@@ -157,9 +171,12 @@ def run(args: argparse.Namespace) -> int:
         seconds, part = PARTS[name]
         result = run_part(part, args, limit.part(seconds), partial(save, name))
         print(f"  {result.state} after {result.seconds:.0f} s", flush=True)
-        num_failed += result.state not in ("done", "cut off")
+        if result.state != "done":
+            unfinished[name] = result.state
     print(f"wrote {file} and {file.with_suffix('.md')}")
-    return num_failed
+    for name, state in unfinished.items():
+        print(f"not done: {name} ({state})")
+    return len(unfinished)
 
 
 def read_arguments() -> argparse.Namespace:

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from draftsmith.inference import Decoder, Drafter, Target, TreePolicy
 from draftsmith.scripts.shared.clock import read_clock
@@ -27,6 +29,7 @@ from draftsmith.scripts.shared.clock import read_clock
 MAX_BUFFER_BYTES = 2**30  # no cache holds more, so a larger buffer would read no slower
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}  # width of the square product; keeps every unit busy
 PASSES = 8
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
 SAMPLE_SECONDS = 0.005  # shorter passes are timed several at once
 
 
@@ -61,6 +64,13 @@ def measure_bandwidth(num_bytes: int, device: torch.device) -> float:
     # Ones: untouched pages of zeros take no memory.
     buffer = torch.ones(max(1, min(num_bytes, MAX_BUFFER_BYTES) // 4), device=device)
     return 4e-9 * buffer.numel() / best_seconds(lambda: torch.dot(buffer, buffer), device)
+
+
+def measure_copy(num_bytes: int, device: torch.device) -> float:
+    """GB/s of copying a buffer of `num_bytes`, the best of several passes: bytes read and bytes written."""
+    buffer = torch.ones(max(1, num_bytes // 4), device=device)
+    other = torch.empty_like(buffer)
+    return 8e-9 * buffer.numel() / best_seconds(lambda: other.copy_(buffer), device)
 
 
 def measure_matmul(dtype: torch.dtype, device: torch.device, *, size: int | None = None) -> float:
@@ -100,6 +110,23 @@ def count_weight_bytes(model: nn.Module) -> int:
         for parameter in model.parameters()  # shared parameters once
         if id(parameter) not in looked_up - multiplied
     )
+
+
+class ProductCounter(TorchDispatchMode):
+    """Inside its context, adds up the operations of matrix products, of backward passes too. Products inside fused and
+    compiled attention are left out."""
+
+    flops = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # otherwise compiled attention would run uncompiled
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.overloadpacket in PRODUCTS:
+            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=output)
+        return output
 
 
 @contextmanager

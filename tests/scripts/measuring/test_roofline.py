@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import Target, chain
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.scripts.measuring.roofline import Work, count_round, count_weight_bytes
+from draftsmith.scripts.measuring import roofline
+from draftsmith.scripts.measuring.roofline import ProductCounter, Work, count_round, count_weight_bytes
 from tests.tiny_targets import NUM_LAYERS, VOCAB_SIZE, random_prompt, tiny_target
 
 # Of one layer of the tiny Llama: q and o 32 x 32, k and v 16 x 32, three of the MLP 64 x 32; then two norms.
@@ -47,3 +51,28 @@ def test_a_drafter_reads_its_weights_once_for_every_level() -> None:
     for depth in (1, 3):
         work = count_round(target, medusa, chain(depth), random_prompt(5))
         assert work.weight_bytes == plain + count_weight_bytes(medusa)
+
+
+def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "best_seconds", lambda *_: 1e-3)
+    assert roofline.measure_bandwidth(10**6, torch.device("cpu")) == pytest.approx(1.0)
+    assert roofline.measure_copy(10**6, torch.device("cpu")) == pytest.approx(2.0)
+
+
+def test_products_of_forward_and_backward_count_and_what_is_compiled_stays_so() -> None:
+    """Three products of 5 x 4 x 3: the output, and the gradients of input and weight."""
+    was_compiled = []
+
+    def note(graph: Any, _: Any) -> Any:
+        was_compiled.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=note)
+    def add_one(x: Tensor) -> Tensor:
+        return x + 1
+
+    with ProductCounter() as counter:
+        nn.Linear(4, 3)(torch.randn(5, 4, requires_grad=True)).sum().backward()
+        add_one(torch.ones(1))
+    assert counter.flops == 3 * 2 * 5 * 4 * 3
+    assert was_compiled
