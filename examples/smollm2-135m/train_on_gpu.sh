@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# EAGLE-3 and MTP heads for SmolLM2 on one GPU: the target answers prompts, then heads learn from its replies, 30 million
-# tokens each. Meant for ten minutes of a fast GPU, in pieces: the same command goes on, also after a kill, until it says
-# "done". What stands after it are options of `draftsmith train`.
+# EAGLE-3 and MTP heads for SmolLM2 on one GPU: the target answers prompts, then heads learn from its replies, 60 million
+# tokens each. In pieces of minutes: the same command goes on, also after a kill, until it says "done". What stands after
+# it are options of `draftsmith train`.
 #   PROMPTS=YOURS.jsonl.gz MINUTES=4 examples/smollm2-135m/train_on_gpu.sh
 # Without a network, from a folder of wheels: pip install --no-index --find-links wheels datasets accelerate rich
 set -euo pipefail
@@ -13,7 +13,7 @@ HEADS=${HEADS:-examples/heads/smollm2-135m-}  # where training starts; then come
 PROMPTS=${PROMPTS:-}                     # docs/data.md; without any, the target writes both sides
 CONVERSATIONS=${CONVERSATIONS:-20000}    # at most
 BATCH=${BATCH:-1024}                     # conversations that are decoded together
-STEPS=${STEPS:-960}                      # of 32 rows of 1,024 tokens, for each kind
+STEPS=${STEPS:-1920}                     # of 32 rows of 1,024 tokens, for each kind
 OUTPUT=${OUTPUT:-outputs/smollm2-gpu}    # replies.jsonl.gz, eagle3, mtp
 PYTHON=${PYTHON:-python}
 
