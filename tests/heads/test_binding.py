@@ -28,19 +28,19 @@ class TestBinding:
             ({"num_hidden_layers": 7}, "number of layers 6, this target .* has 7"),
         ]
         for overrides, message in others:
-            with pytest.raises(ValueError, match=message + ".*: load the target the heads were trained for"):
+            with pytest.raises(ValueError, match=message + ".*: load the target"):
                 heads.bind(target_of("llama", **overrides))
             assert heads.target is target, "a refused target must not replace the one that fits"
 
     def test_a_target_of_several_widths(self) -> None:
         """OPT-350m embeds tokens and scores states in another width than its layers have: no feature fits."""
         model = tiny_target("opt", word_embed_proj_dim=16)
-        with pytest.raises(ValueError, match="embeddings of width 16, layers of 32 and last states of 16"):
+        with pytest.raises(ValueError, match=r"embeddings of width 16, layers of 32 .* states of 16"):
             create_heads("eagle3", model)
 
     def test_unbound(self, saved: Path) -> None:
         heads = DraftHeads.from_pretrained(saved)
-        with pytest.raises(RuntimeError, match=r"not bound to a target: call heads\.bind\(target\) first"):
+        with pytest.raises(RuntimeError, match=r"not bound .* heads\.bind\(target\)"):
             heads.unroll(torch.zeros(1, 4, 96), random_prompt(4))
         with pytest.raises(RuntimeError, match="not bound"):
             heads.embed(random_prompt(4))

@@ -177,9 +177,7 @@ def test_no_file_names_a_folder_of_the_authors_machine(model: Any, tmp_path: Pat
 
 def test_heads_that_are_not_there_are_to_be_named(model: Any, folder: str) -> None:
     inputs = {"input_ids": random_prompt(7)}
-    with pytest.raises(
-        ValueError, match=r"were not written for the hub\. Name the heads: model\.generate\(\.\.\., heads="
-    ):
+    with pytest.raises(ValueError, match=r"not written for the hub\. Name the heads: .*heads="):
         run(model, folder, inputs, **GREEDY, heads=None)
     with pytest.raises(ValueError, match=r"nowhere/at/all does not exist.*Name the heads"):
         run(model, folder, inputs, **GREEDY, heads="nowhere/at/all")
@@ -189,5 +187,5 @@ def test_heads_with_an_adapter_are_refused(model: Any) -> None:
     heads = tiny_heads("medusa", Target.of(model))
     heads.config.target_adapter = "adapter"
     known = find_format("custom_generate", heads.config.head_type)
-    with pytest.raises(ValueError, match="draft for a target with an adapter"):
+    with pytest.raises(ValueError, match="for a target with an adapter"):
         known.write(heads.config, heads.state_dict(), heads.target)

@@ -60,7 +60,7 @@ def test_a_streamer_belongs_to_the_method() -> None:
     found = drafted(method=CustomGenerate(scripted(), streamer=streamer))
     assert streamer.tokens == found[0].tolist()
     assert streamer.ended == 1
-    with pytest.raises(ValueError, match="a streamer takes a batch of 1, got 2 rows"):
+    with pytest.raises(ValueError, match=r"a streamer .* got 2 rows"):
         drafted(method=CustomGenerate(scripted(), streamer=streamer), num_return_sequences=2, do_sample=True)
 
 

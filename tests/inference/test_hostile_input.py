@@ -62,9 +62,9 @@ def nan_from(position: int, *, is_last: bool = False, model: Any = MODEL) -> Ite
     ("inputs", "mask", "match"),
     [
         (torch.zeros(1, 0, dtype=torch.long), None, "empty"),
-        (torch.tensor([[5, VOCAB_SIZE]]), None, r"token 1 of row 0 is 128; this target has the ids 0 to 127"),
+        (torch.tensor([[5, VOCAB_SIZE]]), None, "token 1 of row 0 is 128; .* 0 to 127"),
         (torch.tensor([[5, 6], [9, 500]]), torch.tensor([[1, 1], [0, 1]]), r"token 0 of row 1 is 500"),
-        (torch.tensor([[5, 6]]), torch.tensor([[0, 0]]), "row 0 of the prompt is all padding"),
+        (torch.tensor([[5, 6]]), torch.tensor([[0, 0]]), "row 0 .* all padding"),
         (torch.tensor([[5.0, 6.0]]), None, r"input_ids is of dtype torch.float32"),
         (random_prompt(256), None, "256 tokens.*fewer than 256"),
     ],
@@ -83,7 +83,7 @@ def test_nan_logits(tree: str, do_sample: bool, begin: int, is_last: bool) -> No
     """From the first pass on, or only from a later position on; keys and values of drafts spoil what is before them."""
     decoder = decoder_of(tree)
     count = r"\d+" if begin and not is_last and tree != "plain" else str(6 + begin)
-    complaint = rf"no token can follow the {count} tokens of row 0.*NaN"
+    complaint = rf"follow the {count} tokens of row 0.*NaN"
     with nan_from(5 + begin, is_last=is_last), pytest.raises(ValueError, match=complaint):
         decoder.generate(PROMPT, max_new_tokens=12, do_sample=do_sample, seed=0)
     check_next_call(decoder)
@@ -103,7 +103,7 @@ class Forbid:
 def test_processors_that_forbid_everything(do_sample: bool, length: int) -> None:
     decoder = decoder_of("dynamic")
     processors = LogitsProcessorList([Forbid(length)])
-    with pytest.raises(ValueError, match=rf"no token can follow the {length} tokens of row 0.*processors forbid"):
+    with pytest.raises(ValueError, match=f"follow the {length} tokens of row 0.*processors forbid"):
         decoder.generate(PROMPT, logits_processor=processors, max_new_tokens=12, do_sample=do_sample, seed=0)
     check_next_call(decoder)
 

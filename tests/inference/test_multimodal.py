@@ -172,7 +172,7 @@ class TestRecurrentTargets:
 
     def test_rows_with_padding_are_refused(self) -> None:
         inputs = prompts_with_media("qwen3_5", ROWS)
-        with pytest.raises(ValueError, match="cannot have padding: decode them one by one"):
+        with pytest.raises(ValueError, match="cannot have padding"):
             generate(multimodal_target("qwen3_5"), None, **inputs, **OPTIONS)
 
 
@@ -247,7 +247,7 @@ class TestText:
 
 class TestRefusals:
     def test_reuse_of_the_cache(self) -> None:
-        with pytest.raises(ValueError, match="do not tell one image or sound from another"):
+        with pytest.raises(ValueError, match="reuse_cache compares token ids"):
             Decoder(multimodal_target("llava"), None).generate(
                 **prompts_with_media("llava"), reuse_cache=True, **OPTIONS
             )
@@ -267,7 +267,7 @@ class TestRefusals:
         decoder = PipelinedDecoder(model)
         text = prompts_with_media("llava", ((6, None, 3),))
         assert torch.equal(decoder.generate(**text, **OPTIONS).sequences, model.generate(**text, **OPTIONS))
-        with pytest.raises(ValueError, match="pipelined decoding reads prompts of text only"):
+        with pytest.raises(ValueError, match=r"pipelined decoding .* text only"):
             decoder.generate(**prompts_with_media("llava"), **OPTIONS)
 
     def test_batch_invariant_mode(self) -> None:
@@ -279,7 +279,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="image_grid_thw"):
             generate(multimodal_target("llava"), None, **inputs, image_grid_thw=torch.ones(1, 3), **OPTIONS)
         token_ids = torch.ones(1, 4).long()
-        with pytest.raises(ValueError, match="token_type_ids: this decode loop gives this model only token ids"):
+        with pytest.raises(ValueError, match=r"token_type_ids: .* only token ids"):
             generate(tiny_target("gpt2"), None, token_ids, token_type_ids=token_ids, **OPTIONS)
 
     def test_images_that_do_not_fit_their_placeholders(self) -> None:
@@ -320,7 +320,7 @@ class TestProof:
     def test_models_that_go_on_in_their_own_way_are_refused(self) -> None:
         model = tiny_multimodal("llava")
         model.__class__ = _Restless
-        with pytest.raises(ValueError, match="_Restless goes on in its own way after prompts with pixel_values"):
+        with pytest.raises(ValueError, match=r"_Restless goes on .* pixel_values"):
             generate(model, None, **prompts_with_media("llava"), **OPTIONS)
 
     def test_it_runs_once_and_sees_an_end_of_text(self, monkeypatch: pytest.MonkeyPatch) -> None:

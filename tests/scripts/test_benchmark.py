@@ -133,7 +133,7 @@ def test_a_tree_too_deep_for_its_heads_is_reported_not_raised(target: Target) ->
     problems = {(one.name, one.tree): one.problem for one in contenders if one.problem}
     assert list(problems) == [("two", "chain:3")]
     assert "3 levels deep, the drafter proposes at most 2" in problems["two", "chain:3"]
-    with pytest.raises(ValueError, match="'dynamc', which is neither a file"):
+    with pytest.raises(ValueError, match="'dynamc', which is neither"):
         make_contenders(target, {"two": heads}, ["dynamc"], Settings())
 
 
@@ -177,7 +177,7 @@ def test_an_assistant_drafts_for_transformers(tmp_path: Path) -> None:
     expected = model.generate(one.input_ids, max_new_tokens=12, do_sample=False)[0, 5:].tolist()
     assert run.texts == [expected]
     assert run.num_forwards < len(expected), "the target drafts for itself: its own tokens are accepted"
-    assert "the target has a vocabulary of 128 tokens, the assistant one of 64" in assisted("smaller").problem
+    assert "vocabulary of 128 tokens, the assistant one of 64" in assisted("smaller").problem
 
 
 @pytest.mark.skipif(not hasattr(transformers, "MuseGlimmerAssistantModel"), reason="transformers has it from 5.24 on")
@@ -220,7 +220,7 @@ def test_prompts_of_both_formats_and_too_long_ones(target: Target, chat_tokenize
     assert [(one.id, one.index) for one in prompts] == [("first", 0), ("second", 1)]
     assert num_too_long == 1
     assert chat_tokenizer.decode(prompts[0].input_ids[0]).endswith("Hi there<|im_end|>\n<|im_start|>assistant\n")
-    with pytest.raises(ValueError, match="no prompt that leaves room for 1024 tokens"):
+    with pytest.raises(ValueError, match="room for 1024 tokens"):
         load_prompts(path, chat_tokenizer, target, num_prompts=None, max_new_tokens=1024)
 
 

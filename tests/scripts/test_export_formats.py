@@ -95,6 +95,6 @@ def test_mtp_in_the_targets_checkpoint(tmp_path: Path, chat_tokenizer: Any) -> N
     for name, tensor in DraftHeads.from_pretrained(tmp_path / "heads").state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name
     options = {"heads": tmp_path / "heads", "target": tmp_path / "target", "format": "vllm", "output": tmp_path / "up"}
-    with pytest.raises(SystemExit, match="its links would upload the target's files: share the heads by themselves"):
+    with pytest.raises(SystemExit, match="would upload the target's files"):
         call(export_heads, **options, push_to_hub="true", repo_id="me/mtp")
     assert not (tmp_path / "up").exists()

@@ -316,7 +316,7 @@ def test_other_settings_are_not_mixed_into_a_file(run: Run, prompts: Path, tmp_p
     options = ("--prompts", prompts, "--num_conversations", 3)
     run(output, *options, "--num_shards", 2)
     for _ in range(2):  # a run that is not finished, and one that is
-        with pytest.raises(SystemExit, match=r"other settings \(seed was 0 and is 1; top_p was 1\.0 and is 0\.5\)"):
+        with pytest.raises(SystemExit, match=r"\(seed was 0 and is 1; top_p was 1\.0 and is 0\.5\)"):
             run(output, *options, "--seed", 1, "--top_p", "0.5")
         run(output, *options)
 

@@ -162,9 +162,7 @@ def test_a_training_config_and_a_stream_are_inspected(
     output = capsys.readouterr().out
     assert "3 conversations of 3 records" in output
     assert re.search(r"<\|user\|> ?word1 ?<\|end\|> ?<\|assistant\|>\[\[ ?word2 ?<\|end\|>\]\]", output)
-    with pytest.raises(
-        SystemExit, match=r"draftsmith inspect: unknown key 'datset' on the command line; did you mean 'dataset'\?"
-    ):
+    with pytest.raises(SystemExit, match=r"^draftsmith inspect: unknown key 'datset' .* 'dataset'\?"):
         inspect_data.main(["--config", str(config), "--datset", "x"])
 
 
@@ -178,7 +176,7 @@ GOOD = {"prompt": "word1", "response": "word2"}
         ("{", TEMPLATE, "data.jsonl, line 1: Expecting prop"),
         (GOOD, "{{ raise_exception('never') }}", r"the chat template rejects it \(never\)"),
         (GOOD, "{{ messages[0].content + 1 }}", r"rejects it \(TypeError: "),
-        (GOOD, None, "the target's tokenizer has no chat template: set tokenizer.chat_template"),
+        (GOOD, None, "no chat template: set tokenizer.chat_template"),
     ],
     ids=["broken JSON", "a template that refuses", "a template that adds no texts", "no chat template"],
 )

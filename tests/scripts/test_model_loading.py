@@ -57,7 +57,7 @@ def test_the_adapter_is_merged_into_the_target_that_is_there(stored: Path) -> No
 def test_heads_for_different_targets_do_not_run_together(stored: Path, names: tuple[str, str]) -> None:
     target = Target(tiny_target("llama"))
     load_heads(str(stored / names[0]), target)
-    with pytest.raises(ValueError, match="run the program for each of them by itself"):
+    with pytest.raises(ValueError, match="different adapters of the target"):
         load_heads(str(stored / names[1]), target)
 
 

@@ -73,7 +73,7 @@ def test_llama3_scaling_is_a_tensor_of_divisors(tmp_path: Path) -> None:
     assert factors[0] == 1
     assert factors[-1] == pytest.approx(8)
     other = change(published, {"rope_freqs.weight": factors + 1})
-    assert "rope_freqs.weight is not the scaling of the target's RoPE (llama3)" in refusal_of(KNOWN, other, target)
+    assert "rope_freqs.weight is not the scaling" in refusal_of(KNOWN, other, target)
 
 
 def test_borrowed_tensors(target: Target) -> None:
@@ -91,7 +91,7 @@ def test_d2t_holds_target_ids(target: Target) -> None:
     published = publish(KNOWN, plain_eagle3(target, draft_vocab_size=40))
     for ids in (torch.zeros(40, dtype=torch.long), torch.arange(100, 140)):
         message = refusal_of(KNOWN, change(published, {"d2t": ids}), target)
-        assert "tensor d2t leads to tokens outside the target's 128, or to one token twice" in message
+        assert "tensor d2t leads to tokens outside" in message
     assert "tensor d2t is missing" in refusal_of(KNOWN, change(published, {"d2t": None}), target)
 
 
@@ -103,12 +103,12 @@ class TestFiles:
         assert_same_heads(import_heads(KNOWN, open_published(str(file)), target), heads)
         assert read_head_type(str(file)) is None
         assert_same_heads(DraftHeads.from_pretrained(file, target=target), heads)
-        with pytest.raises(ValueError, match=rf"eagle3\.gguf holds EAGLE-3 heads in GGUF\. Pass target=model.*{file}"):
+        with pytest.raises(ValueError, match=rf"EAGLE-3 heads in GGUF\. .*target=model.*{file}"):
             DraftHeads.from_pretrained(file)
 
     def test_a_truncated_file(self, target: Target, tmp_path: Path) -> None:
         folder = write(export_heads(KNOWN, plain_eagle3(target)), tmp_path)
         file = folder / "eagle3.gguf"
         file.write_bytes(file.read_bytes()[:-50])
-        with pytest.raises(ValueError, match=r"eagle3\.gguf is no GGUF file, or it is damaged or truncated"):
+        with pytest.raises(ValueError, match=r"eagle3\.gguf is no GGUF file"):
             open_published(str(folder))

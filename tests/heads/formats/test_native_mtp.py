@@ -359,6 +359,6 @@ class TestRefusals:
             self.make(tmp_path, changes)
 
     def test_settings_that_the_checkpoint_decides(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match=r"share_block cannot be set: the MTP modules of"):
+        with pytest.raises(ValueError, match="share_block cannot be set"):
             self.make(tmp_path, len, share_block=False)
         assert self.make(tmp_path, len, num_steps=5).num_unrolled_steps == 5

@@ -133,7 +133,7 @@ class TestIndex:
         shard = str(tmp_path / "other.safetensors") if shard == "ABSOLUTE" else shard
         file = folder / INDEX
         file.write_text(json.dumps({"weight_map": {"fc.weight": shard}}))
-        with pytest.raises(ValueError, match="may only name files of the checkpoint itself") as refusal:
+        with pytest.raises(ValueError, match="may only name files") as refusal:
             open_published(str(folder))
         assert repr(shard) in str(refusal.value)
 

@@ -173,5 +173,5 @@ class TestStateOfLaterDepths:
 @pytest.mark.skipif(not HAS_MTP, reason="transformers has it from 5.24 on")
 def test_a_target_of_another_depth_for_transformers(checkpoint: Path) -> None:
     heads = MTPHeads.from_target_checkpoint(checkpoint, load_target(checkpoint))
-    with pytest.raises(ValueError, match=r"reads model.*the modules of this target of 2 layers.*choose vllm"):
+    with pytest.raises(ValueError, match=r"reads model.*target of 2 layers.*choose vllm"):
         TransformersMTP().write(heads.config, heads.state_dict(), heads.target)

@@ -146,7 +146,7 @@ class TestTheConfidenceHead:
         heads = DraftHeads.from_pretrained(tmp_path, confidence_threshold=0.3)
         assert heads.config.confidence_threshold == 0.3
         heads.bind(target).config.confidence_threshold = 3
-        with pytest.raises(ValueError, match="confidence_threshold is 3; allowed is 0 to 1"):
+        with pytest.raises(ValueError, match="confidence_threshold is 3;"):
             generate(target, heads, random_prompt(4), max_new_tokens=2)
 
 

@@ -56,13 +56,13 @@ class TestRefusedTargets:
         run = LlamaModel.forward
         # A forward that knows the model it was made for: a copy still runs the whole of it.
         monkeypatch.setattr(LlamaModel, "forward", lambda _, **inputs: run(model.model, **inputs))
-        with pytest.raises(ValueError, match=r"the first 2 layers of LlamaForCausalLM give other states .* differ by"):
+        with pytest.raises(ValueError, match=r"first 2 layers of LlamaForCausalLM .* differ by"):
             create_heads("kangaroo", Target(model), exit_layer=2)
 
     def test_logits_that_are_more_than_an_lm_head(self, monkeypatch: pytest.MonkeyPatch) -> None:
         target = Target(tiny_target("llama"))
         monkeypatch.setattr(target, "capabilities", dataclasses.replace(target.capabilities, scale_logits=None))
-        with pytest.raises(ValueError, match="logits cannot be computed from hidden states"):
+        with pytest.raises(ValueError, match="logits cannot be computed"):
             create_heads("kangaroo", target)
 
 

@@ -262,11 +262,11 @@ def test_typical_acceptance_equals_a_slow_reference() -> None:
 
 
 def test_rules_are_checked() -> None:
-    with pytest.raises(ValueError, match="acceptance is 'exakt'; allowed are exact, rejection, typical"):
+    with pytest.raises(ValueError, match="acceptance is 'exakt'"):
         resolve_rule("exakt")
-    with pytest.raises(ValueError, match="shape does not depend on what was drafted, and the tree is a DynamicTree"):
+    with pytest.raises(ValueError, match="the tree is a DynamicTree"):
         RULES["rejection"].check(DynamicTree())
-    with pytest.raises(ValueError, match="needs all siblings before each one"):
+    with pytest.raises(ValueError, match="needs all siblings"):
         RULES["rejection"].check(StaticTree([[0], [2]]))
 
 

@@ -179,7 +179,7 @@ def test_calls_that_are_refused() -> None:
         with pytest.raises(ValueError, match=error):
             decoder.generate(prompt, **{"max_new_tokens": 4, "do_sample": False, **kwargs})
     sees = multimodal_target("llava")
-    with pytest.raises(ValueError, match="distributed decoding reads prompts of text only"):
+    with pytest.raises(ValueError, match=r"distributed decoding .* text only"):
         DistributedDecoder(sees, NgramDrafter(), link=fake(sees)).generate(
             **prompts_with_media("llava"), max_new_tokens=4
         )

@@ -105,11 +105,11 @@ def test_processors_that_are_not_sent() -> None:
     class Keeping(stock.TopKLogitsWarper):  # type: ignore[misc, unused-ignore]
         pass
 
-    with pytest.raises(ValueError, match="Keeping, TopKLogitsWarper may keep a state"):
+    with pytest.raises(ValueError, match="Keeping, TopKLogitsWarper may keep"):
         encode_processors([Keeping(3), TopKLogitsWarper(), stock.TopKLogitsWarper(3)])
     odd = stock.TopKLogitsWarper(3)
     odd.top_k = [object()]
-    with pytest.raises(ValueError, match=r"TopKLogitsWarper\.top_k holds a value of type object"):
+    with pytest.raises(ValueError, match=r"TopKLogitsWarper\.top_k .* type object"):
         encode_processors([odd])
 
 

@@ -82,5 +82,5 @@ def test_what_is_too_long_or_lacks_features_is_refused(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("size", [0, -1, 2**31 + 1, 2**62])
 def test_sizes_that_no_message_has_are_refused(channel: Channel, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(dist, "recv", lambda part, rank, group: part.fill_(size))
-    with pytest.raises(RuntimeError, match=f"rank 3: a message of {size} bytes"):
+    with pytest.raises(RuntimeError, match=f"rank 3: .* {size} bytes"):
         channel.receive(3)

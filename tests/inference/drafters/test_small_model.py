@@ -157,14 +157,14 @@ class FakeTokenizer:
 
 def test_vocabularies_that_do_not_fit_are_refused() -> None:
     model, small = tiny_target("llama"), tiny_target("llama", vocab_size=96)
-    with pytest.raises(ValueError, match=r"vocabulary of 128 tokens, the small model one of 96: give .* tokenizer="):
+    with pytest.raises(ValueError, match=r"vocabulary of 128 .* one of 96: .* tokenizer="):
         Decoder(model, SmallModelDrafter(small))
     elsewhere = SmallModelDrafter(tiny_target("llama"))
     elsewhere.small.device = torch.device("cuda", 1)
-    with pytest.raises(ValueError, match=r"target is on cpu, the small model on cuda:1: .* small_model.to\('cpu'\)"):
+    with pytest.raises(ValueError, match=r"target is on cpu, .* on cuda:1: .*to\('cpu'\)"):
         Decoder(model, elsewhere)
     one = FakeTokenizer({"a": 0, "b": 1, "c": 2})
-    with pytest.raises(ValueError, match=r"differ in 2 ids \(1 is 'c' in the target's and 'b' in .*; 2 is 'b' in"):
+    with pytest.raises(ValueError, match=r"2 ids \(1 is 'c' in the target's and 'b' .*; 2 is 'b'"):
         compare_tokenizers(one, FakeTokenizer({"a": 0, "b": 2, "c": 1}))
     for vocab in ({"a": 0, "b": 1}, {"a": 0, "b": 1, "c": 2, "d": 3}, {"a": 0, "b": 1, "d": 3}):
         compare_tokenizers(one, FakeTokenizer(vocab))  # tokens that only one side has

@@ -103,13 +103,13 @@ def test_a_saved_model_is_still_tied(tmp_path: Any) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="the layers of this LlamaForCausalLM do not repeat"):
+    with pytest.raises(ValueError, match="this LlamaForCausalLM do not repeat"):
         PipelinedDecoder(tiny_target("llama"))
-    with pytest.raises(ValueError, match=r"group 2 of the layers of GPT2LMHeadModel .* gives other states"):
+    with pytest.raises(ValueError, match=r"group 2 .* GPT2LMHeadModel .* other states"):
         PipelinedDecoder(tied_target("gpt2"))
-    with pytest.raises(ValueError, match="group_size is 4, and LlamaForCausalLM has 6 layers"):
+    with pytest.raises(ValueError, match=r"group_size is 4, .* 6 layers"):
         tied_target(group_size=4)
-    with pytest.raises(ValueError, match="layers 0 and 2 differ in shape"):
+    with pytest.raises(ValueError, match="layers 0 and 2 differ"):
         tied_target("deepseek_v3")
     decoder = PipelinedDecoder(tied_target())
     with pytest.raises(ValueError, match="RepetitionPenaltyLogitsProcessor reads the text"):

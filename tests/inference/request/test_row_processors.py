@@ -100,7 +100,7 @@ def test_criteria_may_count_rows() -> None:
     options["stopping_criteria"] = [lambda ids, scores, **_: ids.shape[1] >= 22]  # one word for all
     assert generate(target(), NgramDrafter(), **inputs, **options).sequences.shape[1] == 22
     options["stopping_criteria"] = [lambda ids, scores, **_: torch.ones(3, dtype=torch.bool)]
-    with pytest.raises(ValueError, match="got 4 rows and returned 3 values"):
+    with pytest.raises(ValueError, match="got 4 rows and returned 3"):
         generate(target(), None, **inputs, **options)
 
 
@@ -155,10 +155,10 @@ def test_models_are_shared_and_what_cannot_be_copied_is_refused() -> None:
     layer, processor = nn.Linear(2, 2), Asking(None)
     (own,) = processors_of_row([Asking(layer)], 1, 3)
     assert own.processor.held["somewhere"][0] is layer  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"Asking may keep a state, .* copying failed: .*Decode one row at a time"):
+    with pytest.raises(ValueError, match=r"Asking may keep .* copying failed: "):
         processors_of_row([Asking(threading.Lock())], 0, 2)
     inputs = pad_prompts(PROMPTS)
-    with pytest.raises(ValueError, match=rf"Asking got scores of shape \(4, {VOCAB_SIZE}\) and returned shape \(1, "):
+    with pytest.raises(ValueError, match=rf"Asking got .* \(4, {VOCAB_SIZE}\) .* \(1, "):
         generate(target(), None, **inputs, logits_processor=[processor], **GREEDY)
 
 

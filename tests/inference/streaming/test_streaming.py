@@ -61,7 +61,7 @@ def test_a_stream_that_is_left_frees_its_decoder(how: str) -> None:
     tokens = decoder.stream(PROMPT, **GREEDY)
     if how != "never begun":
         next(tokens)
-    with pytest.raises(RuntimeError, match=r"close\(\) the stream, or make another Decoder"):
+    with pytest.raises(RuntimeError, match=r"close\(\) the stream"):
         decoder.generate(PROMPT, **GREEDY)
     if how == "with":
         with tokens:
@@ -166,7 +166,7 @@ def test_a_stream_dropped_within_a_step_ends_behind_it() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        with pytest.raises(RuntimeError, match="in the middle of another text"):
+        with pytest.raises(RuntimeError, match="middle of another text"):
             decoder.generate(PROMPT, **GREEDY)
         may_end.set()
 

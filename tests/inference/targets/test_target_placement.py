@@ -209,7 +209,7 @@ def test_states_that_change_with_the_pass_are_told_from_broken_masks(caplog: pyt
             layer.mlp.down_proj.register_forward_pre_hook(quantise)
         return model
 
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM change by .* it is not a causal LM"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM change by .* not a causal LM"):
         Target(build())  # nothing says that it is quantised
     for say_so in (
         lambda model: setattr(model, "is_quantized", True),
@@ -228,7 +228,7 @@ def test_states_that_change_with_the_pass_are_told_from_broken_masks(caplog: pyt
         model = build()
         model.is_quantized = True
         ignore_argument(model, ignored)
-        with pytest.raises(ValueError, match="does not compute a tree as separate continuations"):
+        with pytest.raises(ValueError, match="does not compute a tree"):
             Target(model)
 
 

@@ -227,13 +227,11 @@ def test_models_that_go_another_way(family: str, place: str, hook: Any, complain
 
 
 def test_other_attention_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="LlamaForCausalLM has 'eager': load the model with attn_implementation='sdpa'"
-    ):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has 'eager'"):
         Target.of(tiny_target("llama", attn_implementation="eager")).batch_invariant()
     with pytest.raises(ValueError, match="T5ForConditionalGeneration has its own"):
         Target.of(tiny_encoder_decoder("t5")).batch_invariant()
-    with pytest.raises(ValueError, match="an expert of MixtralForCausalLM multiplies as many rows as the router"):
+    with pytest.raises(ValueError, match="an expert of MixtralForCausalLM"):
         Target.of(tiny_target("mixtral", dtype=torch.bfloat16)).batch_invariant()
 
 
@@ -247,7 +245,7 @@ def test_a_layer_that_counts_rows_is_refused() -> None:
         return found * (1 + 1e-6) if hidden.shape[1] > 20 else found
 
     layer.forward = forward
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM in torch.float32 on cpu, a token's scores depend on the"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM in torch.float32 on cpu"):
         Target.of(model).batch_invariant()
 
 

@@ -90,9 +90,9 @@ BAD_LINES = {
     "": "the line is empty",
     '{"conversations": [': "Expecting value",
     "[]": "expected an object, got list",
-    '{"text": "Hi"}': "got the columns ['text'], which no known layout has",
+    '{"text": "Hi"}': "got the columns ['text']",
     '{"messages": []}': "expected a non-empty list",
-    '{"messages": ["Hi"]}': "expected a turn with role and content, got str",
+    '{"messages": ["Hi"]}': "role and content, got str",
     '{"messages": [{"role": "narrator", "content": "Hi"}]}': "unknown role 'narrator'; known roles: human",
     '{"messages": [{"role": "user", "content": null}]}': "content of a turn of user is NoneType",
 }
@@ -125,7 +125,7 @@ def test_a_torn_file_is_a_bad_line(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl.gz"
     data = gzip.compress((json.dumps(sharegpt("Hi", "Yo")) + "\n").encode())
     file.write_bytes(data + data[:-9])
-    with pytest.raises(BadLineError, match="line 3: the rest of the file cannot be read"):
+    with pytest.raises(BadLineError, match="line 3: the rest of the file"):
         load_conversations([str(file)])
     assert len(load_conversations([str(file)], skip_bad_lines=True)) == 2
 
@@ -152,14 +152,14 @@ def test_what_is_read_and_tokenized_is_cached(tmp_path: Path, tokenizer: Any, mo
 
 def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:
     for path in (str(tmp_path / "nowhere"), "nowhere.jsonl", "./nowhere"):
-        with pytest.raises(ValueError, match="does not exist; give an existing file"):
+        with pytest.raises(ValueError, match=r"nowhere.* does not exist"):
             load_conversations([path])
     for path in ("", " ", ":subset"):
         with pytest.raises(ValueError, match="which names nothing"):
             load_conversations([path])
     with pytest.raises(ValueError, match="https://hub/datasets/a does not exist"):
         load_conversations(["https://hub/datasets/a"])
-    with pytest.raises(ValueError, match=r"has no files ending in \.json,"):
+    with pytest.raises(ValueError, match=r"no files ending in \.json,"):
         load_conversations([str(tmp_path)])
     for suffix, rows in ((".jsonl", []), (".jsonl.gz", []), (".json", ["[]"])):
         empty = write(tmp_path / f"a{suffix}", rows)
@@ -223,7 +223,7 @@ def test_parquet_files_read_as_json_does(tmp_path: Path) -> None:
 def test_a_damaged_parquet_file_is_named(tmp_path: Path, cut: int, repository: Path) -> None:
     file = Path(write_parquet(tmp_path / "a.parquet", [{"messages": TWO_TURNS}] * 5))
     file.write_bytes(file.read_bytes()[:cut])
-    with pytest.raises(BadLineError, match=r"a\.parquet, line 1: the rest of the file cannot be read"):
+    with pytest.raises(BadLineError, match=r"a\.parquet, line 1: the rest of the file"):
         load_conversations([str(file)])
     (tmp_path / "set" / "data").mkdir(parents=True)
     file.rename(tmp_path / "set" / "data" / "train-0.parquet")

@@ -118,7 +118,7 @@ def test_reading_is_lazy_and_bad_lines_are_named(
     bad = write(tmp_path / "b.jsonl", [unanswered])
     for empty in (bad, write(tmp_path / "c.jsonl", [])):
         stream = make_stream([empty], word_tokenizer, validation_fraction=0, skip_bad_lines=True)
-        with pytest.raises(ValueError, match=r"no conversation of .* is left for this reader, one of 1 processes;"):
+        with pytest.raises(ValueError, match=r"no conversation of .* one of 1 processes;"):
             next(iter(stream))
 
 

@@ -26,9 +26,9 @@ def args(tmp_path: Path) -> HeadsTrainingArguments:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"WORLD_SIZE": "2"}, "started 2 processes, and this one sees 1 .* would train on all of the data by itself"),
+        ({"WORLD_SIZE": "2"}, "started 2 processes, and this one sees 1 "),
         ({"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}, "without the others.*multi_gpu.yaml"),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed was requested, and accelerate set up .*NO with 1 processes"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "deepspeed was requested, .*NO with 1 processes"),
     ],
 )
 def test_a_silent_fallback_is_refused(
@@ -56,7 +56,7 @@ def test_zero_3_and_fsdp_split_nothing_while_models_are_loaded(monkeypatch: pyte
 
 def test_a_target_is_not_split_in_one_process() -> None:
     placement = PlacementArguments(shard_target="fsdp2")
-    with pytest.raises(ValueError, match="got shard_target fsdp2 in a run of one process"):
+    with pytest.raises(ValueError, match=r"got shard_target fsdp2 .* one process"):
         load_model(ModelArguments("any", head_type="medusa"), placement, torch.device("cpu"), num_processes=1)
 
 

@@ -56,9 +56,7 @@ def test_right_states_pass(family: str, dtype: torch.dtype) -> None:
 def test_another_checkpoint(target: Target) -> None:
     other = Target(tiny_target("llama", seed=9))
     states = OnlineFeatures(other, LAYERS)(COLLATE(ROWS[-1:]))
-    with pytest.raises(
-        ValueError, match=r"states of layer 2 .* differ from the target's by \d.*: another model stored"
-    ):
+    with pytest.raises(ValueError, match=r"states of layer 2 .* by \d.*: another model stored"):
         check(target, Wrong(target, features=states.features))
-    with pytest.raises(ValueError, match=r"allowed 0\.01\) over 32 tokens of the first row\. .* another checkpoint"):
+    with pytest.raises(ValueError, match=r"allowed 0\.01\) over 32 tokens .* another checkpoint"):
         check(target, Wrong(target, last_hidden=states.last_hidden))

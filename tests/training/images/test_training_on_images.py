@@ -137,7 +137,7 @@ class TestSets:
         path = write_squares(tmp_path)
         (tmp_path / "square5.png").unlink()
         (tmp_path / "square6.png").write_bytes(b"no image")
-        with pytest.raises(ValueError, match=r"square5.png does not exist: relative paths begin .*--skip_bad_lines"):
+        with pytest.raises(ValueError, match=r"square5.png does not exist: .*--skip_bad_lines"):
             load_rows(seeing[0], path)
         assert len(load_rows(seeing[0], path, skip_bad_lines=True)) == 10
         assert "dropped 2 of 12 conversations: an image cannot be read" in caplog.text
@@ -145,10 +145,10 @@ class TestSets:
     def test_options_that_do_not_go_with_images(self, seeing: tuple[Path, Any], tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"have images: leave packing out .*; leave features out"):
             run_on_squares(seeing[0], tmp_path, packing=True, features=tmp_path / "features")
-        with pytest.raises(ValueError, match="got streaming, and a conversation has images"):
+        with pytest.raises(ValueError, match=r"got streaming, .* has images"):
             run_on_squares(seeing[0], tmp_path, streaming=True, validation_fraction=0, num_eval_prompts=0)
         options = {"target": seeing[0], "dataset": write_squares(tmp_path), "output_dir": tmp_path / "features"}
-        with pytest.raises(ValueError, match="have images, whose states are not stored"):
+        with pytest.raises(ValueError, match="images, whose states"):
             extract(**options, head_type="eagle3")
 
     def test_targets_that_read_text_only(self, tmp_path: Path, seeing: tuple[Path, Any]) -> None:

@@ -163,7 +163,7 @@ def test_heads_that_cannot_go_there_are_refused_at_the_start(
     machine: Any, train: Runner, tmp_path: Path, conversations: Path
 ) -> None:
     folder = write_shape(tmp_path / "t", **SMALL)
-    with pytest.raises(ValueError, match="medusa heads are not written as gguf, which takes eagle3"):
+    with pytest.raises(ValueError, match=r"medusa heads .* gguf, which takes eagle3"):
         choose(folder, conversations, head_type="medusa", served_by="llama.cpp")
     for options, message in (
         ({"head_type": "mtp", "served_by": "vllm"}, "--for vllm: .* train eagle3"),

@@ -121,9 +121,7 @@ def test_a_refused_budget_leaves_no_folder(train: Runner, monkeypatch: pytest.Mo
 def test_the_numbers() -> None:
     assert SLOW.fit(2 * 3600) == 195
     assert Pace(370, 12288, 100).fit(2 * 3600) == 100, "the options ask for less"
-    with pytest.raises(
-        ValueError, match=f"in which 1 steps fit, and heads need at least {FEWEST_STEPS}: give at least"
-    ):
+    with pytest.raises(ValueError, match=f"1 steps fit, .* at least {FEWEST_STEPS}: "):
         SLOW.fit(60)
     words = SLOW.describe()
     for part in (

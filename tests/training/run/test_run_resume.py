@@ -111,7 +111,7 @@ class TestResume:
             "'group_by_length'), training data '18 rows of "
         )
         assert different in str(error.value)
-        assert "--resume_with_changes true (the heads must be the same); or start a new run" in str(error.value)
+        assert "--resume_with_changes true" in str(error.value)
         with pytest.raises(ValueError, match=r"head_overrides \{'ttt_steps': 2.*\} \(now \{'ttt_steps': 3\}\)"):
             train(**self.SAVED, head_overrides=["ttt_steps=3"], resume_from_checkpoint=True, resume_with_changes=True)
 
@@ -121,14 +121,14 @@ class TestResume:
         train.break_off(5, **self.SAVED)
         moved = conversations.rename(conversations.with_name("moved.jsonl"))
         write_conversations(conversations, seed=5)
-        with pytest.raises(ValueError, match=r"with training data '18 rows of \d+ tokens' \(now '18 rows of"):
+        with pytest.raises(ValueError, match=r"with training data '18 rows .* \(now '18 rows"):
             train(**self.SAVED, resume_from_checkpoint=True)
         measured = {"num_eval_prompts": 1, "logging_steps": 3}  # changes nothing that is learned
         train(**self.SAVED, **measured, resume_from_checkpoint=True, dataset=moved)
         assert_same(train.weights(), uninterrupted)
         state = json.loads((train.output_dir / "checkpoint-4" / "run.json").read_text())
         (train.output_dir / "checkpoint-8" / "run.json").write_text(json.dumps({**state, "num_processes": 2}))
-        with pytest.raises(ValueError, match=r"checkpoint-8 was trained with num_processes 2 \(now 1\)"):
+        with pytest.raises(ValueError, match=r"checkpoint-8 .* num_processes 2 \(now 1\)"):
             train(**self.SAVED, resume_from_checkpoint=True, dataset=moved)
         train(**self.SAVED, resume_from_checkpoint=True, resume_with_changes=True, dataset=moved)
         assert "num_processes 2 (now 1): this is no exact resume" in caplog.text

@@ -36,18 +36,18 @@ class TestNotFinite:
         run = train.prepare(**SAVED, gradient_accumulation_steps=2)
         run.trainer.add_callback(HugeRate())
         message = self.stop(run)
-        assert message.startswith("stopped at step 5: the loss at depth 1, 2 is NaN or infinite (distillation). ")
-        assert "Try a lower learning_rate, more warmup_steps, a smaller max_grad_norm, or bf16 false." in message
+        assert message.startswith("stopped at step 5: the loss at depth 1, 2 is NaN")
+        assert "Try a lower learning_rate" in message
         newest = train.output_dir / "checkpoint-4"
-        assert f"The last complete checkpoint is {newest}; --resume_from_checkpoint true continues" in message
+        assert f"{newest}; --resume_from_checkpoint true" in message
 
     def test_states_of_the_target(self, train: Runner) -> None:
         run = train.prepare(**SAVED)
         with torch.no_grad():
             run.trainer.target.model.model.norm.weight[0] = torch.inf
         message = self.stop(run)
-        assert "stopped at step 1: the target's states are NaN or infinite" in message
-        assert "Try target_dtype bfloat16 or float32." in message
+        assert "stopped at step 1: the target's states" in message
+        assert "Try target_dtype bfloat16" in message
 
     def test_a_gradient(self, train: Runner) -> None:
         run = train.prepare(**SAVED)

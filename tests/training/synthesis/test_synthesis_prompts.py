@@ -83,9 +83,9 @@ def test_what_is_written_is_read_back_whole(tmp_path: Path) -> None:
 def test_bad_prompts_are_named(tmp_path: Path) -> None:
     good = chat("system:Be brief.", "user:Hi")
     path = tmp_path / "prompts.jsonl"
-    with pytest.raises(ValueError, match="line 2: the content of a turn of user is int"):
+    with pytest.raises(ValueError, match=r"line 2: .* of user is int"):
         read_prompts(write(path, [good, {"turns": [3]}]))
-    with pytest.raises(ValueError, match="line 2: a turn is a placeholder"):  # of SPEED-Bench, before it is prepared
+    with pytest.raises(ValueError, match=r"line 2: .* a placeholder"):  # of SPEED-Bench, before it is prepared
         read_prompts(write(path, [good, {"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING X"]}]))
     with pytest.raises(ValueError, match="has nothing to answer"):
         read_prompts(write(path, [chat("system:Be brief.", "assistant:Hi")]))
@@ -97,7 +97,7 @@ def test_prompts_that_share_an_id_are_refused(tmp_path: Path) -> None:
     one = {"id": "a", **chat("user:Hi")}
     for other in ({"turns": ["Bye"]}, {"turns": ["Hi", "Bye"]}, chat("system:Be brief.", "user:Hi")):
         write(path, [one, {"turns": ["Bye"]}, {"id": "a", **other}])
-        with pytest.raises(ValueError, match=r"prompts\.jsonl, line 3: an earlier prompt has the id 'a'"):
+        with pytest.raises(ValueError, match=r"prompts\.jsonl, line 3: .* the id 'a'"):
             read_prompts(path)
     write(path, [one, {"id": "b", "turns": ["Hi"]}, one])
     assert [conversation.id for conversation in read_prompts(path)] == ["a", "b"]

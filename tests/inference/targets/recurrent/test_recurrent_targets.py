@@ -63,7 +63,7 @@ def test_both_ways_to_read_drafts(family: str, in_one: bool) -> None:
 
 def test_states_that_are_not_rolled_back_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecurrentStates, "settle", lambda self: None)
-    with pytest.raises(ValueError, match=r"recurrent states of Qwen3_5ForCausalLM cannot be rolled back"):
+    with pytest.raises(ValueError, match="Qwen3_5ForCausalLM cannot be rolled back"):
         Target(tiny_target("qwen3_5", initializer_range=0.3))
 
 
@@ -71,9 +71,9 @@ def test_what_recurrent_targets_cannot_do() -> None:
     target = target_of("qwen3_5")
     with pytest.raises(ValueError, match=r"compile is not possible.*leave compile out"):
         Decoder(target, compile=True)
-    with pytest.raises(ValueError, match="cannot draft as a small model"):
+    with pytest.raises(ValueError, match="draft as a small model"):
         SmallModelDrafter(target).start(1, 16, 4)
-    with pytest.raises(ValueError, match="its first 2 layers cannot draft: use heads of another kind"):
+    with pytest.raises(ValueError, match="its first 2 layers cannot draft"):
         target.prepare_first_layers(2)
 
 
