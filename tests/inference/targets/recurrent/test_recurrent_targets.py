@@ -62,7 +62,7 @@ def test_both_ways_to_read_drafts(family: str, in_one: bool) -> None:
 
 
 def test_states_that_are_not_rolled_back_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RecurrentStates, "settle", lambda self: None)
+    monkeypatch.setattr(RecurrentStates, "apply_accepted", lambda self: None)
     with pytest.raises(ValueError, match="Qwen3_5ForCausalLM cannot be rolled back"):
         Target(tiny_target("qwen3_5", initializer_range=0.3))
 
