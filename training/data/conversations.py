@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,15 @@ class Place:
         """Returns the place of a name that the user gave for `option`.
 
         Raises:
-            ValueError: the name looks like a local path, and nothing is there.
+            ValueError: the name looks like a local path, and nothing is there, or a file with none of `SUFFIXES`.
         """
         path = Path(name).expanduser()
         if path.is_file():
+            if not path.name.endswith(SUFFIXES):
+                raise ValueError(
+                    f"{option} {name} is a file whose name ends in none of {', '.join(SUFFIXES)}: give JSON lines, one "
+                    "conversation a line, in a file named so (docs/data.md)"
+                )
             return cls(name, files=(path,))
         repository, _, subset = (name, "", "") if path.exists() or "://" in name else name.partition(":")
         if not repository.strip():
@@ -101,6 +107,7 @@ def load_conversations(
     max_samples: int | None = None,
     skip_bad_lines: bool = False,
     record_format: RecordFormat = AUTO,
+    option: str = "dataset",
 ) -> datasets.Dataset:
     """Reads conversations of files, folders and hub ids, in order, into a dataset with the column `conversation`.
 
@@ -110,12 +117,13 @@ def load_conversations(
         splits: of the hub id at each path (files have none); () = train.
         max_samples: the number of conversations to use, of all paths together; None = all.
         skip_bad_lines: count malformed lines in a warning instead of raising at the first one.
+        option: the option that gave the paths, for messages.
 
     Raises:
         ValueError: a missing file, a folder without data, a malformed line (`BadLineError`), or no conversation.
     """
     parts, missing, first_problem = [], max_samples, ""
-    places = map(Place.find, paths, splits or ["train"] * len(paths))
+    places = map(partial(Place.find, option=option), paths, splits or ["train"] * len(paths))
     for part in (part for place in places for part in read_place(place, record_format, missing)):
         problems = [problem for problem in part["problem"] if problem]
         if problems and not skip_bad_lines:
