@@ -15,7 +15,7 @@ import datasets
 from datasets.distributed import split_dataset_by_node
 from datasets.exceptions import DatasetGenerationError
 
-from draftsmith.inference.targets.files import is_missing
+from draftsmith.inference.targets.files import is_missing, naming_place
 from draftsmith.training.data.layouts import AUTO, RecordFormat, parse_record
 from draftsmith.training.data.records import SUFFIXES, drop_nulls, read_records
 
@@ -90,14 +90,15 @@ class Place:
         Raises:
             ValueError: no such repository, subset or split, or a damaged file in it.
         """
-        try:
-            rows = datasets.load_dataset(self.repository, self.subset or None, split=self.split, streaming=streaming)
-            return _keep_bytes(rows)
-        except DatasetGenerationError as error:
-            raise ValueError(f"{self.label} cannot be read: {error.__cause__ or error}") from error
-        except ValueError as error:
-            hint = "" if self.subset else f". A subset is named {self.repository}:SUBSET, a split --dataset_split"
-            raise ValueError(f"{self.label} cannot be read: {' '.join(str(error).split())}{hint}") from error
+        with naming_place(self.repository):
+            try:
+                subset, load = self.subset or None, datasets.load_dataset
+                return _keep_bytes(load(self.repository, subset, split=self.split, streaming=streaming))
+            except DatasetGenerationError as error:
+                raise ValueError(f"{self.label} cannot be read: {error.__cause__ or error}") from error
+            except ValueError as error:
+                hint = "" if self.subset else f". A subset is named {self.repository}:SUBSET, a split --dataset_split"
+                raise ValueError(f"{self.label} cannot be read: {' '.join(str(error).split())}{hint}") from error
 
 
 def load_conversations(
