@@ -219,6 +219,7 @@ class Decoder:
                 after every token, with `scores=None`.
 
         Raises:
+            TypeError: ids or a mask that are no tensors.
             ValueError: for an empty or too long prompt, ids the target does not have, beams, and options this loop
                 does not have, each with the cure; when no token can be picked (NaN, or everything is forbidden).
             RuntimeError: while this decoder is in the middle of another text.
