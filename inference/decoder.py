@@ -189,7 +189,7 @@ class Decoder:
 
     def generate(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
         seed: int | Sequence[int] | None = None,
@@ -203,7 +203,7 @@ class Decoder:
         there. The result is always a GenerationOutput, also without `return_dict_in_generate`.
 
         Args:
-            input_ids: [B, L] int64; for an encoder-decoder target, the sources.
+            input_ids: [B, L] int64; for an encoder-decoder target, the sources. `inputs` is the same.
             attention_mask: [B, L], 0 on padding, left or right. Without it transformers takes pad tokens for padding,
                 but not in sources.
             seed: one integer (row b uses hash(seed, b)), one per row, or None to draw from torch's global generator.
@@ -291,7 +291,7 @@ class Decoder:
 
     def stream(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
         seed: int | Sequence[int] | None = None,

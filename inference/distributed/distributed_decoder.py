@@ -83,7 +83,7 @@ class DistributedDecoder:
 
     def generate(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
         seed: int | Sequence[int] | None = None,
@@ -107,7 +107,7 @@ class DistributedDecoder:
 
     def stream(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
         seed: int | Sequence[int] | None = None,

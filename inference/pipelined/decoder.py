@@ -90,7 +90,7 @@ class PipelinedDecoder:
 
     def generate(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
         seed: int | Sequence[int] | None = None,

@@ -58,9 +58,10 @@ _REFUSED_ARGUMENTS = {
 
 def make_request(
     target: Target,
-    input_ids: Tensor,
+    input_ids: Tensor | None,
     attention_mask: Tensor | None,
     *,
+    inputs: Tensor | None = None,
     streamer: Any = None,
     tokenizer: Any = None,
     stop_strings: str | list[str] | None = None,
@@ -74,6 +75,9 @@ def make_request(
     """
     target.check_again()
     _refuse_arguments(target.model, generate_kwargs)
+    if input_ids is not None and inputs is not None:
+        raise ValueError("got input_ids and inputs, two names of the prompts: give one of them")
+    input_ids = cast(Tensor, inputs if input_ids is None else input_ids)
     check_prompt(input_ids, attention_mask)
     given = {name for name, value in generate_kwargs.items() if value is not None}
     media = sorted(media_names(target) & given)
@@ -82,7 +86,7 @@ def make_request(
         check_source(model, input_ids, attention_mask)
     elif attention_mask is not None:
         input_ids, attention_mask = _move_padding(target, given_ids, attention_mask.to(target.device), media)
-    kwargs = dict(generate_kwargs)
+    kwargs = {name: value for name, value in generate_kwargs.items() if name not in _REFUSED_ARGUMENTS}
     kwargs |= {name: kwargs[name].to(target.device) for name in media if isinstance(kwargs[name], Tensor)}
     criteria = _take_stop_strings(model, tokenizer, stop_strings, kwargs)
     criteria += kwargs.pop("stopping_criteria", None) or []
@@ -212,7 +216,8 @@ def _refuse_arguments(model: Any, generate_kwargs: dict[str, Any]) -> None:
     # PEFT reads these only in its own generate.
     read_by_peft = dict.fromkeys(getattr(model, "special_peft_forward_args", ()), _ONE_ADAPTER)
     for name, cure in (read_by_peft | _REFUSED_ARGUMENTS).items():
-        if generate_kwargs.get(name) is not None:
+        value = generate_kwargs.get(name)
+        if value is not None and (name, value) != ("synced_gpus", False):
             raise ValueError(f"{name} is not supported by this decode loop: {cure}")
     if generate_kwargs.get("cache_implementation") == "paged":
         raise ValueError("cache_implementation='paged' is not supported by this decode loop: leave it out")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from draftsmith.inference import Decoder, chain, generate
+from draftsmith.inference import Decoder, chain, generate, stream
 from draftsmith.inference import decoder as decoding
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.targets.forward_names import CACHE_NAMES
@@ -140,6 +140,8 @@ SPECULATION = {
     ("options", "match"),
     [
         ({"num_beams": 2}, "num_beams=2.*num_beams=1"),
+        ({"synced_gpus": True}, "synced_gpus is not supported by this decode loop: leave it out"),
+        ({"inputs": PROMPT}, "got input_ids and inputs, two names of the prompts: give one of them"),
         ({"prompt_lookup_num_tokens": 3}, "NgramDrafter"),
         *(({name: value}, f"{name}={value!r}.*: pass heads as the drafter") for name, value in SPECULATION.items()),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
@@ -150,6 +152,14 @@ SPECULATION = {
 def test_refused_options(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         generate(MODEL, scripted(), PROMPT, **GREEDY, **options)
+
+
+def test_neutral_and_other_names_of_arguments() -> None:
+    given = {**GREEDY, "inputs": PROMPT, "synced_gpus": False, "custom_generate": None}
+    with stream(MODEL, None, **given) as steps:
+        assert [*steps]
+        outputs = (steps.output, generate(MODEL, None, **given))
+    assert all(torch.equal(output.sequences, truth()) for output in outputs)
 
 
 def test_a_streamer_is_refused_for_more_than_one_text() -> None:
