@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from draftsmith.inference.runners.cuda_graphs import graph_runner
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import Runner, Step
+from draftsmith.inference.streaming.streamers import ending
 from draftsmith.inference.streaming.token_stream import TokenStream
 from draftsmith.inference.targets.probing.invariance import check_compiling
 from draftsmith.inference.targets.target import Target
@@ -219,7 +220,7 @@ class Decoder:
                 after every token, with `scores=None`.
 
         Raises:
-            TypeError: ids or a mask that are no tensors.
+            TypeError: ids or a mask that are no tensors, and other arguments of a wrong type.
             ValueError: for an empty or too long prompt, ids the target does not have, beams, and options this loop
                 does not have, each with the cure; when no token can be picked (NaN, or everything is forbidden).
             RuntimeError: while this decoder is in the middle of another text.
@@ -436,16 +437,6 @@ class Decoder:
                 f"{type(self.policy).__name__}"
             )
         return self.planner.costs(num_rows, length, do_sample=do_sample)
-
-
-@contextmanager
-def ending(streamer: Any) -> Iterator[None]:
-    """Ends the streamer, also when the call is refused or a step fails: its reader would wait for ever."""
-    try:
-        yield
-    finally:
-        if streamer is not None:
-            streamer.end()
 
 
 def gather_output(request: Request, scores: EmittedScores, stats: GenerationStats) -> GenerationOutput:

@@ -143,6 +143,8 @@ SPECULATION = {
         ({"synced_gpus": True}, "synced_gpus is not supported by this decode loop: leave it out"),
         ({"inputs": PROMPT}, "got input_ids and inputs, two names of the prompts: give one of them"),
         ({"prompt_lookup_num_tokens": 3}, "NgramDrafter"),
+        ({"stop_strings": ["a"]}, "needs the tokenizer, and tokenizer is None: pass"),
+        ({"stop_strings": ["a"], "tokenizer": "x"}, "needs the tokenizer, and tokenizer is 'x': pass"),
         *(({name: value}, f"{name}={value!r}.*: pass heads as the drafter") for name, value in SPECULATION.items()),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"assistant_model": MODEL}, "assistant_model .*: pass a draftsmith.SmallModelDrafter"),
@@ -152,6 +154,32 @@ SPECULATION = {
 def test_refused_options(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         generate(MODEL, scripted(), PROMPT, **GREEDY, **options)
+
+
+def never(input_ids: torch.Tensor, scores: Any) -> bool:
+    return False
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        *(
+            ({name: value}, f"^{name} is .*; a list of functions is expected")
+            for name in ("logits_processor", "stopping_criteria")
+            for value in (never, ["x"], "x", 5)
+        ),
+        ({"generation_config": {"max_new_tokens": 3}}, "^generation_config is {'max_new_tokens': 3}; GenerationConfig"),
+        ({"streamer": print}, r"^streamer is <built-in function print>; an object with put\(\) and end\(\)"),
+    ],
+)
+def test_arguments_of_wrong_types(options: dict[str, Any], match: str) -> None:
+    decoder = Decoder(MODEL)
+    with pytest.raises(TypeError, match=match):
+        decoder.generate(PROMPT, **GREEDY, **options)
+    if "streamer" not in options:
+        with pytest.raises(TypeError, match=match):
+            decoder.stream(PROMPT, **GREEDY, **options)
+    assert torch.equal(decoder.generate(PROMPT, stopping_criteria=(never,), **GREEDY).sequences, truth())
 
 
 def test_neutral_and_other_names_of_arguments() -> None:
