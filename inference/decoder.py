@@ -96,7 +96,7 @@ class Decoder:
         step: the parts of a step, for loops of their own.
 
     Raises:
-        TypeError: `drafter` is no `Drafter`.
+        TypeError: `drafter` is no `Drafter`, `learner` no `Learner`, or a switch neither True nor False.
         ValueError: a tree that the drafter or the acceptance rule cannot use, a drafter that does not fit the target,
             weights that cannot be packed, or a target that cannot be batch-invariant.
     """
@@ -122,6 +122,10 @@ class Decoder:
                 f"drafter is {shown!r}; a Drafter, or None, is expected: load a folder of heads with "
                 "DraftHeads.from_pretrained, wrap a small model in SmallModelDrafter, or subclass Drafter"
             )
+        if learner is not None and not isinstance(learner, Learner):
+            raise TypeError(f"learner is {learner!r}; a draftsmith.OnlineLearner, another Learner, or None is expected")
+        _check_switches(is_coupled=is_coupled, batch_invariant=batch_invariant, is_synchronised=is_synchronised)
+        _check_switches(pack_weights=pack_weights, graphs=graphs, compile=compile)
         self.target = Target.of(target).with_packed_weights() if pack_weights else Target.of(target)
         if batch_invariant:
             self.target = self.target.batch_invariant()
@@ -368,6 +372,7 @@ class Decoder:
 
     def _draw_seeds(self, request: Request, seed: int | Sequence[int] | None, *, reuse_cache: bool) -> Tensor | None:
         """Refuses what cannot be decoded; the rows' seeds."""
+        _check_switches(reuse_cache=reuse_cache)
         if reuse_cache:
             self._check_reuse(request)
         return row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None
@@ -437,6 +442,13 @@ class Decoder:
                 f"{type(self.policy).__name__}"
             )
         return self.planner.costs(num_rows, length, do_sample=do_sample)
+
+
+def _check_switches(**switches: object) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, (bool, Decoder) if name == "compile" else bool):
+            also = ", or a compiled Decoder," if name == "compile" else ""
+            raise TypeError(f"{name} is {value!r}; True or False{also} is expected")
 
 
 def gather_output(request: Request, scores: EmittedScores, stats: GenerationStats) -> GenerationOutput:

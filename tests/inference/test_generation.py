@@ -156,6 +156,21 @@ def test_refused_options(options: dict[str, Any], match: str) -> None:
         generate(MODEL, scripted(), PROMPT, **GREEDY, **options)
 
 
+@pytest.mark.parametrize(
+    "name", ["is_coupled", "batch_invariant", "is_synchronised", "compile", "pack_weights", "graphs", "reuse_cache"]
+)
+@pytest.mark.parametrize("value", ["yes", None, 1])
+def test_switches_are_true_or_false(name: str, value: Any) -> None:
+    also = ", or a compiled Decoder," if name == "compile" else ""
+    with pytest.raises(TypeError, match=f"^{name} is {value!r}; True or False{also} is expected"):
+        generate(MODEL, None, PROMPT, **GREEDY, **{name: value})
+
+
+def test_a_learner_is_expected() -> None:
+    with pytest.raises(TypeError, match=r"^learner is 5; a draftsmith\.OnlineLearner, another Learner, or None is"):
+        Decoder(MODEL, learner=5)  # type: ignore[arg-type]
+
+
 def never(input_ids: torch.Tensor, scores: Any) -> bool:
     return False
 
