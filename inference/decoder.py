@@ -434,13 +434,11 @@ class Decoder:
             num_rows: rows in the batch; length: tokens in the longest of them.
 
         Raises:
-            ValueError: for a decoder with a fixed tree.
+            ValueError: for a decoder with a fixed tree, or without a drafter.
         """
         if self.planner is None:
-            raise ValueError(
-                "costs are learned with tree='auto' or 'gamma': give one of them; this decoder's tree is a "
-                f"{type(self.policy).__name__}"
-            )
+            found = "has no drafter" if self.policy is None else f"has a {type(self.policy).__name__}"
+            raise ValueError(f"costs are learned with a drafter and tree='auto' or 'gamma'; this decoder {found}")
         return self.planner.costs(num_rows, length, do_sample=do_sample)
 
 
