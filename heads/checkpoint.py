@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from draftsmith.heads.formats.published import Published, is_gguf_file, open_published
 from draftsmith.heads.formats.registry import recognize
 from draftsmith.heads.registration import known_kinds
-from draftsmith.inference.targets.files import is_missing
+from draftsmith.inference.targets.files import is_missing, naming_place
 
 SCRATCH = ".incomplete"  # the folder, inside that of a checkpoint, into which files are written first
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|token_counts\.safetensors")
@@ -127,15 +127,8 @@ def _lacks_config(path: str, **hub: Any) -> bool:
 
 
 def _read_config(path: str, **hub: Any) -> dict[str, Any]:
-    try:
+    with naming_place(path):
         config, _ = PreTrainedConfig.get_config_dict(path, **hub)
-    except OSError as error:
-        if os.path.isdir(path):
-            raise
-        raise ValueError(
-            f"there is no folder {path} here, and no config.json could be read from a hub repository of that name. "
-            f"Check the spelling; for the hub, also the connection and the login ({str(error).splitlines()[0]})"
-        ) from error
     return dict(config)
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from draftsmith.inference.runners.cuda_graphs import graph_runner
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import Runner, Step
+from draftsmith.inference.streaming.streamers import ending
 from draftsmith.inference.streaming.token_stream import TokenStream
 from draftsmith.inference.targets.probing.invariance import check_compiling
 from draftsmith.inference.targets.target import Target
@@ -95,7 +96,7 @@ class Decoder:
         step: the parts of a step, for loops of their own.
 
     Raises:
-        TypeError: `drafter` is no `Drafter`.
+        TypeError: `drafter` is no `Drafter`, `learner` no `Learner`, or a switch neither True nor False.
         ValueError: a tree that the drafter or the acceptance rule cannot use, a drafter that does not fit the target,
             weights that cannot be packed, or a target that cannot be batch-invariant.
     """
@@ -121,6 +122,10 @@ class Decoder:
                 f"drafter is {shown!r}; a Drafter, or None, is expected: load a folder of heads with "
                 "DraftHeads.from_pretrained, wrap a small model in SmallModelDrafter, or subclass Drafter"
             )
+        if learner is not None and not isinstance(learner, Learner):
+            raise TypeError(f"learner is {learner!r}; a draftsmith.OnlineLearner, another Learner, or None is expected")
+        _check_switches(is_coupled=is_coupled, batch_invariant=batch_invariant, is_synchronised=is_synchronised)
+        _check_switches(pack_weights=pack_weights, graphs=graphs, compile=compile)
         self.target = Target.of(target).with_packed_weights() if pack_weights else Target.of(target)
         if batch_invariant:
             self.target = self.target.batch_invariant()
@@ -189,7 +194,7 @@ class Decoder:
 
     def generate(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
         seed: int | Sequence[int] | None = None,
@@ -203,7 +208,7 @@ class Decoder:
         there. The result is always a GenerationOutput, also without `return_dict_in_generate`.
 
         Args:
-            input_ids: [B, L] int64; for an encoder-decoder target, the sources.
+            input_ids: [B, L] int64; for an encoder-decoder target, the sources. `inputs` is the same.
             attention_mask: [B, L], 0 on padding, left or right. Without it transformers takes pad tokens for padding,
                 but not in sources.
             seed: one integer (row b uses hash(seed, b)), one per row, or None to draw from torch's global generator.
@@ -219,6 +224,7 @@ class Decoder:
                 after every token, with `scores=None`.
 
         Raises:
+            TypeError: ids or a mask that are no tensors, and other arguments of a wrong type.
             ValueError: for an empty or too long prompt, ids the target does not have, beams, and options this loop
                 does not have, each with the cure; when no token can be picked (NaN, or everything is forbidden).
             RuntimeError: while this decoder is in the middle of another text.
@@ -290,7 +296,7 @@ class Decoder:
 
     def stream(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
         seed: int | Sequence[int] | None = None,
@@ -366,6 +372,7 @@ class Decoder:
 
     def _draw_seeds(self, request: Request, seed: int | Sequence[int] | None, *, reuse_cache: bool) -> Tensor | None:
         """Refuses what cannot be decoded; the rows' seeds."""
+        _check_switches(reuse_cache=reuse_cache)
         if reuse_cache:
             self._check_reuse(request)
         return row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None
@@ -427,24 +434,19 @@ class Decoder:
             num_rows: rows in the batch; length: tokens in the longest of them.
 
         Raises:
-            ValueError: for a decoder with a fixed tree.
+            ValueError: for a decoder with a fixed tree, or without a drafter.
         """
         if self.planner is None:
-            raise ValueError(
-                "costs are learned with tree='auto' or 'gamma': give one of them; this decoder's tree is a "
-                f"{type(self.policy).__name__}"
-            )
+            found = "has no drafter" if self.policy is None else f"has a {type(self.policy).__name__}"
+            raise ValueError(f"costs are learned with a drafter and tree='auto' or 'gamma'; this decoder {found}")
         return self.planner.costs(num_rows, length, do_sample=do_sample)
 
 
-@contextmanager
-def ending(streamer: Any) -> Iterator[None]:
-    """Ends the streamer, also when the call is refused or a step fails: its reader would wait for ever."""
-    try:
-        yield
-    finally:
-        if streamer is not None:
-            streamer.end()
+def _check_switches(**switches: object) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, (bool, Decoder) if name == "compile" else bool):
+            also = ", or a compiled Decoder," if name == "compile" else ""
+            raise TypeError(f"{name} is {value!r}; True or False{also} is expected")
 
 
 def gather_output(request: Request, scores: EmittedScores, stats: GenerationStats) -> GenerationOutput:

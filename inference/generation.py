@@ -17,7 +17,7 @@ from draftsmith.inference.targets.target import Target
 def generate(
     target: Target | nn.Module,
     drafter: Drafter | None,
-    input_ids: Tensor,
+    input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> GenerationOutput:
@@ -42,7 +42,7 @@ def generate(
 def stream(
     target: Target | nn.Module,
     drafter: Drafter | None,
-    input_ids: Tensor,
+    input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> TokenStream:

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from draftsmith.inference.decoder import ending
 from draftsmith.inference.distributed.chain import DraftChain
 from draftsmith.inference.distributed.coordinator import Coordinator
 from draftsmith.inference.distributed.drafting import ChainDrafting
@@ -25,6 +24,7 @@ from draftsmith.inference.request.request import Request
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import Step
+from draftsmith.inference.streaming.streamers import ending
 from draftsmith.inference.streaming.token_stream import TokenStream
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.static import chain as chain_policy
@@ -83,7 +83,7 @@ class DistributedDecoder:
 
     def generate(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
         seed: int | Sequence[int] | None = None,
@@ -107,7 +107,7 @@ class DistributedDecoder:
 
     def stream(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
         seed: int | Sequence[int] | None = None,

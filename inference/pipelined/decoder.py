@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from transformers.utils.generic import ModelOutput
 
 from draftsmith.inference.acceptance.sampler import Sampler, pick_token
-from draftsmith.inference.decoder import ending
 from draftsmith.inference.noise import gumbel_noise, row_seeds
 from draftsmith.inference.pipelined.texts_in_flight import TextInFlight
 from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.request.processors import PREFIX_FREE
 from draftsmith.inference.request.request import Request
+from draftsmith.inference.streaming.streamers import ending
 from draftsmith.inference.targets.layer_groups import LayerGroups
 from draftsmith.inference.targets.target import Target
 
@@ -90,7 +90,7 @@ class PipelinedDecoder:
 
     def generate(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         *,
         seed: int | Sequence[int] | None = None,

@@ -58,9 +58,10 @@ _REFUSED_ARGUMENTS = {
 
 def make_request(
     target: Target,
-    input_ids: Tensor,
+    input_ids: Tensor | None,
     attention_mask: Tensor | None,
     *,
+    inputs: Tensor | None = None,
     streamer: Any = None,
     tokenizer: Any = None,
     stop_strings: str | list[str] | None = None,
@@ -69,12 +70,13 @@ def make_request(
     """Calls `model.generate` with a decoding method that decodes nothing and returns the request.
 
     Raises:
+        TypeError: ids or a mask that are no tensors, and other arguments of a wrong type.
         ValueError: for options that transformers or PEFT would accept and this loop cannot honour, and for everything
             that `Target.check_again` refuses.
     """
     target.check_again()
     _refuse_arguments(target.model, generate_kwargs)
-    check_prompt(input_ids, attention_mask)
+    input_ids = _choose_prompt(input_ids, inputs, attention_mask)
     given = {name for name, value in generate_kwargs.items() if value is not None}
     media = sorted(media_names(target) & given)
     model, given_ids = cast(Any, target.model), input_ids.to(target.device)
@@ -82,10 +84,10 @@ def make_request(
         check_source(model, input_ids, attention_mask)
     elif attention_mask is not None:
         input_ids, attention_mask = _move_padding(target, given_ids, attention_mask.to(target.device), media)
-    kwargs = dict(generate_kwargs)
+    kwargs = {name: value for name, value in generate_kwargs.items() if name not in _REFUSED_ARGUMENTS}
     kwargs |= {name: kwargs[name].to(target.device) for name in media if isinstance(kwargs[name], Tensor)}
-    criteria = _take_stop_strings(model, tokenizer, stop_strings, kwargs)
-    criteria += kwargs.pop("stopping_criteria", None) or []
+    own = _take_stop_strings(model, tokenizer, stop_strings, kwargs)
+    criteria = StoppingCriteriaList([*own, *(kwargs.pop("stopping_criteria", None) or ())])
 
     def custom_generate(
         model: Any,
@@ -109,11 +111,20 @@ def make_request(
     request = model.generate(
         inputs=input_ids,  # by name: PEFT's generate for encoder-decoder models takes no positional argument
         attention_mask=attention_mask,
-        stopping_criteria=StoppingCriteriaList(criteria),
+        stopping_criteria=criteria,
         custom_generate=custom_generate,
         **kwargs,
     )
     return cast(Request, request)
+
+
+def _choose_prompt(input_ids: Tensor | None, inputs: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+    """The prompts, by either of transformers' names."""
+    if input_ids is not None and inputs is not None:
+        raise ValueError("got input_ids and inputs, two names of the prompts: give one of them")
+    prompts = cast(Tensor, inputs if input_ids is None else input_ids)
+    check_prompt(prompts, attention_mask)
+    return prompts
 
 
 def _take_media(
@@ -195,9 +206,10 @@ def _take_stop_strings(model: Any, tokenizer: Any, stop_strings: Any, kwargs: di
     given = kwargs.get("generation_config")
     for config in (given, model.generation_config):
         stop_strings = getattr(config, "stop_strings", None) if stop_strings is None else stop_strings
-    if stop_strings and tokenizer is None:
+    if stop_strings and not hasattr(tokenizer, "get_vocab"):
         raise ValueError(
-            f"stop_strings={stop_strings!r} needs the tokenizer: pass tokenizer=..., or stop_strings=[] for none"
+            f"stop_strings={stop_strings!r} needs the tokenizer, and tokenizer is {tokenizer!r}: pass what "
+            "AutoTokenizer.from_pretrained returns, or stop_strings=[] for none"
         )
     if getattr(given, "stop_strings", None) is not None:
         kwargs["generation_config"] = copy.deepcopy(given)
@@ -208,15 +220,22 @@ def _take_stop_strings(model: Any, tokenizer: Any, stop_strings: Any, kwargs: di
 
 
 def _refuse_arguments(model: Any, generate_kwargs: dict[str, Any]) -> None:
-    """Refuses arguments of generate that would be ignored."""
+    """Refuses arguments of generate that would be ignored (ValueError), or are of another type (TypeError)."""
     # PEFT reads these only in its own generate.
     read_by_peft = dict.fromkeys(getattr(model, "special_peft_forward_args", ()), _ONE_ADAPTER)
     for name, cure in (read_by_peft | _REFUSED_ARGUMENTS).items():
-        if generate_kwargs.get(name) is not None:
+        value = generate_kwargs.get(name)
+        if value is not None and (name, value) != ("synced_gpus", False):
             raise ValueError(f"{name} is not supported by this decode loop: {cure}")
     if generate_kwargs.get("cache_implementation") == "paged":
         raise ValueError("cache_implementation='paged' is not supported by this decode loop: leave it out")
+    for name in ("logits_processor", "stopping_criteria"):
+        value = generate_kwargs.get(name) or []
+        if not (isinstance(value, list | tuple) and all(map(callable, value))):
+            raise TypeError(f"{name} is {value!r}; a list of functions is expected, as in transformers: [function]")
     configs = generate_kwargs.get("generation_config"), model.generation_config
+    if not isinstance(configs[0], GenerationConfig | None):
+        raise TypeError(f"generation_config is {configs[0]!r}; GenerationConfig(option=value, ...) is expected")
     if generate_kwargs.get("token_healing", any(getattr(config, "token_healing", False) for config in configs)):
         raise ValueError(
             "token_healing is not supported by this decode loop: leave it out, and give "

@@ -20,7 +20,14 @@ def pad_left(input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]
 
 
 def check_prompt(input_ids: Tensor, attention_mask: Tensor | None) -> None:
-    """Refuses (ValueError) ids and masks of a wrong shape or dtype."""
+    """Refuses ids and masks that are no tensors (TypeError), or of a wrong shape or dtype (ValueError)."""
+    mask = input_ids if attention_mask is None else attention_mask
+    for name, value in (("input_ids", input_ids), ("attention_mask", mask)):
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name} is of type {type(value).__name__}; a tensor [batch, length] is expected: pass "
+                "**tokenizer(text, return_tensors='pt'), or torch.tensor(rows)"
+            )
     shape = tuple(input_ids.shape)
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids is empty (shape {shape}): give each row at least one token")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -70,16 +72,34 @@ def _find(name: str) -> tuple[str, dict[str, Any]]:
     return str(file.parent), {"gguf_file": file.name}
 
 
+@contextmanager
+def naming_place(name: str) -> Iterator[None]:
+    """Raises ValueError with the name, for libraries' errors of a connection: the place is neither here nor in the
+    hub's cache."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None or Path(name).expanduser().exists():
+            raise
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"there is no file or folder {name} here, and no repository of that name could be read from the hub. Check "
+            f"the spelling; for the hub, also the connection and the login ({reason})"
+        ) from error
+
+
 def read_config(name: str, **options: Any) -> Any:
     """The config of a target (`AutoConfig`)."""
     folder, more = _find(name)
-    return AutoConfig.from_pretrained(folder, **more, **options)
+    with naming_place(name):
+        return AutoConfig.from_pretrained(folder, **more, **options)
 
 
 def read_tokenizer(name: str, **options: Any) -> Any:
     """The tokenizer of a target (`AutoTokenizer`)."""
     folder, more = _find(name)
-    return AutoTokenizer.from_pretrained(folder, **more, **options)
+    with naming_place(name):
+        return AutoTokenizer.from_pretrained(folder, **more, **options)
 
 
 def read_generation_config(name: str) -> GenerationConfig:
@@ -89,7 +109,8 @@ def read_generation_config(name: str) -> GenerationConfig:
     try:
         return GenerationConfig.from_pretrained(name)
     except OSError:  # it has no such file: as transformers does
-        return GenerationConfig.from_pretrained(name, config_file_name="config.json", _from_model_config=True)
+        with naming_place(name):
+            return GenerationConfig.from_pretrained(name, config_file_name="config.json", _from_model_config=True)
 
 
 def find_auto_class_of(name: str, *, trust_remote_code: bool = False) -> Any:
@@ -108,7 +129,7 @@ def load_causal_lm(name: str, *, auto_class: Any = None, **options: Any) -> Any:
         **options: of `from_pretrained`.
 
     Raises:
-        ValueError: a folder or GGUF file that does not exist, or the package gguf is missing.
+        ValueError: a folder, GGUF file or hub id that does not exist, or the package gguf is missing.
     """
     folder, more = _find(name)
     if more:
@@ -117,7 +138,8 @@ def load_causal_lm(name: str, *, auto_class: Any = None, **options: Any) -> Any:
             more["quantization_config"] = kind(dequantize=True)
     elif auto_class is None:
         auto_class = find_auto_class_of(name, trust_remote_code=options.get("trust_remote_code", False))
-    model = auto_class.from_pretrained(folder, **more, **options)
+    with naming_place(name):
+        model = auto_class.from_pretrained(folder, **more, **options)
     if more:
         model.config._name_or_path = model.name_or_path = name  # heads note the file, not its folder
     return model

@@ -216,18 +216,24 @@ def order_paths(paths: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
             best one.
 
     Raises:
-        ValueError: an empty path (the root is implied), a rank below 0 or no integer, a node named twice, or a node
-            whose parent is missing.
+        ValueError: no lists of ranks, an empty path (the root is implied), a rank below 0 or no integer, a node named
+            twice, or a node whose parent is missing.
     """
+    try:
+        every = [tuple(path) for path in paths]
+    except TypeError:
+        raise ValueError(
+            f"got the tree {paths!r}: a static tree is a list of rank paths, such as [[0], [0, 0], [1]]; other trees "
+            "have names, such as 'chain:4'"
+        ) from None
     nodes: set[tuple[int, ...]] = {()}
-    for path in paths:
-        ranks = tuple(path)
+    for ranks in every:
         if not ranks:
             raise ValueError("an empty path stands for the root, which every tree has: leave it out")
         if any(not isinstance(rank, int) or isinstance(rank, bool) or rank < 0 for rank in ranks):
-            raise ValueError(f"path {list(path)}: ranks are integers from 0 (the best candidate) upwards")
+            raise ValueError(f"path {list(ranks)}: ranks are integers from 0 (the best candidate) upwards")
         if ranks in nodes:
-            raise ValueError(f"path {list(path)} stands twice in the tree: leave one out")
+            raise ValueError(f"path {list(ranks)} stands twice in the tree: leave one out")
         nodes.add(ranks)
     for ranks in nodes - {()}:
         if ranks[:-1] not in nodes:

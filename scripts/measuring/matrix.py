@@ -37,6 +37,7 @@ from draftsmith.scripts.measuring.roofline import count_weight_bytes
 from draftsmith.scripts.measuring.table import Row
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import load_assistant, load_drafter_model, load_heads, load_target
+from draftsmith.training.data.conversations import Place
 
 SMALL_MODEL = "small model"
 WARM_UP_SHARE = 2 / 3  # of --minutes: what can wait is not compiled after it
@@ -159,6 +160,7 @@ def check_matrix(args: Any, *, counts: Sequence[str], lists: Sequence[str]) -> N
     for path in args.prompts:
         if not Path(path).is_file():
             raise ValueError(f"--prompts {path} does not exist: give a file of JSON lines")
+        Place.find(path, option="--prompts")
 
 
 def name_heads(paths: Sequence[str]) -> dict[str, str]:

@@ -73,12 +73,12 @@ class TestLoading:
 
     def test_what_is_no_folder_of_heads(self, saved: Path) -> None:
         (saved / "config.json").unlink()
-        hub = "here, and no config.json could be read"
+        hub = "here, and no repository of that name"
         for path, message in {
             str(saved): r"has no config\.json: give the folder",
             str(saved / "model.safetensors"): r"model\.safetensors is a file: give its folder",
             **{path: f"^the folder {path} does not exist$" for path in ("./nope", "/nope", "a/b/c", "~/nope")},
-            **{name: f"there is no folder {name} {hub}" for name in ("nope", "org/nope")},
+            **{name: f"there is no file or folder {name} {hub}" for name in ("nope", "org/nope")},
         }.items():
             with pytest.raises(ValueError, match=message):
                 DraftHeads.from_pretrained(path)

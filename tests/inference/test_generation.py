@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from draftsmith.inference import Decoder, chain, generate
+from draftsmith.inference import Decoder, chain, generate, stream
 from draftsmith.inference import decoder as decoding
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.targets.forward_names import CACHE_NAMES
@@ -140,7 +140,11 @@ SPECULATION = {
     ("options", "match"),
     [
         ({"num_beams": 2}, "num_beams=2.*num_beams=1"),
+        ({"synced_gpus": True}, "synced_gpus is not supported by this decode loop: leave it out"),
+        ({"inputs": PROMPT}, "got input_ids and inputs, two names of the prompts: give one of them"),
         ({"prompt_lookup_num_tokens": 3}, "NgramDrafter"),
+        ({"stop_strings": ["a"]}, "needs the tokenizer, and tokenizer is None: pass"),
+        ({"stop_strings": ["a"], "tokenizer": "x"}, "needs the tokenizer, and tokenizer is 'x': pass"),
         *(({name: value}, f"{name}={value!r}.*: pass heads as the drafter") for name, value in SPECULATION.items()),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"assistant_model": MODEL}, "assistant_model .*: pass a draftsmith.SmallModelDrafter"),
@@ -150,6 +154,55 @@ SPECULATION = {
 def test_refused_options(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         generate(MODEL, scripted(), PROMPT, **GREEDY, **options)
+
+
+@pytest.mark.parametrize(
+    "name", ["is_coupled", "batch_invariant", "is_synchronised", "compile", "pack_weights", "graphs", "reuse_cache"]
+)
+@pytest.mark.parametrize("value", ["yes", None, 1])
+def test_switches_are_true_or_false(name: str, value: Any) -> None:
+    also = ", or a compiled Decoder," if name == "compile" else ""
+    with pytest.raises(TypeError, match=f"^{name} is {value!r}; True or False{also} is expected"):
+        generate(MODEL, None, PROMPT, **GREEDY, **{name: value})
+
+
+def test_a_learner_is_expected() -> None:
+    with pytest.raises(TypeError, match=r"^learner is 5; a draftsmith\.OnlineLearner, another Learner, or None is"):
+        Decoder(MODEL, learner=5)  # type: ignore[arg-type]
+
+
+def never(input_ids: torch.Tensor, scores: Any) -> bool:
+    return False
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        *(
+            ({name: value}, f"^{name} is .*; a list of functions is expected")
+            for name in ("logits_processor", "stopping_criteria")
+            for value in (never, ["x"], "x", 5)
+        ),
+        ({"generation_config": {"max_new_tokens": 3}}, "^generation_config is {'max_new_tokens': 3}; GenerationConfig"),
+        ({"streamer": print}, r"^streamer is <built-in function print>; an object with put\(\) and end\(\)"),
+    ],
+)
+def test_arguments_of_wrong_types(options: dict[str, Any], match: str) -> None:
+    decoder = Decoder(MODEL)
+    with pytest.raises(TypeError, match=match):
+        decoder.generate(PROMPT, **GREEDY, **options)
+    if "streamer" not in options:
+        with pytest.raises(TypeError, match=match):
+            decoder.stream(PROMPT, **GREEDY, **options)
+    assert torch.equal(decoder.generate(PROMPT, stopping_criteria=(never,), **GREEDY).sequences, truth())
+
+
+def test_neutral_and_other_names_of_arguments() -> None:
+    given = {**GREEDY, "inputs": PROMPT, "synced_gpus": False, "custom_generate": None}
+    with stream(MODEL, None, **given) as steps:
+        assert [*steps]
+        outputs = (steps.output, generate(MODEL, None, **given))
+    assert all(torch.equal(output.sequences, truth()) for output in outputs)
 
 
 def test_a_streamer_is_refused_for_more_than_one_text() -> None:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import BatchEncoding, LogitsProcessorList
 
 from draftsmith.inference import Decoder
 from tests.scripted_drafter import ScriptedDrafter
@@ -74,6 +75,22 @@ def test_prompts_that_are_refused(inputs: Tensor, mask: Tensor | None, match: st
     decoder.generate(PROMPT, **GREEDY)
     with pytest.raises(ValueError, match=match):
         decoder.generate(inputs, mask, **GREEDY)
+    check_next_call(decoder)
+
+
+NO_TENSORS = [None, "hi", [[5, 6]], np.array([[5, 6]]), BatchEncoding({"input_ids": PROMPT}), BatchEncoding({})]
+
+
+@pytest.mark.parametrize("value", NO_TENSORS, ids=lambda value: type(value).__name__)
+def test_ids_and_masks_that_are_no_tensors(value: Any) -> None:
+    decoder = decoder_of("dynamic")
+    expected = rf"is of type {type(value).__name__}; a tensor \[batch, length\] is expected: pass \*\*tokenizer\(text"
+    for call in (decoder.generate, decoder.stream):
+        with pytest.raises(TypeError, match=f"^input_ids {expected}"):
+            call(value, **GREEDY)
+        if value is not None:
+            with pytest.raises(TypeError, match=f"^attention_mask {expected}"):
+                call(PROMPT, value, **GREEDY)
     check_next_call(decoder)
 
 

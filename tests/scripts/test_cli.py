@@ -80,6 +80,7 @@ THERE, ABSENT = f"--target {CHAT_TARGET}", "--target ./absent"
 BENCH = f"bench {ABSENT} --prompts examples/prompts.jsonl"
 NO_SIZE = "--draft_vocab_data a.jsonl without --draft_vocab_size"
 NO_HEADS = "--draft_vocab_size 512 without --heads"
+NOPE = "there is no file or folder nope here, and no repository of that name could be read from the hub. Check the "
 # Command -> what it says. Options are checked before a target is looked for.
 WRONG_INPUT = {
     f"chat {THERE} --prompt Hi --device cuda:99": "--device cuda:99",
@@ -90,6 +91,14 @@ WRONG_INPUT = {
     f"inspect {THERE} --dataset nowhere.jsonl": "nowhere.jsonl",
     f"inspect {THERE} --dataset=": "dataset is '', which names nothing",
     "chat --target= --prompt Hi": "got ''",
+    "chat --target nope --prompt Hi": NOPE,
+    f"chat {THERE} --prompt Hi --drafter_model nope": NOPE,
+    f"chat {THERE} --prompt Hi --heads nope": NOPE,
+    f"{BENCH.replace(ABSENT, THERE)} --assistant nope": NOPE,
+    f"inspect {THERE} --dataset nope": NOPE,
+    "data --target nope --prompts examples/prompts.jsonl --output outputs/nope.jsonl": NOPE,
+    "features --target nope --head_type medusa --dataset examples --output_dir outputs/nope": NOPE,
+    **{f"train --target nope --dataset examples {heads}": NOPE for heads in ("", "--head_type medusa")},
     f"chat {THERE} --heads= --prompt Hi": "got ''",
     f"chat {THERE} --drafter_model= --prompt Hi": "got ''",
     f"chat {ABSENT} --temperature 1 --top_p 0": "--top_p 0.0",
@@ -109,6 +118,8 @@ WRONG_INPUT = {
     f"{BENCH} --acceptance rejection": "--acceptance rejection",
     f"{BENCH} --batch_size 2 2": "--batch_size 2 2",
     f"{BENCH} nowhere.jsonl": "--prompts nowhere.jsonl",
+    f"{BENCH} README.md": "--prompts README.md is a file whose name ends in none",
+    f"train {THERE} --dataset README.md": "dataset README.md is a file whose name ends in none",
     f"tree {ABSENT} --heads h --dataset d --output OUT --num_nodez 3": "num_nodez",
     f"tree {ABSENT} --heads h --dataset d --output OUT --num_ranks 0": "got --num_ranks 0: give at least 1",
     f"diagnose {ABSENT} --heads h --num_prompts 0": "got num_prompts 0",

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import datasets
 from datasets.distributed import split_dataset_by_node
 from datasets.exceptions import DatasetGenerationError
 
-from draftsmith.inference.targets.files import is_missing
+from draftsmith.inference.targets.files import is_missing, naming_place
 from draftsmith.training.data.layouts import AUTO, RecordFormat, parse_record
 from draftsmith.training.data.records import SUFFIXES, drop_nulls, read_records
 
@@ -54,10 +55,15 @@ class Place:
         """Returns the place of a name that the user gave for `option`.
 
         Raises:
-            ValueError: the name looks like a local path, and nothing is there.
+            ValueError: the name looks like a local path, and nothing is there, or a file with none of `SUFFIXES`.
         """
         path = Path(name).expanduser()
         if path.is_file():
+            if not path.name.endswith(SUFFIXES):
+                raise ValueError(
+                    f"{option} {name} is a file whose name ends in none of {', '.join(SUFFIXES)}: give JSON lines, one "
+                    "conversation a line, in a file named so (docs/data.md)"
+                )
             return cls(name, files=(path,))
         repository, _, subset = (name, "", "") if path.exists() or "://" in name else name.partition(":")
         if not repository.strip():
@@ -84,14 +90,15 @@ class Place:
         Raises:
             ValueError: no such repository, subset or split, or a damaged file in it.
         """
-        try:
-            rows = datasets.load_dataset(self.repository, self.subset or None, split=self.split, streaming=streaming)
-            return _keep_bytes(rows)
-        except DatasetGenerationError as error:
-            raise ValueError(f"{self.label} cannot be read: {error.__cause__ or error}") from error
-        except ValueError as error:
-            hint = "" if self.subset else f". A subset is named {self.repository}:SUBSET, a split --dataset_split"
-            raise ValueError(f"{self.label} cannot be read: {' '.join(str(error).split())}{hint}") from error
+        with naming_place(self.repository):
+            try:
+                subset, load = self.subset or None, datasets.load_dataset
+                return _keep_bytes(load(self.repository, subset, split=self.split, streaming=streaming))
+            except DatasetGenerationError as error:
+                raise ValueError(f"{self.label} cannot be read: {error.__cause__ or error}") from error
+            except ValueError as error:
+                hint = "" if self.subset else f". A subset is named {self.repository}:SUBSET, a split --dataset_split"
+                raise ValueError(f"{self.label} cannot be read: {' '.join(str(error).split())}{hint}") from error
 
 
 def load_conversations(
@@ -101,6 +108,7 @@ def load_conversations(
     max_samples: int | None = None,
     skip_bad_lines: bool = False,
     record_format: RecordFormat = AUTO,
+    option: str = "dataset",
 ) -> datasets.Dataset:
     """Reads conversations of files, folders and hub ids, in order, into a dataset with the column `conversation`.
 
@@ -110,12 +118,13 @@ def load_conversations(
         splits: of the hub id at each path (files have none); () = train.
         max_samples: the number of conversations to use, of all paths together; None = all.
         skip_bad_lines: count malformed lines in a warning instead of raising at the first one.
+        option: the option that gave the paths, for messages.
 
     Raises:
         ValueError: a missing file, a folder without data, a malformed line (`BadLineError`), or no conversation.
     """
     parts, missing, first_problem = [], max_samples, ""
-    places = map(Place.find, paths, splits or ["train"] * len(paths))
+    places = map(partial(Place.find, option=option), paths, splits or ["train"] * len(paths))
     for part in (part for place in places for part in read_place(place, record_format, missing)):
         problems = [problem for problem in part["problem"] if problem]
         if problems and not skip_bad_lines:

@@ -78,7 +78,8 @@ def _load_sets(data_args: DataArguments, tokenizer: Any, counts: Counter[str] | 
 
 def _load_held_out(data_args: DataArguments, tokenizer: Any, counts: Counter[str] | None = None) -> datasets.Dataset:
     splits = [data_args.eval_split] * len(data_args.eval_dataset)
-    return _load(data_args, tokenizer, data_args.eval_dataset, splits, data_args.max_eval_samples or None, counts)
+    limit = data_args.max_eval_samples or None
+    return _load(data_args, tokenizer, data_args.eval_dataset, splits, limit, counts, option="eval_dataset")
 
 
 def _load(
@@ -88,6 +89,7 @@ def _load(
     splits: Sequence[str],
     max_samples: int | None,
     counts: Counter[str] | None,
+    option: str = "dataset",
 ) -> datasets.Dataset:
     conversations = load_conversations(
         paths,
@@ -95,6 +97,7 @@ def _load(
         max_samples=max_samples,
         skip_bad_lines=data_args.skip_bad_lines,
         record_format=data_args.record_format(),
+        option=option,
     )
     rows = tokenize_conversations(
         conversations,

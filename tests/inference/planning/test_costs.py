@@ -102,5 +102,7 @@ def test_a_decoder_tells_its_costs() -> None:
 
 
 def test_fixed_trees_have_no_costs() -> None:
-    with pytest.raises(ValueError, match="tree='auto'"):
+    with pytest.raises(ValueError, match="tree='auto' or 'gamma'; this decoder has a StaticTree"):
         Decoder(tiny_target("llama"), NgramDrafter(), tree="chain:2").costs()
+    with pytest.raises(ValueError, match="a drafter and tree='auto' or 'gamma'; this decoder has no drafter"):
+        Decoder(tiny_target("llama")).costs()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -215,6 +216,7 @@ NEITHER = "(?s)neither a file nor.*dynamic:DEPTH,TOP_K,NODES.*chain:LENGTH"
         ("chian", NEITHER),
         ("dynamic:4", NEITHER),
         ([[0], [0, 0, 0]], "no parent"),
+        *((tree, rf"got the tree {re.escape(repr(tree))}: a static tree is a list of") for tree in (4, [0, 1], [None])),
         (chain(4), "4 levels deep.*at most 3"),
     ],
 )

@@ -169,6 +169,13 @@ def test_missing_and_empty_places_are_named(tmp_path: Path) -> None:
             load_conversations([empty], skip_bad_lines=True)
 
 
+@pytest.mark.parametrize("name", ["a.md", "a.csv", "a.txt", "a.gz", "jsonl"])
+def test_files_of_other_kinds_are_refused(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path / name, [{"messages": TWO_TURNS}])
+    with pytest.raises(ValueError, match=rf"^--prompts \S+{name} is a file whose name ends in none of \.json, "):
+        Place.find(file, option="--prompts")
+
+
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)

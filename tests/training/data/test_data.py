@@ -122,3 +122,10 @@ def test_every_conversation_is_used_once(sets: list[str], word_tokenizer: Any) -
     train, held_out = load(sets[:1], word_tokenizer, eval_dataset=sets[1:])
     assert sorted(train) == sorted(WORDS[:20])
     assert held_out == WORDS[30:40]
+
+
+def test_errors_name_the_option_of_a_set(sets: list[str], word_tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=f"^dataset {__file__} is a file"):
+        load([__file__], word_tokenizer)
+    with pytest.raises(ValueError, match=f"^eval_dataset {__file__} is a file"):
+        load(sets, word_tokenizer, eval_dataset=[__file__])
