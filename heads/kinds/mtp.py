@@ -296,7 +296,8 @@ class MTPHeads(DraftHeads):
         width = previous.shape[1]
         positions = state.caches[0].lengths[:, None] + torch.arange(width, device=previous.device)
         embedded = self.embed_at(next_token_ids, positions)
-        outputs, newest = list[Tensor](), list[Tensor]()
+        outputs: list[Tensor] = []
+        newest: list[Tensor] = []
         for depth, (block, cache) in enumerate(zip(self.each_block, state.caches, strict=True)):
             columns, mask = cache.open(width, counts, max_slots)
             if depth:
