@@ -26,7 +26,7 @@ class GenerationStats:
     num_new_tokens: tokens returned, of all rows together, after trimming.
     num_verify_steps: verify steps of unfinished rows; each row counts.
     accepted_histogram: entry a = verify steps in which exactly a drafted tokens were accepted.
-    steps: of each row, the tokens that its verify steps emitted, in order.
+    steps: of each row, the tokens that its verify steps emitted, in order. Sums have none.
     num_drafted: drafted nodes verified, without roots. Nodes for which a drafter had no token count.
     num_host_syncs: how often the host waited to read a tensor of a verify step. A step of any batch reads once for the
         emitted tokens, and once for each level of the tree (root included) for processors that run row by row. Not
@@ -103,8 +103,7 @@ class GenerationStats:
             [a + b for a, b in zip(*padded, strict=True)],
             self.num_drafted + other.num_drafted,
             self.num_host_syncs + other.num_host_syncs,
-            self.steps + other.steps,
-            {name: self.seconds[name] + other.seconds[name] for name in self.seconds},
+            seconds={name: self.seconds[name] + other.seconds[name] for name in self.seconds},
         )
 
 

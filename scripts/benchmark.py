@@ -55,7 +55,7 @@ GROUPS = {
 class BenchmarkArguments:
     target: str = option(help="The target: a folder, a hub id or a GGUF file.")
     prompts: list[str] = option(
-        help="Files of prompts or conversations (JSON lines, .gz or not). The target answers each user turn."
+        help="Files of prompts or conversations (JSON lines, .gz or not). The target answers every turn of the user."
     )
     max_turns: int | None = option(default=None, help="Use only the first N user turns of a conversation.")
     heads: list[str] = option(default_factory=list, help="Draft heads: folders or hub ids.")

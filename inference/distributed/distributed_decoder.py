@@ -182,6 +182,7 @@ class DistributedDecoder:
     def _count(self, stats: GenerationStats, request: Request, chain: DraftChain) -> None:
         for accepted in chain.round_lengths:
             stats.count_step(accepted)
+        stats.steps = [[1 + accepted for accepted in chain.round_lengths]]
         stats.num_new_tokens = request.num_new_tokens
         stats.num_drafted = self.timeline.num_drafted
         stats.num_verify_passes = len(self.timeline.verifications)

@@ -116,11 +116,11 @@ class Planner:
 
     def _decide(self) -> None:
         tokens, costs = self._tokens[self._do_sample].expect(), self._costs.expect()
-        # What the first step with a policy takes more must pay within a tenth of the steps that were taken so far.
+        # What the first step with a policy takes more must pay within a fifth of the steps that were taken so far.
         # Plain decoding, with which all is compared, is always tried.
         first = median(self._begun.values()) if self._begun else 0.0
         firsts = [first if first > FEW and place and not runs else 0.0 for place, runs in enumerate(self._runs)]
-        share = 10.0 / (WINDOW + sum(self._runs))
+        share = 5.0 / (WINDOW + sum(self._runs))
         rates = [number / (cost + share * more) for number, cost, more in zip(tokens, costs, firsts, strict=True)]
         best = max(range(len(rates)), key=rates.__getitem__)
         if rates[best] < (1.0 + MIN_GAIN) * rates[0]:

@@ -276,13 +276,14 @@ def measure_with_progress(
             settings = replace(settings, repeats=min(settings.repeats, max(1, int(limit / max(seconds, 1e-3)))))
         num_all = sum(prompt.num_turns for prompt in prompts if prompt.turn == 0)
         turns = num_all / len(prompts)
-        chosen = follow(prompts[: count_prompts(seconds * turns, len(prompts), settings, limit)])
+        count = count_prompts(seconds * turns, len(prompts), settings, limit)
+        chosen = follow(prompts[:count])
         runnable = [contender for contender in runnable if not contender.problem]
         num_runs = settings.repeats * len(make_batches(chosen, settings.batch_size)) * len(runnable)
         all_of_them = f"; --minutes 0 decodes all, in about {tell_time(seconds, num_all)}"
         note(
             f"decoding {len(chosen)} of {num_all} prompts × {settings.repeats} repeats: about "
-            f"{tell_time(seconds, len(chosen))}{all_of_them if len(chosen) < num_all else ''}"
+            f"{tell_time(seconds, len(chosen))}{all_of_them if count < len(prompts) else ''}"
         )
         progress.reset(task, total=num_runs, description="decoding")
         measure(

@@ -6,6 +6,7 @@ Legend: B rows of a batch, L prompt length (of a batch: the longest).
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.inference import Decoder, GenerationStats, Target
-from draftsmith.inference.request.chat_template import encode_prompt
+from draftsmith.inference.request.chat_template import ConversationError, encode_prompt
 from draftsmith.inference.request.model_settings import find_model_settings
 from draftsmith.inference.runners.compiled import count_graphs
 from draftsmith.training.synthesis.prompts import Conversation, encode_prompts, read_prompts, report_rejected
+
+logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 32
 # The references, by name.
@@ -186,7 +189,8 @@ def load_prompts(
         if limit is not None and input_ids.shape[1] + max_new_tokens > limit:
             num_too_long += 1
             continue
-        prompts.append(Prompt(conversation.id, len(prompts), input_ids.to(target.device), conversation))
+        name = conversation.question_id or conversation.id
+        prompts.append(Prompt(name, len(prompts), input_ids.to(target.device), conversation))
     report_rejected(path, rejected, num_left=len(prompts) + num_too_long)
     if not prompts:
         raise ValueError(
@@ -197,8 +201,9 @@ def load_prompts(
 
 def follow_turns(prompts: Sequence[Prompt], tokenizer: Any, target: Target, settings: Settings) -> list[Prompt]:
     """The prompts, each with one more for every later user turn of its conversation. The replies between them are plain
-    decoding's, and so those of all exact contenders. A conversation ends where a turn leaves no room for a reply."""
-    decoder, found = Decoder(target, None), list[Prompt]()
+    decoding's, and so those of all exact contenders. A conversation ends before a turn that leaves no room for a reply,
+    or that the chat template rejects; a warning tells of these."""
+    decoder, found, problems = Decoder(target, None), list[Prompt](), list[str]()
     for prompt in prompts:
         found.append(replace(prompt, index=len(found)))
         messages, *later = [[]] if prompt.conversation is None else prompt.conversation.given_turns()
@@ -207,10 +212,17 @@ def follow_turns(prompts: Sequence[Prompt], tokenizer: Any, target: Target, sett
             output = decoder.generate(last.input_ids, seed=settings.seed + last.index, **settings.generate_kwargs())
             reply = tokenizer.decode(output.sequences[0, last.input_ids.shape[1] :], skip_special_tokens=True)
             messages = [*messages, {"role": "assistant", "content": reply}, *turn]
-            input_ids = torch.tensor([encode_prompt(tokenizer, messages, tools=prompt.conversation.tools)])
-            if target.max_length is not None and input_ids.shape[1] + settings.max_new_tokens > target.max_length:
+            try:
+                ids = encode_prompt(tokenizer, messages, tools=prompt.conversation.tools)
+                if target.max_length is not None and len(ids) + settings.max_new_tokens > target.max_length:
+                    raise ConversationError(f"{len(ids)} tokens leave no room for {settings.max_new_tokens} more")
+            except ConversationError as error:
+                problems.append(f"prompt {prompt.id}, turn {last.turn + 2}: {error}")
                 break
-            found.append(Prompt(prompt.id, len(found), input_ids.to(target.device), prompt.conversation, last.turn + 1))
+            input_ids = torch.tensor([ids], device=target.device)
+            found.append(Prompt(prompt.id, len(found), input_ids, prompt.conversation, last.turn + 1))
+    if problems:
+        logger.warning("%d conversations end before their last turn; the first: %s", len(problems), problems[0])
     return found
 
 

@@ -161,7 +161,8 @@ def _count_steps(row: Row, contender: Contender) -> None:
     total = sum(own, GenerationStats())
     row.acceptance_length = total.acceptance_length
     row.acceptance_by_depth = total.acceptance_by_depth
-    row.acceptance_by_position = total.acceptance_by_position(POSITIONS)
+    steps = [row_steps for stats in own for row_steps in stats.steps]
+    row.acceptance_by_position = GenerationStats(steps=steps).acceptance_by_position(POSITIONS)
     row.accepted_histogram = total.accepted_histogram
     if not total.num_verify_steps:
         return

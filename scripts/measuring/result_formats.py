@@ -131,7 +131,10 @@ def _write_specdec_bench(label: str, sets: Sets, tokenizer: Any) -> dict[str, st
     for category, turns in _questions(sets):
         lengths = [[1, *step_lengths(run)] for _, run in turns]
         means = [statistics.mean(steps) for steps in lengths]
-        requests[turns[0][0].id] = {str(prompt.turn): mean for (prompt, _), mean in zip(turns, means, strict=True)}
+        name = turns[0][0].id
+        requests[f"{category}/{name}" if name in requests else name] = {
+            str(prompt.turn): mean for (prompt, _), mean in zip(turns, means, strict=True)
+        }
         categories.setdefault(category, []).extend(means)
         histogram.update(length for steps in lengths for length in steps)
         texts = [tokenizer.decode(run.texts[0], skip_special_tokens=True) for _, run in turns]

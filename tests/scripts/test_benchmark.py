@@ -245,6 +245,17 @@ def test_later_turns_follow_the_targets_own_replies(target: Target, chat_tokeniz
     assert follow_turns(prompts, chat_tokenizer, target, settings) == prompts
 
 
+def test_conversations_end_before_a_turn_that_cannot_be_read(
+    target: Target, chat_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"turns": ["Hi there", "word " * 1200, "And then?"]}))
+    prompts, _ = load_prompts(path, chat_tokenizer, target, num_prompts=None, max_new_tokens=8)
+    assert follow_turns(prompts, chat_tokenizer, target, Settings(max_new_tokens=8)) == prompts
+    assert "1 conversations end" in caplog.text
+    assert "turn 2" in caplog.text
+
+
 # What the numbers say.
 
 

@@ -38,7 +38,8 @@ class Conversation:
 
     Attributes:
         id: its name, from which its seeds are made.
-        source: the origin of its prompt; category: of a benchmark's question, or "".
+        source: the origin of its prompt.
+        question_id, category: of a benchmark's question, or "".
         script: the rest: given messages, and roles whose turns are to be written.
         turn_tokens: the number of tokens of each written turn.
         problem: why it ended before its script, or "".
@@ -51,6 +52,7 @@ class Conversation:
     turn_tokens: list[int] = field(default_factory=list)
     problem: str = ""
     tools: list[dict[str, Any]] | None = None
+    question_id: str = ""
     category: str = ""
 
     def next_role(self) -> Role | None:
@@ -143,13 +145,15 @@ def read_prompts(
         script = list(_strip_replies(messages, max_turns))
         if "assistant" not in script:
             continue  # there is nothing to answer
-        identity = record.get("id", record.get("question_id"))
+        identity = record.get("id")
         if identity in (None, ""):
             identity = hashlib.sha256(json.dumps(messages).encode()).hexdigest()[:16]
         identity = str(identity)
         source = str(record.get("source", Path(place.name).name))
-        category = str(record.get("category") or "")
-        conversation = Conversation(identity, source, deque(script), tools=parsed.get("tools"), category=category)
+        conversation = Conversation(identity, source, deque(script), tools=parsed.get("tools"))
+        conversation.question_id, conversation.category = (
+            "" if record.get(column) is None else str(record[column]) for column in ("question_id", "category")
+        )
         if prompts.setdefault(identity, (conversation, script))[1] != script:
             raise ValueError(
                 f"{where}: an earlier prompt has the id {identity!r} too, so a resumed run would skip this one: give "
