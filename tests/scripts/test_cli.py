@@ -91,6 +91,7 @@ WRONG_INPUT = {
     f"inspect {THERE} --dataset nowhere.jsonl": "nowhere.jsonl",
     f"inspect {THERE} --dataset=": "dataset is '', which names nothing",
     "chat --target= --prompt Hi": "got ''",
+    f"chat {ABSENT} --prompt=": "got --prompt ''",
     "chat --target nope --prompt Hi": NOPE,
     f"chat {THERE} --prompt Hi --drafter_model nope": NOPE,
     f"chat {THERE} --prompt Hi --heads nope": NOPE,
