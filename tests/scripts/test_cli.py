@@ -120,6 +120,8 @@ WRONG_INPUT = {
     f"{BENCH} --batch_size 2 2": "--batch_size 2 2",
     f"{BENCH} nowhere.jsonl": "--prompts nowhere.jsonl",
     f"{BENCH} README.md": "--prompts README.md is a file whose name ends in none",
+    f"train {THERE} --dataset examples/conversations.jsonl.gz --max_length 0": "got max_length 0",
+    f"train {THERE} --dataset examples/conversations.jsonl.gz --per_device_train_batch_size -1": "size -1",
     f"train {THERE} --dataset README.md": "dataset README.md is a file whose name ends in none",
     f"tree {ABSENT} --heads h --dataset d --output OUT --num_nodez 3": "num_nodez",
     f"tree {ABSENT} --heads h --dataset d --output OUT --num_ranks 0": "got --num_ranks 0: give at least 1",
