@@ -69,6 +69,8 @@ class GenerateArguments:
             raise ValueError(
                 f"got --staged with --tree {self.tree}: --staged drafts chains, so give chain, chain:LENGTH or gamma"
             )
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError(f"got --prompt {self.prompt!r}: give a text, or leave it out for a chat")
         if self.max_new_tokens < 1:
             raise ValueError(f"got --max_new_tokens {self.max_new_tokens}: give at least 1")
         if self.temperature < 0:

@@ -317,7 +317,7 @@ def _choose_rows(
     limit = find_length_limit(config).max_length or LONGEST_ROW
     length = min(LONGEST_ROW, limit)
     if "max_length" in given:
-        length = min(int(given["max_length"][0]), limit)
+        length = max(1, min(int(given["max_length"][0]), limit))  # what is below is refused with the other options
     else:
         reason = "the target's limit" if length < LONGEST_ROW else "as in published recipes"
         yield Choice("max_length", str(length), f"tokens of a row, {reason}")
@@ -347,7 +347,7 @@ def _choose_rows(
     wanted = max(1, math.ceil(step / (length * machine.num_processes)))
     rows = math.ceil(wanted / math.ceil(wanted / max(1, fitting)))
     if "per_device_train_batch_size" in given:
-        rows = int(given["per_device_train_batch_size"][0])
+        rows = max(1, int(given["per_device_train_batch_size"][0]))
     else:
         reason = f"{fitting:,} rows fit beside {describe_size(weights)} of target (computed), {wanted} make a step"
         if not fitting:

@@ -18,6 +18,12 @@ from draftsmith.training.losses.terms import LOSSES, parse_loss
 # What transformers gets for an option that is left open, until the run has settled it.
 UNSETTLED = {"logging_steps": 1, "eval_strategy": "no", "load_best_model_at_end": False}
 
+# transformers' own options that trainers divide by, or train nothing with.
+_POSITIVE = (
+    *("num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+    *("logging_steps", "save_steps", "eval_steps"),
+)
+
 
 @dataclass
 class HeadsTrainingArguments(TrainingArguments):
@@ -127,6 +133,11 @@ class HeadsTrainingArguments(TrainingArguments):
     def _check_own_options(self) -> None:
         if self.remove_unused_columns:
             raise ValueError("got remove_unused_columns true, which drops the borders of packed rows: leave it out")
+        if self.max_steps < -1 or self.max_steps == 0:
+            raise ValueError(f"got max_steps {self.max_steps}: give 1 or more, or -1 for those of num_train_epochs")
+        for name in _POSITIVE:
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"got {name} {value}: it must be above 0")
         if self.step_decay is not None and not 0 < self.step_decay <= 1:
             raise ValueError(f"got step_decay {self.step_decay}: it must be above 0 and at most 1")
         if self.loss_type is not None:
