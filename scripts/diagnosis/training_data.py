@@ -64,7 +64,7 @@ def read_data(dataset: Sequence[str], target: Target, tokenizer: Any, *, max_len
         sum(sum(row["loss_mask"]) for row in kept) / max(num_tokens, 1),
         torch.tensor([_score_replies(target, rows[place]) for place in chosen]),
         (system, count / len(messages)),
-        [Conversation(str(place), "", deque(before_reply[place])) for place in chosen],
+        [Conversation(str(place), "", deque([*before_reply[place], "assistant"])) for place in chosen],
     )
 
 
