@@ -29,7 +29,7 @@ smollm2: $(STAMP) ## put SmolLM2-135M-Instruct into outputs/smollm2-135m (93 MB 
 llama-cpp: $(STAMP) ## install llama.cpp, prebuilt, for the tests that compare with it
 	$(BIN)/python -m pip install --quiet xllamacpp==2026.10.11549
 
-test: $(STAMP) ## run the tests that are not marked slow (6 minutes on two idle cores)
+test: $(STAMP) ## run the tests that are not marked slow (6 to 8 minutes on two idle cores)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(STAMP) ## run every test (half an hour)

@@ -1,7 +1,7 @@
 """The EAGLE kinds' common base: a decoder layer, or a few, that draft level by level by reading their own outputs.
 
-Legend: B batch, T sequence length, S slots of one call, W frontier nodes, D hidden size, F feature width, R scratch
-rows of the tree, K unroll steps.
+Legend: B batch, T sequence length, S slots of one call, W frontier nodes, D hidden size, F feature width, R tree
+rows, K unroll steps.
 
 Slot t pairs a state of position t with the embedding of x_{t+1} and predicts x_{t+2} (EAGLE, arXiv 2401.15077, section
 3.1). The state of an accepted slot comes from the target's features. A drafted node's state is its parent's output.

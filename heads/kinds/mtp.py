@@ -6,8 +6,8 @@ at every depth (arXiv 2509.18362, section 3).
 with h^0 the target's post-norm state and k = 1..K (V3, equations 21 to 23). Embedding and LM head are the target's own,
 frozen; each block has a final norm.
 
-Legend: B batch, T sequence length, S slots of one call, W frontier nodes, Q rows of a pass, D hidden size, R scratch
-rows of the tree, n blocks (1, or K when depths have their own), V target vocabulary. The code counts depths from 0, as
+Legend: B batch, T sequence length, S slots of one call, W frontier nodes, Q rows of a pass, D hidden size, R tree
+rows, n blocks (1, or K when depths have their own), V target vocabulary. The code counts depths from 0, as
 in the other kinds: depth d = k - 1 of slot t reads (h^d_t, x_{t+d+1}), predicts x_{t+d+2} and has RoPE position t + d.
 
 One shared block, applied K times. There is one KV cache, and its slot t holds the row (target's state of t, x_{t+1}). A
@@ -296,8 +296,8 @@ class MTPHeads(DraftHeads):
         width = previous.shape[1]
         positions = state.caches[0].lengths[:, None] + torch.arange(width, device=previous.device)
         embedded = self.embed_at(next_token_ids, positions)
-        outputs: list[Tensor] = []
-        newest: list[Tensor] = []
+        outputs: list[Tensor] = []  # of all blocks but the last, at all slots
+        newest: list[Tensor] = []  # of all blocks, at the newest slot
         for depth, (block, cache) in enumerate(zip(self.each_block, state.caches, strict=True)):
             columns, mask = cache.open(width, counts, max_slots)
             if depth:
@@ -306,13 +306,14 @@ class MTPHeads(DraftHeads):
             rows = Rows(cache, columns, mask, counts if is_last else None)
             output = block.next_state(block.layer.decode(block.join(previous, embedded), positions, rows))
             newest.append(output if is_last else last_slot(output, counts))
+            if is_last:
+                break
             outputs.append(output)
             # At each token the next depth reads this block's output at the token before.
             previous = torch.cat([last_B1nD[:, :, depth], output[:, :-1]], dim=1)
         if state.trail is not None:
             every_row = torch.arange(len(columns), device=columns.device)[:, None]
-            trail = torch.stack(outputs[:-1], dim=2)
-            state.trail[every_row, columns - state.caches[0].num_scratch] = trail
+            state.trail[every_row, columns - state.caches[0].num_scratch] = torch.stack(outputs, dim=2)
         last_B1nD = torch.where(counts[:, None, None, None] > 0, torch.stack(newest, dim=2), last_B1nD)
         state.states.narrow(1, 0, 1).copy_(last_B1nD)
         state.tree.forget_levels()

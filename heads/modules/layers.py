@@ -110,7 +110,7 @@ class RMSNorm(nn.Module):
 class DraftCache(RowState):
     """Keys and values of one draft layer: first R tree rows, then one slot per accepted position.
 
-    With the tree rows first, both regions have fixed columns in rows of every length. The drafter says which scratch
+    With the tree rows first, both regions have fixed columns in rows of every length. The drafter says which tree
     rows a level has (`TreeRows`).
 
     With a window the slots are a ring: slot s is at place s modulo the ring's length, which has room for the window and

@@ -138,7 +138,7 @@ def _write_specdec_bench(label: str, sets: Sets, tokenizer: Any) -> dict[str, st
         categories.setdefault(category, []).extend(means)
         histogram.update(length for steps in lengths for length in steps)
         texts = [tokenizer.decode(run.texts[0], skip_special_tokens=True) for _, run in turns]
-        answer = {"question_id": turns[0][0].id, "category": category, "choices": [{"index": 0, "turns": texts}]}
+        answer = {"question_id": name, "category": category, "choices": [{"index": 0, "turns": texts}]}
         responses.append(json.dumps(answer) + "\n")
     joint, conditional, before = {}, {}, sum(histogram.values())
     for length in sorted(histogram):
