@@ -68,11 +68,11 @@ class ResultsArguments:
     draft_vocab_size: int | None = option(default=None, help=SIZE_HELP)
     limit: int = option(default=40, help="Use only the first N prompts of each file.")
     minutes: float | None = option(
-        default=None, help="Write what was measured after so many minutes; none = all of it."
+        default=None, help="Write what was measured after so many minutes (of each --threads); none = all of it."
     )
     max_new_tokens: int = option(default=64, help="Tokens decoded for each prompt (fewer after an EOS).")
     temperature: list[float] = option(default_factory=lambda: [0.0, 1.0], help="Sampling temperatures; 0 = greedy.")
-    threads: int = option(default=1, help="CPU threads.")
+    threads: list[int] = option(default_factory=lambda: [1], help="Numbers of CPU threads, one after another.")
     dtype: str = option(default="bfloat16", help="Dtype of target and heads.", metadata={"choices": list(DTYPES[1:])})
     compile: bool | None = option(default=None, help="Compile heads; none = where compiled decoding is faster.")
     gguf: str | None = option(
@@ -90,7 +90,9 @@ class ResultsArguments:
         names = [Path(file).stem for file in self.prompts]
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"got --prompts with two files called {', '.join(sorted(twice))}: rename one of them")
-        check_matrix(self, counts=("max_new_tokens", "limit", "threads"), lists=("prompts", "temperature"))
+        check_matrix(self, counts=("max_new_tokens", "limit"), lists=("prompts", "temperature", "threads"))
+        if min(self.threads) < 1:
+            raise ValueError(f"got --threads {' '.join(map(str, self.threads))}: give positive numbers")
         if self.minutes is not None and self.minutes <= 0:
             raise ValueError(f"got --minutes {self.minutes}: give a positive number")
 
@@ -137,7 +139,9 @@ def describe_conditions(args: ResultsArguments) -> dict[str, Any]:
     """What all cells share."""
     names = ("target", "dtype", "tree", "draft_vocab_size", "max_new_tokens", "compile", "gguf")
     heads = {folder: fingerprint(folder) for folder in args.heads}
-    return {**{name: getattr(args, name) for name in names}, **describe_machine(torch.device("cpu")), "heads": heads}
+    machine = describe_machine(torch.device("cpu"))
+    del machine["threads"]
+    return {**{name: getattr(args, name) for name in names}, **machine, "heads": heads}
 
 
 def make_contenders(subject: Subject, args: ResultsArguments, folder: Path) -> Iterator[Contender]:
@@ -212,11 +216,11 @@ def take_turns(subject: Subject, count: int) -> list[tuple[str, Prompt]]:
 
 
 def measure(args: ResultsArguments, subject: Subject, cells: Cells) -> None:
-    """A cell for each prompt and temperature that has none: every contender's tokens, seconds and steps. The contender
-    that begins changes from prompt to prompt."""
+    """A cell for each prompt and temperature that has none, on torch's threads: every contender's tokens, seconds and
+    steps. The contender that begins changes from prompt to prompt."""
     limit = TimeLimit(60 * args.minutes if args.minutes is not None else math.inf)
     cases = [
-        ((temperature, name, prompt.id), prompt)
+        ((torch.get_num_threads(), temperature, name, prompt.id), prompt)
         for (name, prompt), temperature in product(take_turns(subject, args.limit), args.temperature)
     ]
     cases = [case for case in cases if case[0] not in cells]
@@ -232,7 +236,7 @@ def measure(args: ResultsArguments, subject: Subject, cells: Cells) -> None:
             if limit.is_over:
                 break
             first = place % len(runnable)
-            settings = Settings(args.max_new_tokens, key[0], tokenizer=subject.tokenizer)
+            settings = Settings(args.max_new_tokens, key[1], tokenizer=subject.tokenizer)
             runs = decode_all(runnable[first:] + runnable[:first], prompt, settings)
             cells.add(key, runs=runs, problems=problems)
 
@@ -260,19 +264,21 @@ def count(run: Run) -> dict[str, Any]:
 
 def run(args: ResultsArguments) -> dict[str, Any]:
     """Measures what is missing, and writes what follows from all cells."""
-    torch.set_num_threads(args.threads)
     cells = Cells(Path(args.cells), describe_conditions(args))
-    subject = load_subject(
-        args.target,
-        heads=args.heads,
-        prompts=args.prompts,
-        num_prompts=args.limit,
-        max_new_tokens=args.max_new_tokens,
-        dtype=args.dtype,
-        device="cpu",
-        vocabulary=None if args.draft_vocab_size is None else DraftVocabulary(args.draft_vocab_size, []),
-    )
-    measure(args, subject, cells)
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        torch.compiler.reset()  # graphs are made for a number of threads
+        subject = load_subject(
+            args.target,
+            heads=args.heads,
+            prompts=args.prompts,
+            num_prompts=args.limit,
+            max_new_tokens=args.max_new_tokens,
+            dtype=args.dtype,
+            device="cpu",
+            vocabulary=None if args.draft_vocab_size is None else DraftVocabulary(args.draft_vocab_size, []),
+        )
+        measure(args, subject, cells)
     content = make_content(cells.conditions | describe_program(), list(cells.found.values()))
     files = {".json": render_json(content), ".md": render_page(content)}
     if content["reports"]:

@@ -23,14 +23,15 @@ LEGEND = (
 
 
 def make_content(environment: Mapping[str, Any], cells: Sequence[Cell]) -> dict[str, Any]:
-    """The JSON: reports for each temperature and file of prompts, and of all files together."""
-    groups: dict[float, dict[str, list[Cell]]] = {}
+    """The JSON: reports for each number of threads, temperature and file of prompts, and of all files together."""
+    groups: dict[tuple[int, float], dict[str, list[Cell]]] = {}
     for cell in cells:
-        temperature, file, _ = cell["key"]
-        groups.setdefault(temperature, {}).setdefault(file, []).append(cell)
+        threads, temperature, file, _ = cell["key"]
+        groups.setdefault((threads, temperature), {}).setdefault(file, []).append(cell)
     reports = [
-        {"temperature": temperature, "prompts": name, "num_prompts": len(own), "rows": make_rows(own)}
-        for temperature, files in sorted(groups.items())
+        {"threads": threads, "temperature": temperature, "prompts": name, "num_prompts": len(own)}
+        | {"rows": make_rows(own)}
+        for (threads, temperature), files in sorted(groups.items())
         for name, own in [*files.items(), (ALL, [cell for one in files.values() for cell in one])]
     ]
     return {"environment": dict(environment), "reports": reports}
@@ -47,7 +48,7 @@ def make_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     for (name, tree), own in runs.items():
         files: dict[str, list[dict[str, Any]]] = {}
         for place, one in own.items():
-            files.setdefault(cells[place]["key"][1], []).append(one)
+            files.setdefault(cells[place]["key"][2], []).append(one)
         same = [one["same"] for one in own.values() if one["same"] is not None]
         over_transformers, quartiles = _compare(own, runs[TRANSFORMERS, ""])
         rows.append(
@@ -102,10 +103,10 @@ def render_page(content: Mapping[str, Any]) -> str:
 
 
 def _make_grids(content: Mapping[str, Any]) -> Iterable[Grid]:
-    groups: dict[float, dict[str, dict[str, Any]]] = {}
+    groups: dict[tuple[int, float], dict[str, dict[str, Any]]] = {}
     for report in content["reports"]:
-        groups.setdefault(report["temperature"], {})[report["prompts"]] = report
-    for temperature, group in groups.items():
+        groups.setdefault((report["threads"], report["temperature"]), {})[report["prompts"]] = report
+    for (threads, temperature), group in groups.items():
         every = group.pop(ALL)
         lengths = {file: {(r["name"], r["tree"]): r for r in one["rows"]} for file, one in group.items()}
         cells, notes = [], []
@@ -120,5 +121,5 @@ def _make_grids(content: Mapping[str, Any]) -> Iterable[Grid]:
             numbers = map(format_number, [*own, row["acceptance_length"]])
             cells.append([label, *numbers, f"{row['tokens_per_second']:.1f}", *ratios, same])
         columns = ["decoding", *lengths, "acceptance length", "tokens/s", "× generate", "× fastest plain", "same text"]
-        title = f"{content['environment']['threads']} thread(s), T = {temperature:g}, {every['num_prompts']} prompts"
+        title = f"{threads} thread{'s' * (threads > 1)}, T = {temperature:g}, {every['num_prompts']} prompts"
         yield Grid(title, columns, cells, notes)

@@ -66,13 +66,13 @@ def test_a_run_that_is_killed_goes_on(options: dict[str, Any], tmp_path: Path, m
         with pytest.raises(KeyboardInterrupt):
             results.run(ResultsArguments(**options))
     file = Path(options["cells"])
-    file.write_text(file.read_text() + '{"key": [0.0, ')
+    file.write_text(file.read_text() + '{"key": [1, 0.0, ')
     before = file.read_text().splitlines()[:4]
     content = results.run(ResultsArguments(**options))
     lines = file.read_text().splitlines()
     assert lines[:4] == before, "the conditions, and three cells"
     keys = [json.loads(line)["key"] for line in lines[1:]]
-    assert [key[:2] for key in keys] == [[0.0, "a"], [1.0, "a"], [0.0, "b"], [1.0, "b"]]
+    assert [key[1:3] for key in keys] == [[0.0, "a"], [1.0, "a"], [0.0, "b"], [1.0, "b"]]
 
     rows = {(one["name"], one["tree"]): one for one in content["reports"][-1]["rows"] if not one["problem"]}
     assert set(rows) == {
@@ -90,6 +90,8 @@ def test_a_run_that_is_killed_goes_on(options: dict[str, Any], tmp_path: Path, m
     more = results.run(ResultsArguments(**options | {"limit": 2}))
     assert [one["num_prompts"] for one in more["reports"]] == [2, 2, 4] * 2
     assert file.read_text().splitlines()[: len(lines)] == lines
+    both = results.run(ResultsArguments(**options | {"threads": [1, 2]}))
+    assert [(one["threads"], one["num_prompts"]) for one in both["reports"]][2::3] == [(1, 4)] * 2 + [(2, 2)] * 2
     with pytest.raises(ValueError, match="max_new_tokens 6 there, 7 now"):
         results.run(ResultsArguments(**options | {"max_new_tokens": 7}))
 
@@ -109,7 +111,7 @@ def make_cells() -> list[dict[str, Any]]:
         }
 
     return [
-        {"key": [0.0, file, "0"], "problems": {"llama.cpp": "it is not here"}}
+        {"key": [1, 0.0, file, "0"], "problems": {"llama.cpp": "it is not here"}}
         | {"runs": [run(TRANSFORMERS, 4.0, 8), run(PLAIN, 2.0, 8), run("mtp", seconds, steps, "chain:3")]}
         for file, seconds, steps in (("a", 2.0, 4), ("b", 1.0, 2))
     ]
@@ -123,7 +125,7 @@ def test_the_numbers_that_follow_from_cells() -> None:
     assert mtp["acceptance_length"] == 3.0
     assert mtp["tokens_per_second"] == pytest.approx(16 / 3)
     environment = dict.fromkeys(("target", "dtype", "cpu", "torch", "transformers", "commit", "command"), "x")
-    page = render_page({**content, "environment": {**environment, "max_new_tokens": 8, "cpu_flags": [], "threads": 1}})
+    page = render_page({**content, "environment": {**environment, "max_new_tokens": 8, "cpu_flags": []}})
     assert "| mtp, chain:3 | 2.00 | 4.00 | 3.00 | 5.3 | 3.00 | 1.50 | 2/2 |" in page
     assert "llama.cpp did not run: it is not here" in page
 
