@@ -1,6 +1,7 @@
 """Draws the numbers of results.py as an SVG: speeds relative to transformers' `generate`, with every plain baseline.
 
-The chart shows the lowest temperature, the fewest threads, all files of prompts together, and each drafter's fastest tree.
+The chart shows the lowest temperature, the fewest threads, all files of prompts together, and each drafter's fastest
+tree.
 """
 
 from __future__ import annotations
