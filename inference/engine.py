@@ -116,7 +116,7 @@ class Engine:
     ) -> None:
         self.step, self.state, self.clock, self.planner = step, state, clock, planner
         self.records_probabilities, self.stats = records_probabilities, clock.stats
-        self.is_finished = False
+        self.is_finished = self._has_joined = False
         self.sampler: Sampler
         self._setup_before = step.runner.seconds()
 
@@ -154,9 +154,13 @@ class Engine:
     def advance(self) -> Emission:
         """One step of all rows."""
         state, planner, policy = self.state, self.planner, self.step.policy
-        if planner is not None:
+        if state.is_left_alone:
+            planner, policy = None, None
+        elif planner is not None:
             longest = max(row.num_committed for row in state.rows if not row.is_finished)
             policy = planner.choose(len(state.rows), longest)
+            if policy is None and state.must_catch_up and planner.is_hopeless and not self._has_joined:
+                state.is_left_alone = True
         output = self.step(
             state,
             policy,
@@ -182,20 +186,18 @@ class Engine:
         end = 1 + width * (2 if output.has_probabilities else 1)
         emission = Emission(output, [])
         counted: list[list[int]] = []
-        left: list[int] = []
         emitted = output.emitted.tolist()  # the step's one synchronisation
         for place, (row, values) in enumerate(zip(state.rows, emitted, strict=True)):
             if row.is_finished:
                 continue
             new = _read_row(values[:end], width)
-            left.append(row.budget)
             if row.states is not None and not output.is_first:
                 _show_states(row, place, output, len(new))
             num_kept = row.emit(new)
             emission.given.append((place, row, new, new if num_kept == len(new) else new.cut(num_kept)))
             counted.append(values[end:])
-        if self.planner is not None and not output.is_first:
-            self.planner.learn(output.policy, counted, left)
+        if self.planner is not None and not output.is_first and not state.is_left_alone:
+            self.planner.learn(output.policy, counted)
         self.settle_rows()
         self.clock.stop("accept")
         self.stats.seconds["compile"] = self.step.runner.seconds() - self._setup_before
@@ -219,15 +221,16 @@ class Engine:
             return
         self.sampler = self.sampler.select(state.compact(ended), state.history)
         if self.planner is not None:
-            self.planner.begin(do_sample=self.sampler.do_sample)
+            self.planner.begin(do_sample=self.sampler.do_sample, is_served=self._has_joined)
 
     def add(self, state: DecodeState, sampler: Sampler) -> None:
         """A text of another state joins. Only for rows that are calls of their own."""
+        self._has_joined = True
         samplers = [self.sampler, sampler] if self.state.rows else [sampler]
         self.state.add(state)
         self.sampler = Sampler.join(samplers, self.state.history)
         if self.planner is not None:
-            self.planner.begin(do_sample=self.sampler.do_sample)
+            self.planner.begin(do_sample=self.sampler.do_sample, is_served=self._has_joined)
 
 
 def _show_states(row: Row, place: int, output: StepOutput, count: int) -> None:

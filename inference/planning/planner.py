@@ -21,6 +21,8 @@ MIN_GAIN = 0.03  # drafting must be expected to gain this much over plain decodi
 # few steps. Trials may cost this share of the time, and FIRST_TRIALS plain steps at the beginning.
 HOPE, TRIAL_SHARE, FIRST_TRIALS = 0.3, 0.01, 1.0
 FEW = 10.0  # a first step that takes so many plain steps more makes no graphs: it is slow by chance
+# A batch takes as long as the row that ends last, which accepts this share less for each doubling of the rows.
+LAG = 0.05
 TOKENS_PER_DOUBLING = 0.4  # a first guess: what twice as many nodes accept more
 PRIOR_ROWS = 4.0  # that the first guess of accepted tokens weighs as much as
 STORE_SECONDS = 10.0  # of a long text what was learned is stored this often
@@ -61,6 +63,7 @@ class Planner:
 
     Attributes:
         is_counting: whether the present step is to tell what all policies would have accepted.
+        is_hopeless: whether no policy gains anything, with all that is hoped of it.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class Planner:
         self._tokens = {kind: AcceptedTokens(tokens.get(kind, guess)) for kind in (False, True)}
         self._stored = clock()
         self._drafted: set[bool] = set()  # kinds of which a step was drafted
-        self.is_counting = False
+        self.is_counting = self.is_hopeless = False
         self._runs = [0] * len(self.policies)  # steps with each policy
         self._seen = [0.0] * len(self.policies)  # the same, of late
         self._first_seconds = [0.0] * len(self.policies)  # of the first step with each
@@ -89,9 +92,13 @@ class Planner:
         self._allowance = FIRST_TRIALS  # what trials may cost now, in plain steps
         self.begin(do_sample=False)
 
-    def begin(self, *, do_sample: bool) -> None:
-        """The next steps are of other rows. Greedy and sampled steps differ in costs and tokens."""
-        self._do_sample = do_sample
+    def begin(self, *, do_sample: bool, is_served: bool = False) -> None:
+        """The next steps are of other rows. Greedy and sampled steps differ in costs and tokens.
+
+        Args:
+            is_served: others take the places of rows that end.
+        """
+        self._do_sample, self._is_served = do_sample, is_served
         self._last = -1  # the next step is not timed
 
     def costs(self, num_rows: int, length: int, *, do_sample: bool) -> list[float]:
@@ -107,15 +114,17 @@ class Planner:
         """
         self._costs.enter(do_sample=self._do_sample, num_rows=num_rows, length=length)
         if self._hold == 0:
-            self._decide()
+            self._decide(num_rows)
         self._hold -= 1
         self._allowance += TRIAL_SHARE * self._costs.expect()[self._place]
         self.is_counting = self._place > 0
         self._started = self._clock()
         return self.policies[self._place]
 
-    def _decide(self) -> None:
+    def _decide(self, num_rows: int) -> None:
         tokens, costs = self._tokens[self._do_sample].expect(), self._costs.expect()
+        lag = 0.0 if self._is_served else LAG * math.log2(num_rows)
+        tokens = [number - lag * (number - 1.0) for number in tokens]
         # What the first step with a policy takes more must pay within a fifth of the steps that were taken so far.
         # Plain decoding, with which all is compared, is always tried.
         first = median(self._begun.values()) if self._begun else 0.0
@@ -127,6 +136,7 @@ class Planner:
             best = 0
         self._place, self._hold = best, HOLD
         hopes = [rate * (1.0 + HOPE / (1.0 + seen) ** 0.5) for rate, seen in zip(rates, self._seen, strict=True)]
+        self.is_hopeless = max(hopes[1:]) < rates[0]
         if self._seen[0] < 1.0:  # all is compared with plain decoding, so it is tried again whatever it promises
             hopes[0] = math.inf
         trial = max((i for i in range(len(rates)) if i != best), key=hopes.__getitem__)
@@ -140,14 +150,13 @@ class Planner:
         """Whether the policy has graphs and buffers by now."""
         return self._runs[place] >= 2
 
-    def learn(self, policy: TreePolicy | None, counted: Sequence[Sequence[int]], left: Sequence[int]) -> None:
+    def learn(self, policy: TreePolicy | None, counted: Sequence[Sequence[int]]) -> None:
         """Takes in the outcome of the step just chosen, as soon as the host has read it.
 
         Args:
             policy: of the step.
             counted: `CandidateTrees.count_accepted` of each row that was unfinished, in any order; nothing of a plain
                 step.
-            left: the tokens that each of these rows had to go.
         """
         seconds, place = self._clock() - self._started, self.policies.index(policy)
         # The first step after another one finds other weights in the processor's caches.
@@ -163,9 +172,7 @@ class Planner:
         self._seen[place] += 1.0
         if place:
             self._drafted.add(self._do_sample)
-            # A batch takes as long as its slowest rows: larger trees would look better from those that end early.
-            slowest = sorted(zip(left, counted, strict=True), key=lambda one: -one[0])[: (len(counted) + 1) // 2]
-            for _, row in slowest:
+            for row in counted:
                 self._tokens[self._do_sample].learn(place - 1, row)
         if self._clock() - self._stored > STORE_SECONDS:
             self.store()

@@ -71,7 +71,7 @@ class Simulation:
             rows = [self._accept(difficulty) for difficulty in difficulties]
             if fixed is None:
                 shown = [row[:place] + [0] * (len(row) - place) for row in rows]
-                self.planner.learn(policy, shown if place else [[]] * len(rows), left)
+                self.planner.learn(policy, shown if place else [[]] * len(rows))
             emitted = [1 + (row[place - 1] if place else 0) for row in rows]
             self.tokens += sum(min(pair) for pair in zip(emitted, left, strict=True))
             left = [a - b for a, b in zip(left, emitted, strict=True)]

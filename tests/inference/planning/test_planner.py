@@ -11,7 +11,6 @@ import torch
 
 from draftsmith.inference import Decoder, DraftLogits, DraftSampling, DynamicTree, generate
 from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.trees.candidates import CandidateTrees, gamma_chain
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.planning.simulation import Cost, Simulation
@@ -163,21 +162,6 @@ def test_drafting_comes_back_when_it_gains() -> None:
     for _ in range(10):
         simulation.decode()
     assert simulation.drafted[0] < 0.2 * simulation.drafted.total()
-
-
-def test_rows_in_any_order_teach_the_same() -> None:
-    """The planner learns from the rows with most to go: a batch takes as long as its slowest rows."""
-    taught = []
-    for order in itertools.permutations(range(4)):
-        planner = Planner(gamma_chain(2).candidates, clock=lambda: 0.0)
-        policy = planner.policies[2]
-        for _ in range(400):
-            planner.choose(4, 100)
-            rows = [[0, 0], [1, 1], [1, 2], [1, 2]]
-            planner.learn(policy, [rows[place] for place in order], [(90, 40, 3, 2)[place] for place in order])
-        taught.append(planner._tokens[False].expect())
-    assert taught[0] == pytest.approx([1.0, 1.5, 1.5], abs=0.02)
-    assert all(one == pytest.approx(taught[0]) for one in taught)
 
 
 class TableDrafter(NgramDrafter):
