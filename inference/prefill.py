@@ -80,7 +80,7 @@ def finish(steps: Generator[Any, None, TargetOutput]) -> TargetOutput:
 def _begin(state: DecodeState, step: Step, prompts: Sequence[list[int]], source: Source | None = None) -> None:
     """An empty cache, and a drafter that has read nothing but what comes before the slots."""
     state.cache.reset(len(prompts))
-    state.draft = state.start_drafter()
+    state.start_drafter()
     if source is not None:
         step.target.read_source(state.cache, source)
         if step.drafter is not None:

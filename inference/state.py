@@ -68,6 +68,7 @@ class DecodeState:
         """
         self.cache, self.drafter, self.num_scratch = cache, drafter, num_scratch
         self.draft: Any = None
+        self._own_draft: Any = None
         self.rows: list[Row] = []
         self.pending_features: Tensor | None = None
         self.pending_bound = 0
@@ -111,17 +112,24 @@ class DecodeState:
         self.active.fill_(1)
         self.num_pending.zero_()
 
-    def start_drafter(self) -> Any:
-        """A fresh state of the drafter for the rows in the cache; None without a drafter."""
+    def start_drafter(self) -> None:
+        """The drafter has read nothing of the rows in the cache. Its state stays where it is, if that is possible."""
         if self.drafter is None:
-            return None
-        state = self.drafter.start(self.cache.batch_size, self.cache.capacity, self.num_scratch)
-        self._share_cache(state)
-        return state
+            return
+        num_rows, is_static = self.cache.batch_size, self.drafter.has_static_state
+        if self._own_draft is None or not is_static:
+            with torch.inference_mode(False):  # as for the buffers
+                self._own_draft = self.drafter.start(
+                    self.cache.max_batch_size if is_static else num_rows, self.cache.capacity, self.num_scratch
+                )
+        self.draft = self._own_draft
+        if is_static:
+            self.drafter.restart(self.draft, num_rows)
+        self._share_cache()
 
-    def _share_cache(self, state: Any) -> None:
+    def _share_cache(self) -> None:
         if self.drafter is not None and self.drafter.shares_target_cache:
-            self.drafter.share_cache(state, self.cache)
+            self.drafter.share_cache(self.draft, self.cache)
 
     @property
     def must_catch_up(self) -> bool:
@@ -196,7 +204,7 @@ class DecodeState:
         self._show(len(places))
         if self.drafter is not None and places:
             self.drafter.keep_rows(self.draft, places)
-            self._share_cache(self.draft)
+            self._share_cache()
         return places
 
     def add(self, other: DecodeState) -> None:
@@ -218,10 +226,10 @@ class DecodeState:
             return
         if first:
             self.drafter.add_rows(self.draft, other.draft, max_slots=longest)
-            self._share_cache(self.draft)
+            self._share_cache()
         else:
             lengths = other.cache.lengths - other.num_pending
-            self.draft = self.start_drafter()
+            self.start_drafter()
             self.drafter.copy_rows(
                 self.draft, other.draft, self._every_place[: len(lengths)], lengths, max_slots=longest
             )
@@ -235,9 +243,14 @@ class DecodeState:
         """
         chosen, counts = (torch.tensor(numbers, device=self.cache.lengths.device) for numbers in (rows, lengths))
         self.cache.copy_rows(cache, chosen, counts, max_length=max(lengths))
-        self.draft = self.start_drafter()
-        if self.drafter is not None:
-            self.drafter.copy_rows(self.draft, draft, chosen, counts, max_slots=max(lengths))
+        if self.drafter is None:
+            return
+        if draft is self._own_draft and self.drafter.has_static_state:
+            self.draft = draft
+        else:
+            self.start_drafter()
+        self.drafter.copy_rows(self.draft, draft, chosen, counts, max_slots=max(lengths))
+        self._share_cache()
 
 
 def close_ranks(stays: Sequence[bool]) -> list[int]:

@@ -166,6 +166,7 @@ class BlockState(RowState):
     hidden: Tensor | None = None
     logits: Tensor | None = None
     row_fields = ("caches", "chances")
+    begins_with: ClassVar[dict[str, float]] = {"chances": 1.0}
 
 
 class BlockHeads(DraftHeads):
@@ -305,6 +306,10 @@ class BlockHeads(DraftHeads):
         caches = [layer.self_attn.new_cache(batch_size, **sizes) for layer in self.each_layer]
         chances = torch.ones(batch_size, max(1, num_scratch), device=self.device)
         return BlockState(caches, chances, self.config.confidence_threshold)
+
+    def restart(self, state: BlockState, num_rows: int) -> None:
+        super().restart(state, num_rows)
+        state.threshold = self.config.confidence_threshold
 
     def extend(
         self, state: BlockState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int

@@ -122,6 +122,7 @@ class KangarooState(RowState):
     confidence: Tensor
     threshold: float | None
     row_fields = ("cache", "tree", "confidence")
+    begins_with: ClassVar[dict[str, float]] = {"confidence": 1.0}
 
 
 class KangarooHeads(DraftHeads):
@@ -176,8 +177,13 @@ class KangarooHeads(DraftHeads):
         tree = TreeRows(batch_size, num_rows, self.device)
         return KangarooState(cache, None, tree, confidence, self.config.confidence_threshold)
 
+    def restart(self, state: KangarooState, num_rows: int) -> None:
+        super().restart(state, num_rows)
+        state.threshold = self.config.confidence_threshold
+
     def share_cache(self, state: KangarooState, cache: KVCache) -> None:
-        state.rows = SharedRows(cache, state.cache.num_scratch)
+        if state.rows is None or state.rows.cache is not cache:
+            state.rows = SharedRows(cache, state.cache.num_scratch)
 
     def extend(
         self, state: KangarooState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int

@@ -124,7 +124,8 @@ class DraftCache(RowState):
         window: how many of the last accepted slots a row sees; None = all.
 
     Attributes:
-        begins: [B] int64, the first slot that a row holds: later than 0 in copies of a part of a longer row.
+        begins: [B] int64, the first slot that a row holds: later than 0 where a pass, or its padding, has overwritten
+            slots, and in copies of such rows.
     """
 
     row_fields = ("keys", "values", "lengths", "begins")
@@ -175,6 +176,7 @@ class DraftCache(RowState):
             mask_BWS = (slot_of_column >= 0) & (slot_of_column <= slots_BW[..., None])
         else:
             columns = self.num_scratch + slots_BW % self.num_held
+            self.begins.clamp_(min=slots_BW[:, -1] + 1 - self.num_held)
             held, own = self._held_slots(slots_BW[:, -1:]), slots_BW[..., None]
             mask_BWS = F.pad((held <= own) & (held > own - self.window), (self.num_scratch, 0))
         self.lengths += counts  # in place: its address stays from step to step
@@ -206,28 +208,31 @@ class DraftCache(RowState):
         return slots.masked_fill(slots < self.begins[:, None], torch.iinfo(slots.dtype).min // 2)[:, None]
 
     def copy_rows(self, source: DraftCache, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
-        """Fills this fresh cache: row b gets the first lengths[b] slots, at most `max_slots`, of row rows[b] of
-        `source`.
-
-        The two caches may have different numbers of rows, slots and tree rows.
+        """Row b gets the first lengths[b] slots, at most `max_slots`, of row rows[b] of `source`: this cache or another
+        one, which may have other numbers of rows, slots and tree rows.
         """
-        here = rows.to(self.keys.device)
-        width = min(max_slots, self.num_held, source.num_held)
-        self.lengths.copy_(lengths)
+        width, device = min(max_slots, self.num_held, source.num_held), self.keys.device
+        rows, lengths = rows.to(device), lengths.to(device)
         if self.window is None:
-            for plane, other in ((self.keys, source.keys), (self.values, source.values)):
-                plane.narrow(2, self.num_scratch, width).copy_(
-                    other.narrow(2, source.num_scratch, width).index_select(0, here)
+            planes = [
+                plane.narrow(2, source.num_scratch, width).index_select(0, rows)
+                for plane in (source.keys, source.values)
+            ]
+        else:
+            slots = (lengths[:, None] - width + torch.arange(width, device=device)).clamp(min=0)
+            places = source.num_scratch + slots % source.num_held
+            planes = [plane[rows[:, None], :, places] for plane in (source.keys, source.values)]
+        begins = torch.minimum(source.begins.index_select(0, rows), lengths)
+        self.show_rows(len(rows))
+        self.lengths.copy_(lengths)
+        self.begins.copy_(begins)
+        for plane, found in zip((self.keys, self.values), planes, strict=True):
+            if self.window is None:
+                plane.narrow(2, self.num_scratch, width).copy_(found)
+            else:
+                plane[torch.arange(len(rows), device=device)[:, None], :, self.num_scratch + slots % self.num_held] = (
+                    found
                 )
-            return
-        # A pass may have overwritten what a longer row held before its window.
-        lost = torch.maximum(source.begins, source.lengths + PREFILL_CHUNK - source.num_held)
-        self.begins.copy_(torch.minimum(lost.index_select(0, here), self.lengths))
-        slots = (self.lengths[:, None] - width + torch.arange(width, device=here.device)).clamp(min=0)
-        for plane, other in ((self.keys, source.keys), (self.values, source.values)):
-            found = other[here[:, None], :, source.num_scratch + slots % source.num_held]
-            every_row = torch.arange(len(here), device=here.device)[:, None]
-            plane[every_row, :, self.num_scratch + slots % self.num_held] = found
 
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Fills columns [W] or [B, W], and returns keys and values up to the last column in view."""

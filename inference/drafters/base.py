@@ -72,7 +72,7 @@ class Drafter(metaclass=ABCMeta):
 
     has_static_state: bool = False
     """Whether what a state holds from one `extend` to the next stays at its addresses, so that a runner can replay
-    drafts. Rows that join may move it: none join where steps are replayed."""
+    drafts. The state is a `RowState`, or None, and `restart` begins other texts with it."""
 
     def for_target(self, target: Target) -> Drafter:
         """The drafter that a decoder of this target uses. The default is the drafter itself; trained heads return a
@@ -88,9 +88,19 @@ class Drafter(metaclass=ABCMeta):
         """A fresh state for rows of at most `max_length` tokens, and trees of at most `num_scratch` frontier nodes in
         all levels together."""
 
+    def restart(self, state: Any, num_rows: int) -> None:
+        """Makes a used state as new, in place, with `has_static_state`.
+
+        Args:
+            num_rows: at most as many as it was started with.
+        """
+        self._require_rows(state)
+        if state is not None:
+            state.reset(num_rows)
+
     def share_cache(self, state: Any, cache: KVCache) -> None:
-        """Lends the target's cache to a drafter with `shares_target_cache`. Called after `start` and
-        after `keep_rows`.
+        """Lends the target's cache to a drafter with `shares_target_cache`. Called after `start`, `restart`,
+        `keep_rows` and `add_rows`.
 
         Whenever `extend` or `expand` is called, `cache` holds the accepted tokens without the root, and every row has
         `num_scratch` + 1 free slots after them for the draft. While prompts are read, it may hold more: the root of a
@@ -140,14 +150,15 @@ class Drafter(metaclass=ABCMeta):
         """
 
     def copy_rows(self, state: Any, source: Any, rows: Tensor, lengths: Tensor, *, max_slots: int) -> None:
-        """Fills a fresh state with rows of another one, as if it had read their first slots itself.
+        """Fills a state with rows of another one, or its own, as if it had read their first slots itself.
 
         A row keeps its first token (`read_first` is not called again), however few slots are kept. The states share
         nothing. The draft is not copied, so the next call is an `extend`, whose counts may be 0.
 
         Args:
-            state: for B' rows, just returned by `start`, with any `max_length` and `num_scratch`. A drafter with
-                `shares_target_cache` is given its cache, filled with the same rows, before the next `extend`.
+            state: for B' rows, just returned by `start` or restarted, with any `max_length` and `num_scratch`; or
+                `source` itself. A drafter with `shares_target_cache` is given its cache, filled with the same rows,
+                before the next `extend`.
             source: any state of this drafter.
             rows: [B'] int64, the row of `source` that becomes each row. A row may be used more than once, or never.
             lengths: [B'] int64, how many of its first accepted slots are kept: none to all, and no more than fit.
@@ -186,10 +197,10 @@ class Drafter(metaclass=ABCMeta):
 
     def _require_rows(self, state: Any) -> None:
         own = type(self).__name__
-        if not self.can_copy_rows:
+        if not (self.can_copy_rows or self.has_static_state):
             raise NotImplementedError(f"{own} cannot copy, drop or add rows: can_copy_rows is False")
         if state is not None and not isinstance(state, RowState):
             raise NotImplementedError(
-                f"{own} has can_copy_rows, and its state is a {type(state).__name__}: derive it from RowState, or "
-                "implement copy_rows, keep_rows and add_rows"
+                f"{own} has can_copy_rows or has_static_state, and its state is a {type(state).__name__}: derive that "
+                "from RowState, or implement restart, copy_rows, keep_rows and add_rows"
             )

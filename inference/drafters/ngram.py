@@ -12,6 +12,7 @@ Legend: B batch, S slots of one call, W frontier nodes, C candidate columns, E p
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
+from draftsmith.inference.targets.target import Target
 
 BACKOFF = 0.4  # for each token that a match is shorter (the paper's)
 RECENCY = 1.0  # an occurrence at the end weighs 1 + RECENCY, one at the beginning 1
@@ -27,7 +29,7 @@ RECENCY = 1.0  # an occurrence at the end weighs 1 + RECENCY, one at the beginni
 
 @dataclass
 class NgramState(RowState):
-    """The texts so far. A state that has read nothing is on the host.
+    """The texts so far.
 
     Attributes:
         history: [B, capacity + 1] int64; padding is written to the last column.
@@ -43,19 +45,9 @@ class NgramState(RowState):
     row_fields = ("lengths",)
     slot_fields = ("history",)
 
-    def move(self, device: torch.device) -> None:
-        self.history, self.lengths = self.history.to(device), self.lengths.to(device)
-
     def copy_rows(self, source: NgramState, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
-        self.move(source.history.device)
         super().copy_rows(source, rows, lengths, max_slots)
         self.lengths.copy_(lengths)
-
-    def add_rows(self, other: NgramState, max_slots: int) -> None:
-        device = self.history.device if self.history.device.type != "cpu" else other.history.device
-        for state in (self, other):
-            state.move(device)
-        super().add_rows(other, max_slots)
 
 
 class NgramDrafter(Drafter):
@@ -90,17 +82,20 @@ class NgramDrafter(Drafter):
             raise ValueError(f"max_ngram and num_candidates start at 1, got {max_ngram=} and {num_candidates=}")
         self.max_ngram = max_ngram
         self.num_candidates = num_candidates
+        self.device = torch.device("cpu")
+
+    def for_target(self, target: Target) -> NgramDrafter:
+        own = copy.copy(self)
+        own.device = target.device
+        return own
 
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> NgramState:
-        """Empty histories, which the first `extend` moves to its device."""
-        history = torch.zeros((batch_size, max_length + 1), dtype=torch.long)
+        history = torch.zeros((batch_size, max_length + 1), dtype=torch.long, device=self.device)
         return NgramState(history, history.new_zeros(batch_size), 0, history.new_zeros((batch_size, 1, 0)))
 
     def extend(
         self, state: NgramState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
     ) -> DraftLogits:
-        if state.history.device != next_token_ids.device:
-            state.move(next_token_ids.device)
         batch, num_slots = next_token_ids.shape
         steps = torch.arange(num_slots, device=next_token_ids.device)
         dump = state.history.shape[1] - 1

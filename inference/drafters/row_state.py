@@ -1,11 +1,12 @@
-"""RowState: rows of a drafter's state are copied, dropped and added field by field.
+"""RowState: rows of a drafter's state are forgotten, copied, dropped and added field by field, in place.
 
 Legend: B batch, S slots, R tree rows, W frontier nodes of one tree level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,21 +22,43 @@ class RowState:
         row_fields: names of fields with rows: a tensor [B, ...], another `RowState`, a list of states, or None.
         slot_fields: names of tensors [B, S + 1, ...] or None with an entry for each accepted slot, and a last one for
             padding. `copy_rows` copies them. The tensors in `row_fields` belong to the draft, which it does not copy.
+        begins_with: what tensors are filled with before anything was read, where it is not 0.
     """
 
     row_fields: ClassVar[tuple[str, ...]] = ()
     slot_fields: ClassVar[tuple[str, ...]] = ()
+    begins_with: ClassVar[dict[str, float]] = {}
+
+    _all_rows: Mapping[str, Tensor] = MappingProxyType({})  # the tensors with the rows behind those in use
+
+    def reset(self, num_rows: int) -> None:
+        """Forgets everything; from now on the state is that of the first `num_rows` of its rows."""
+        if not self._all_rows:
+            names = (*self.row_fields, *self.slot_fields)
+            self._all_rows = {name: one for name in names if isinstance(one := getattr(self, name), Tensor)}
+        self.show_rows(num_rows)
+        for name in (*self.row_fields, *self.slot_fields):
+            value = getattr(self, name)
+            for state in _states_in(value):
+                state.reset(num_rows)
+            if isinstance(value, Tensor):
+                value.fill_(self.begins_with.get(name, 0))
 
     def copy_rows(self, source: Any, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
-        """Fills this fresh state: `Drafter.copy_rows`."""
+        """Fills this state, which may be the source: `Drafter.copy_rows`."""
         for name in self.row_fields:
             for own, other in zip(_states_in(getattr(self, name)), _states_in(getattr(source, name)), strict=True):
                 own.copy_rows(other, rows, lengths, max_slots)
-        for name in self.slot_fields:
-            if (values := getattr(self, name)) is not None:
-                others = getattr(source, name)
-                width = min(max_slots, values.shape[1] - 1, others.shape[1] - 1)
-                values[:, :width] = others[:, :width].index_select(0, rows.to(others.device))
+        found = {name: getattr(source, name) for name in self.slot_fields}
+        found = {
+            name: one[:, :max_slots].index_select(0, rows.to(one.device))
+            for name, one in found.items()
+            if one is not None
+        }
+        self.show_rows(len(rows))
+        for name, values in found.items():
+            width = min(values.shape[1], getattr(self, name).shape[1] - 1)
+            getattr(self, name)[:, :width] = values[:, :width]
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Row i becomes the present row rows[i] >= i, in place; the others are forgotten."""
@@ -53,7 +76,18 @@ class RowState:
             for state, one in zip(_states_in(value), _states_in(added), strict=True):
                 state.add_rows(one, max_slots)
             if isinstance(value, Tensor):
-                setattr(self, name, torch.cat([value, added]))
+                tensor, last = self._all_rows.get(name, value), len(value) + len(added)
+                if last <= len(tensor):
+                    tensor[len(value) : last] = added
+                setattr(self, name, tensor[:last] if last <= len(tensor) else torch.cat([value, added]))
+
+    def show_rows(self, num_rows: int) -> None:
+        """From now on a state that was `reset` is that of the first `num_rows` rows, whatever these hold."""
+        for name in self.row_fields:
+            for state in _states_in(getattr(self, name)):
+                state.show_rows(num_rows)
+        for name, tensor in self._all_rows.items():
+            setattr(self, name, tensor[:num_rows])
 
 
 def _states_in(value: Any) -> list[RowState]:

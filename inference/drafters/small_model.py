@@ -40,7 +40,13 @@ class SmallModelState(RowState):
     num_first: int = 0
     row_fields = ("tree",)
 
+    def reset(self, num_rows: int) -> None:
+        super().reset(num_rows)
+        self.cache.reset(num_rows)
+        self.num_first = 0
+
     def copy_rows(self, source: SmallModelState, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
+        super().copy_rows(source, rows, lengths, max_slots)
         self.num_first = source.num_first
         self.cache.copy_rows(source.cache, rows, lengths + self.num_first, max_length=max_slots + self.num_first)
 

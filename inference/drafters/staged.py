@@ -66,7 +66,7 @@ class StagedDrafter(Drafter, nn.Module):
                 f"num_guesses is {num_guesses}; allowed is 1 or more (a SmallModelDrafter drafts without guesses)"
             )
         self.small = small
-        self.ngrams = ngrams or NgramDrafter()
+        self.ngrams = (ngrams or NgramDrafter()).for_target(small.small)
         self.num_guesses = num_guesses
 
     @property

@@ -3,8 +3,7 @@
 A graph replays kernels over fixed addresses, so a step costs one launch a function instead of one a kernel. No Python
 runs at a replay. What a function works on is therefore one of three things:
 
-- The state: it lies where it is, since `DecodeState` never moves. A drafter's state of a new text is copied into the
-  first one's (`Drafter.has_static_state`).
+- The state: it lies where it is, since `DecodeState` never moves, nor what is in it (`Drafter.has_static_state`).
 - Values: trees, logits, noise, and the tensors of processors. They are copied into the graph's own tensors before each
   replay, and results are copied out into tensors that are the graph's own, too.
 - Everything else is part of the key, by which there is one graph: numbers of rows and nodes, the size of the view, the
@@ -24,7 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LogitsProcessor
 
 from draftsmith.inference.acceptance.exact import Acceptance
@@ -237,7 +236,6 @@ class CapturedFunctions:
     def __init__(self, new_graph: Callable[[], CudaGraph]) -> None:
         self.graphs = {name: Graphs(name, new_graph) for name in ("draft", "root", "verify", "accept", "commit")}
         self._state: DecodeState | None = None
-        self._home: Any = None  # the drafter's state that graphs know
         self.runner = Runner(
             "captured",
             self._draft,
@@ -253,7 +251,7 @@ class CapturedFunctions:
 
     def forget(self) -> None:
         """Drops all graphs, with the state that they belong to."""
-        self._state = self._home = None
+        self._state = None
         for graphs in self.graphs.values():
             graphs.entries.clear()
 
@@ -270,16 +268,6 @@ class CapturedFunctions:
         assert step.drafter is not None
         if not step.drafter.has_static_state or width != step.path_width:
             return draft(step, state, policy, sampler, width, in_view)
-        if state.draft is not self._home:  # of another text
-            new, home = (dict(state_tensors(one, state.cache)) for one in (state.draft, self._home))
-            # What is empty belongs to a draft that has not been made yet.
-            kept = [name for name, tensor in new.items() if tensor.numel()]
-            if home and new.keys() == home.keys() and all(new[name].shape == home[name].shape for name in kept):
-                torch._foreach_copy_([home[name] for name in kept], [new[name] for name in kept])
-                state.draft = self._home
-            else:  # such as that of a drafter that has read nothing yet
-                self._home = state.draft
-                self.graphs["draft"].entries.clear()
         parts = _Sampling(sampler)
         cache = state.cache
 
@@ -329,13 +317,3 @@ class CapturedFunctions:
 
     def _commit(self, state: DecodeState, *values: Any, **flags: Any) -> Any:
         return self.graphs["commit"].run((*flags.items(),), lambda own: commit(state, *own, **flags), values)
-
-
-def state_tensors(value: Any, besides: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a drafter's state with their places in it, but for those of an object that all states share."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif value is not besides and not isinstance(value, nn.Module):
-        named = (value if isinstance(value, dict) else getattr(value, "__dict__", {})).items()
-        for key, part in enumerate(value) if isinstance(value, (tuple, list)) else named:
-            yield from state_tensors(part, besides, f"{name}.{key}")

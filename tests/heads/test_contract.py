@@ -428,13 +428,14 @@ def test_a_window_keeps_its_slots_in_a_ring(
         kept = [27, 39]
         copied = heads.start(2, 64, 32)
         copied.copy_rows(state, torch.tensor([2, 0]), torch.tensor(kept), max_slots=40)
-        assert [cache.begins.tolist() for cache in copied.caches] == [[23, 34]] * len(caches)
+        assert [cache.begins.tolist() for cache in copied.caches] == [[21, 30]] * len(caches)
         short = heads.start(1, 64, 32)
         short.copy_rows(state, torch.tensor([0]), torch.tensor([10]), max_slots=10)
         assert [cache.begins.tolist() for cache in short.caches] == [[10]] * len(caches)
         part = Prefix(heads, [30, 41])
         part.token_ids, part.features = prefix.token_ids[[2, 0]], prefix.features[[2, 0]]
         found = part.extend(copied, kept, [29, 40])
+        assert_scores(found[0], prefix.expected(2, []))
         assert_scores(found[1], prefix.expected(0, []))
 
 

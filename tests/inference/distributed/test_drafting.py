@@ -36,7 +36,8 @@ def reference_draft(target: Target, drafter: Drafter, text: list[int], path: lis
     features = read_features(target, text[:-1], drafter.feature_layers)
     decoding = step.new_state(1, len(text) + step.num_slots_after, len(text))
     target.prefill(decoding.cache, torch.tensor([text[:-1]]), torch.tensor([len(text) - 1]))
-    state = decoding.start_drafter()
+    decoding.start_drafter()
+    state = decoding.draft
     if drafter.reads_first_token:
         drafter.read_first(state, torch.tensor(text[:1]))
     counts = torch.tensor([len(text) - 1])

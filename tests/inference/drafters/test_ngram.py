@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -117,9 +119,9 @@ def test_padding_at_the_end_of_the_buffer_does_no_harm() -> None:
     assert draft.token_ids.tolist() == [[[1]]]
 
 
-def test_its_state_follows_the_tokens_to_their_device() -> None:
-    """The loop does not say where the target is."""
-    drafter = NgramDrafter()
+def test_its_state_is_on_the_targets_device() -> None:
+    target: Any = SimpleNamespace(device=torch.device("meta"))
+    drafter = NgramDrafter().for_target(target)
     state = drafter.start(2, 16, 4)
     tokens = torch.zeros(2, 5, dtype=torch.long, device="meta")
     for max_slots in (5, 10):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from draftsmith.inference import Decoder, DynamicTree, Target, chain
 from draftsmith.inference.acceptance.sampler import Sampler
+from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.engine import Engine
@@ -22,7 +24,7 @@ from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.prefill import finish, prefill
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.runners import cuda_graphs
-from draftsmith.inference.runners.cuda_graphs import Graphs, state_tensors
+from draftsmith.inference.runners.cuda_graphs import Graphs
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import Step
@@ -253,14 +255,38 @@ def test_prompts_of_other_lengths_share_the_graphs(name: str) -> None:
 # A state never moves.
 
 
+def state_tensors(value: Any, besides: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a drafter's state with their places in it, but for those of an object that all states share."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif value is not besides and not isinstance(value, torch.nn.Module):
+        named = (value if isinstance(value, dict) else getattr(value, "__dict__", {})).items()
+        for key, part in enumerate(value) if isinstance(value, (tuple, list)) else named:
+            yield from state_tensors(part, besides, f"{name}.{key}")
+
+
+def lasting_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Those that a drafter's state has from one text to the next."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, KVCache):
+        yield from lasting_tensors([value.lengths, *value._buffers], f"{name} cache")
+    elif isinstance(value, list):
+        for place, part in enumerate(value):
+            yield from lasting_tensors(part, f"{name} {place}")
+    elif isinstance(value, RowState):
+        for field in (*value.row_fields, *value.slot_fields, "cache"):
+            yield from lasting_tensors(getattr(value, field, None), f"{name} {field}")
+
+
 class Watch:
-    """Before each draft, checks that a state lies where it lay. In the drafter's state, what has come to lie elsewhere
-    since the draft before, of the same rows, is filled with nonsense: none of it may be read."""
+    """Before each draft, checks that a state lies where it lay, the drafter's too. What else there is in the drafter's
+    state has come to lie elsewhere since the draft before, and is filled with nonsense: none of it may be read."""
 
     def __init__(self, step: Step, monkeypatch: pytest.MonkeyPatch) -> None:
         self.places: dict[str, int] = {}
         self.num_checks = 0
-        self._before: tuple[Any, list[Row], set[int]] = None, [], set()
+        self._before: set[int] | None = None
         draft = step.runner.draft
 
         def check_and_draft(step: Step, state: DecodeState, *args: Any) -> Any:
@@ -273,6 +299,7 @@ class Watch:
     def check(self, state: DecodeState) -> None:
         tensors = {name: value for name, value in vars(state).items() if isinstance(value, Tensor)}
         tensors |= {f"cache {place}": buffer for place, buffer in enumerate(state.cache._buffers)}
+        tensors |= dict(lasting_tensors(state.draft, "draft"))
         tensors |= {"lengths": state.cache.lengths, "texts": state.history.token_ids, "ends": state.history.lengths}
         for name, tensor in tensors.items():
             assert self.places.setdefault(name, tensor.data_ptr()) == tensor.data_ptr(), f"{name} has moved"
@@ -281,10 +308,9 @@ class Watch:
 
     def spoil(self, state: DecodeState) -> None:
         found = [tensor for _, tensor in state_tensors(state.draft, state.cache)]
-        draft, rows, places = self._before
-        if draft is state.draft and rows == state.rows:
-            spoil(tensor for tensor in found if tensor.data_ptr() not in places)
-        self._before = state.draft, list(state.rows), {tensor.data_ptr() for tensor in found}
+        if self._before is not None:
+            spoil(tensor for tensor in found if tensor.data_ptr() not in self._before)
+        self._before = {tensor.data_ptr() for tensor in found}
 
 
 STATIC_DRAFTERS = [name for name in DRAFTERS if name != "none"]
@@ -319,7 +345,7 @@ def test_no_tensor_of_a_state_moves_when_rows_join(name: str, monkeypatch: pytes
     """Each row's text is its own, whoever comes and goes."""
     target = target_for(name)
     decoder = Decoder(target, DRAFTERS[name](target), tree="dynamic:3,2,6")
-    prompts, budgets = [random_prompt(5 + row, seed=row).repeat(1, 3)[0].tolist() for row in range(4)], (9, 14, 5, 12)
+    prompts, budgets = [random_prompt(5 + row, seed=row).repeat(1, 3)[0].tolist() for row in range(4)], (9, 24, 5, 22)
     rows = [Row(0, prompt, 0, budget) for prompt, budget in zip(prompts, budgets, strict=True)]
     with target.without_autograd():
         states = [decoder.step.new_state(size, 64, 64) for size in (3, 1)]

@@ -110,19 +110,17 @@ def set_costs(monkeypatch: pytest.MonkeyPatch, *, most_rows: int) -> None:
     monkeypatch.setattr(StepCosts, "expect", expect)
 
 
-def test_the_planner_hears_how_much_each_row_has_to_go(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a served batch are in the order in which they joined; the planner learns from those with most to go."""
+def test_the_planner_hears_of_every_row(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others take the places of rows that end: none of them holds up a batch."""
     set_costs(monkeypatch, most_rows=9)
-    seen: list[tuple[list[int], list[int]]] = []
+    seen: list[tuple[int, int]] = []
     learn = Planner.learn
 
-    def note(planner: Planner, policy: Any, counted: Any, left: Any) -> None:
+    def note(planner: Planner, policy: Any, counted: Any) -> None:
         (lane,) = (one for one in oracle._lanes.values() if one.planner is planner)
-        ends = [one.row.request.max_length - len(one.prompt) for one in arrivals if one.row in lane.replies]
-        emitted = [len(one.tokens) for one in arrivals if one.row in lane.replies]
-        seen.append((sorted(left), sorted(end - new for end, new in zip(ends, emitted, strict=True))))
-        assert len(counted) == len(left)
-        learn(planner, policy, counted, left)
+        seen.append((len(counted), len(lane.replies)))
+        assert planner._is_served
+        learn(planner, policy, counted)
 
     monkeypatch.setattr(Planner, "learn", note)
     arrivals = [
@@ -130,8 +128,8 @@ def test_the_planner_hears_how_much_each_row_has_to_go(oracle: Scheduler, monkey
         for n in range(3)
     ]
     serve(oracle, arrivals, num_first=3)
-    assert [left for left, _ in seen] == [expected for _, expected in seen]
-    assert max(map(len, (left for left, _ in seen))) == 3
+    assert all(counted == running for counted, running in seen)
+    assert max(seen) == (3, 3)
 
 
 def test_rows_draft_now_and_then(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
