@@ -24,6 +24,7 @@ from draftsmith.inference.noise import derive_seeds
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import PhaseClock
 from draftsmith.inference.targets.backbone import TargetOutput
+from draftsmith.inference.targets.probing.invariance import check_depth
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.candidates import CandidateTrees
 from draftsmith.inference.trees.policy import TreePolicy
@@ -228,6 +229,7 @@ class Step:
         self.runner = runner or Runner()
         self.num_nodes = 1 if policy is None else policy.num_nodes
         self.path_width = 1 if policy is None else 1 + min(policy.max_depth, policy.num_nodes - 1)
+        check_depth(target, self.path_width - 1)
         self.is_coupled = is_coupled and rule.may_couple
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
 

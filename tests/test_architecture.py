@@ -28,8 +28,8 @@ OPTIONAL_DEPENDENCIES = {
 }
 # What the server needs: nothing else imports it.
 SERVING_DEPENDENCIES = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"}
-# A file that others import only inside a function: Triton's kernels are functions with decorators.
-LATE_FILES = {"inference/kernels/triton_kernel.py": {"triton"}}
+# Files that others import only inside a function: Triton's kernels are functions with decorators.
+LATE_FILES = {f"inference/kernels/triton_{name}.py": {"triton"} for name in ("kernel", "linear")}
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 60
 

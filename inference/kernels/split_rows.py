@@ -1,5 +1,7 @@
-"""Products of a few rows at a time, where this machine's kernels add a row's numbers in another order when there are
-more rows: AMX's from 33 rows on, MKL's for float32 from about 9 rows on."""
+"""Products whose rows do not depend on their number, where this machine's kernels add a row's numbers in another order
+when there are more rows: AMX's from 33 rows on, MKL's for float32 from about 9 rows on, cuBLAS's at many numbers.
+
+On a CPU a product gets a few rows at a time; on CUDA it is a Triton kernel (`triton_linear.py`)."""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftsmith.inference.kernels.attention import can_use_kernel
 from draftsmith.inference.kernels.packed_weights import PackedLinear, PackedMatrix, make_twin, split_evenly
 
 # Sizes of a tile, largest first, None = any number of rows; with the numbers of rows that are compared. Passes have
@@ -36,6 +39,17 @@ class SplitLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         parts = [F.linear(part, self.weight, self.bias) for part in split_evenly(rows, self.most_rows)]
         return torch.cat(parts).view(*input.shape[:-1], -1)
+
+
+def fix_rows(module: M, dtype: torch.dtype, device: torch.device) -> M | None:
+    """A twin of `module` in which no row of a product depends on their number; None = the module's own are like this,
+    or nothing here can replace them."""
+    if can_use_kernel(device):
+        from draftsmith.inference.kernels import triton_linear
+
+        return triton_linear.use_triton(module)
+    tile = find_tile(dtype, device.type)
+    return None if tile is None else split_rows(module, tile)
 
 
 def split_rows(module: M, most_rows: int) -> M:

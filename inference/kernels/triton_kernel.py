@@ -35,7 +35,7 @@ FEW_ROWS = 1024  # with more queries in a group, these fill the device, and one 
 OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 LOG2_E = 1.4426950408889634
 
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 _ORIGIN, _BEGIN = tl.constexpr(packed_masks.ORIGIN), tl.constexpr(packed_masks.BEGIN)
 _COMMITTED, _FIRST = tl.constexpr(packed_masks.COMMITTED), tl.constexpr(packed_masks.FIRST)
@@ -227,11 +227,11 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, sca
     tops, totals = (sums.new_empty(sums.shape[:-1]) for _ in range(2))
     # Triton's interpreter multiplies the bits of bfloat16 numbers, and cuts numbers off instead of rounding them.
     is_interpreted = triton.knobs.runtime.interpret
-    factor = tl.float32 if is_interpreted else _DTYPES[query.dtype]
+    factor = tl.float32 if is_interpreted else DTYPES[query.dtype]
     out = (sums if is_interpreted else query).new_empty((batch, num_tokens, num_heads, value_size))
     widths = {"WIDTH": _pad_width(size), "VALUE_WIDTH": _pad_width(value_size)}
     widths |= {"GROUP": group, "TILE": TILE, "FACTOR": factor}
-    with _as_runtime_errors(), torch.cuda.device(query.device) if query.is_cuda else nullcontext():
+    with as_runtime_errors("attention"), torch.cuda.device(query.device) if query.is_cuda else nullcontext():
         _attend_tiles[(triton.cdiv(group * num_tokens, ROWS), num_parts, batch * num_groups)](
             query, key, value, packed, tops, totals, sums, scale * LOG2_E, num_tokens, num_groups, num_slots, size,
             value_size, per_program, *strides, **widths, SPLIT=SPLIT, ROWS=ROWS, **OPTIONS,
@@ -250,12 +250,12 @@ def _(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, scale: float) -
 
 
 @contextmanager
-def _as_runtime_errors() -> Iterator[None]:
+def as_runtime_errors(name: str) -> Iterator[None]:
     """Triton's errors, among them too little memory in a multiprocessor, as errors that `Target` falls back after."""
     try:
         yield
     except TritonError as error:
-        raise RuntimeError(f"attention in Triton failed: {error}") from error
+        raise RuntimeError(f"{name} in Triton failed: {error}") from error
 
 
 def _pad_width(size: int) -> int:

@@ -25,7 +25,7 @@ from draftsmith.inference.cache.source import Source, SourceMemory
 from draftsmith.inference.cache.tree_rows import TreeRowsCache
 from draftsmith.inference.kernels.attention import can_use_kernel, fits_kernel
 from draftsmith.inference.kernels.packed_weights import is_packed, pack
-from draftsmith.inference.kernels.split_rows import find_tile, split_rows
+from draftsmith.inference.kernels.split_rows import fix_rows
 from draftsmith.inference.targets.backbone import Backbone, PassOutput, TargetOutput
 from draftsmith.inference.targets.encoder_decoder import PlacedDecoder
 from draftsmith.inference.targets.masks import Nodes, TreeMasks
@@ -198,8 +198,8 @@ class Target:
 
     def batch_invariant(self) -> Target:
         """This target in batch-invariant mode: a token's scores do not depend, in a single bit, on the number of tokens
-        in the pass, on its place in a tree, or on the other rows of the batch. Attention adds in float64
-        (`attend_exactly`), passes have 4 tokens and more, and products the rows of one kernel (`split_rows`).
+        in the pass, on its place in a tree, or on the other rows of the batch. Attention is in Triton, or adds in
+        float64 (`attend_exactly`), passes have `min_pass_tokens`, and products the rows of one kernel (`fix_rows`).
 
         Raises:
             ValueError: the model's attention cannot be replaced, or its scores still depend on other tokens.
@@ -208,9 +208,10 @@ class Target:
             return self
         check_supported(self._causal_lm)
         mode = copy.copy(self)
-        if (tile := find_tile(self.dtype, self.device.type)) is not None:
-            mode = Target(split_rows(self.model, tile), capabilities=self.capabilities.of_a_twin())
-        mode.masks = TreeMasks(self.masks.windows, torch.float64, self.masks.without)
+        if (twin := fix_rows(self.model, self.dtype, self.device)) is not None:
+            mode = Target(twin, capabilities=self.capabilities.of_a_twin())
+        if not mode.masks.packs_all:  # the Triton kernels, whose numbers do not depend on the rest of the pass
+            mode.masks = TreeMasks(self.masks.windows, torch.float64, self.masks.without)
         mode.min_pass_tokens = count_min_pass_tokens(self._causal_lm)
         if not mode.capabilities.is_known_invariant:
             check_invariance(mode)

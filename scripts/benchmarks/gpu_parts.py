@@ -251,6 +251,8 @@ def measure_models(setup: Setup) -> Cases:
 def measure_attention(setup: Setup) -> Cases:
     for context, nodes in product((64,) if setup.is_tiny else (512, 4096, 32768), (1, 4, 16, 64)):
         yield f"{nodes} nodes after {context}", partial(time_attention, context, nodes, setup)
+    for rows in (1, 16, 64):
+        yield f"product of {rows} rows", partial(time_product, rows, setup)
 
 
 def time_attention(context: int, nodes: int, setup: Setup) -> Line:
@@ -267,6 +269,19 @@ def time_attention(context: int, nodes: int, setup: Setup) -> Line:
         from draftsmith.inference.kernels.triton_kernel import attend_packed
 
         line["triton us"] = 1e6 * best_seconds(lambda: attend_packed(query, key, value, packed, 128**-0.5), device)
+    return line
+
+
+def time_product(rows: int, setup: Setup) -> Line:
+    """Microseconds of the first product of an MLP of the 8B shape: torch's, and batch-invariant mode's."""
+    inputs, outputs = (64, 128) if setup.is_tiny else (4096, 14336)
+    draw = partial(torch.randn, device=setup.device, dtype=torch.bfloat16)
+    given, weight = draw(rows, inputs), draw(outputs, inputs)
+    line = {"torch us": 1e6 * best_seconds(lambda: torch.nn.functional.linear(given, weight), setup.device)}
+    if can_use_kernel(setup.device):
+        from draftsmith.inference.kernels.triton_linear import multiply_rows
+
+        line["triton us"] = 1e6 * best_seconds(lambda: multiply_rows(given, weight, None), setup.device)
     return line
 
 

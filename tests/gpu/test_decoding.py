@@ -1,4 +1,5 @@
-"""Texts on a GPU, compared with plain decoding on the same GPU, and what a step may not do there. In float32."""
+"""Texts on a GPU, compared with plain decoding on the same GPU, and what a step may not do there. In float32,
+except in batch-invariant mode."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.heads import DraftHeads
-from draftsmith.inference import Decoder, DynamicTree, Target
+from draftsmith.inference import Decoder, DynamicTree, SmallModelDrafter, Target
 from draftsmith.inference.engine import Emission, Engine
 from draftsmith.inference.step import StepOutput
 from draftsmith.scripts.benchmarks.counting import ScriptedTree, make_counting_target, make_random_heads
 from tests.conftest import REPOSITORY
 from tests.gpu.conftest import KINDS
 from tests.heads.tiny_heads import tiny_heads
-from tests.tiny_targets import random_prompt, tiny_target
+from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
 TRAINED = REPOSITORY / "examples" / "heads"
 TRAINED_KINDS = [kind for kind in KINDS if (TRAINED / kind).is_dir()]
@@ -130,3 +131,21 @@ def test_captured_steps(kind: str, batch_size: int, device: torch.device) -> Non
         pytest.skip("CUDA graphs need a GPU")
     text, length = decode_scripted(kind, device, batch_size, graphs=True)
     assert (text.tolist(), length) == ([list(range(2 + NUM_NEW))] * batch_size, 1 + ACCEPTED)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_batch_invariant_mode_in_bfloat16(graphs: bool, device: torch.device) -> None:
+    """Drafted rows of a batch have the scores of plain decoding, each row by itself, bit by bit."""
+    if graphs and device.type == "cpu":
+        pytest.skip("CUDA graphs need a GPU")
+    model = tiny_target("llama", dtype=torch.bfloat16).to(device)
+    target = Target(model).batch_invariant()
+    settings: dict[str, Any] = {"max_new_tokens": NUM_NEW, "return_dict_in_generate": True, "output_logits": True}
+    prompts = [random_prompt(length, seed=length).to(device) for length in (9, 70, 200)]
+    expected = [Decoder(target).generate(prompt, do_sample=False, **settings) for prompt in prompts]
+    decoder = Decoder(target, SmallModelDrafter(model), tree=TREE, graphs=graphs)
+    found = decoder.generate(**pad_prompts(prompts), do_sample=False, **settings)
+    assert found.stats.acceptance_length > 2
+    for row, alone in enumerate(expected):
+        assert torch.equal(found.sequences[row, -NUM_NEW:], alone.sequences[0, -NUM_NEW:])
+        assert torch.equal(torch.stack(found.logits)[:, row], torch.stack(alone.logits)[:, 0])

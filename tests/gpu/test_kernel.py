@@ -13,9 +13,12 @@ from tests.heads.tiny_heads import tiny_heads
 from tests.inference.kernels.kernel_checks import (
     CASES,
     LENGTHS,
+    PRODUCTS,
     check_a_wrong_ancestor,
     check_independence,
     check_numbers,
+    check_product_rows,
+    check_products,
 )
 from tests.lossless.near_tie import assert_same_text
 from tests.tiny_targets import random_prompt, tiny_target
@@ -43,6 +46,13 @@ def test_a_wrong_ancestor_shows() -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_row_does_not_depend_on_the_rest_of_the_pass(length: int, dtype: torch.dtype) -> None:
     check_independence(length, dtype, CUDA)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+def test_products(dtype: torch.dtype) -> None:
+    for case in PRODUCTS:
+        check_products(case, dtype, CUDA)
+    check_product_rows(dtype, CUDA)
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -6,6 +6,7 @@ Legend: B batch, T new tokens, V vocabulary.
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from draftsmith.inference import Decoder, Drafter, NgramDrafter, Target
 from draftsmith.inference.kernels.split_rows import find_tile
 from draftsmith.inference.runners.compiled import Compiler
 from draftsmith.inference.targets.probing import invariance
-from draftsmith.inference.targets.probing.invariance import check_invariance
+from draftsmith.inference.targets.probing.invariance import check_compiling, check_invariance
 from tests.lossless.test_real_heads import TRAINED, chat_prompts, chat_target
 from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
@@ -121,6 +122,12 @@ def test_compiled_products_of_tiles_are_refused(monkeypatch: pytest.MonkeyPatch)
         Decoder(tiny_target("llama", dtype=torch.bfloat16), None, batch_invariant=True, compile=True)
     with pytest.raises(ValueError, match="leave compile out"):
         Decoder(Target.of(tiny_target("llama", dtype=torch.bfloat16)).batch_invariant(), None, compile=True)
+
+
+def test_compiled_steps_are_refused_on_gpus() -> None:
+    target = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"compile=True on cuda: .* Leave compile out; graphs=True captures"):
+        check_compiling(target)
 
 
 @pytest.mark.slow  # two graphs for each dtype

@@ -21,6 +21,7 @@ from draftsmith.inference.targets.refusals import draw_ids
 
 LEAST_ROWS = 4  # in float32, products of up to 3 rows have another kernel
 SMALL_PRODUCT = 4096  # multiplications; in bfloat16, products of at most as many have another kernel (torch 2.13, CPU)
+SUM_ROWS = 16  # on CUDA, torch adds up a row of numbers (in a norm) in one order from so many rows on (Reduce.cuh)
 _NUM_NODES = 24
 _PATH = [0, 9, 22]  # far apart, and not in the first slots
 
@@ -43,22 +44,43 @@ def check_supported(causal_lm: Any) -> None:
 
 
 def count_min_pass_tokens(causal_lm: Any) -> int:
-    """Rows with which no linear layer has another kernel than with more of them.
+    """Rows with which no layer has another kernel than with more of them. On CUDA these are no slower than one row.
 
     >>> from torch import nn
     >>> count_min_pass_tokens(nn.Linear(256, 256)), count_min_pass_tokens(nn.Linear(32, 16))
     (4, 9)
     """
-    smallest: int = min(weight.numel() for weight in causal_lm.parameters() if weight.dim() == 2)
+    matrices = [weight for weight in causal_lm.parameters() if weight.dim() == 2]
+    if matrices[0].device.type == "cuda":
+        return SUM_ROWS
+    smallest: int = min(weight.numel() for weight in matrices)
     return max(LEAST_ROWS, SMALL_PRODUCT // smallest + 1)
 
 
 def check_compiling(target: Any) -> None:
-    """Refuses (ValueError) compiled products that depend on the number of their rows, however few there are."""
+    """Refuses (ValueError) compiled steps whose numbers depend on the number of their rows, however few there are."""
+    if target.device.type != "cpu":
+        raise ValueError(
+            f"batch_invariant=True cannot be kept with compile=True on {target.device}: inductor makes other kernels "
+            "for other numbers of rows. Leave compile out; graphs=True captures the mode's own kernels"
+        )
     if target.dtype != torch.float32 and find_tile(target.dtype, target.device.type) is not None:
         raise ValueError(
             f"batch_invariant=True cannot be kept with compile=True in {target.dtype} on this CPU, whose compiled "
             "products (AMX) depend on the number of rows: leave compile out, or load the target in float32"
+        )
+
+
+def check_depth(target: Any, depth: int) -> None:
+    """Refuses (ValueError) trees that are deeper than attention in Triton computes as plain text."""
+    if target.min_pass_tokens == 1 or not target.masks.packs_all:
+        return
+    from draftsmith.inference.kernels.triton_kernel import TILE
+
+    if depth > TILE:
+        raise ValueError(
+            f"the tree is {depth} levels deep, and with batch_invariant=True attention in Triton takes at most {TILE}: "
+            "choose a smaller tree"
         )
 
 

@@ -91,8 +91,9 @@ def check_a_wrong_ancestor(device: torch.device) -> None:
 
 
 def check_independence(length: int, dtype: torch.dtype, device: torch.device) -> None:
-    """A text of 7 tokens: token by token, as a prompt, as a chain, and scattered over a tree of 16 nodes beside three
-    other rows, and over one of 60 nodes. The boundaries of tiles and splits lie inside the text. All bits are equal."""
+    """A text of 7 tokens: token by token, as a prompt, as the end of a prompt, as a chain, and scattered over a tree of
+    16 nodes beside three other rows, and over one of 60 nodes. The boundaries of tiles and splits lie inside the text.
+    All bits are equal."""
     generator = torch.Generator().manual_seed(length)
     num_tokens, num_slots = 7, length + 64
     draw = lambda *shape: torch.randn(*shape, 24, generator=generator).to(dtype)  # noqa: E731
@@ -112,6 +113,9 @@ def check_independence(length: int, dtype: torch.dtype, device: torch.device) ->
         assert torch.equal(alone[:, 0], chain[:, token])
     prompt = attend(query, key, value, pack_chain(lengths, num_tokens, origin=ZERO, window=None), device)
     assert torch.equal(prompt, chain)
+    whole = pack_chain(torch.zeros_like(lengths), length + num_tokens, origin=ZERO, window=None)
+    prompt = attend(torch.cat([draw(1, 4, length), query], 2), key, value, whole, device)
+    assert torch.equal(prompt[:, length:], chain)
     for num_nodes, batch in ((16, 4), (60, 1)):
         order = torch.randperm(num_nodes - 1, generator=generator)
         nodes = [0, *order[: num_tokens - 1].add(1).sort().values.tolist()]
@@ -129,3 +133,51 @@ def check_independence(length: int, dtype: torch.dtype, device: torch.device) ->
             packed = torch.cat([packed, beside])
         found = attend(tree[0], *(torch.cat(pair, 2) for pair in zip(past, tree[1:], strict=True)), packed, device)
         assert torch.equal(found[:1, nodes], chain)
+
+
+# Rows, inputs, outputs, whether there is a bias: not all are multiples of the tiles.
+PRODUCTS: list[tuple[Any, ...]] = [
+    (1, 256, 64, False),
+    (7, 20, 33, True),
+    (16, 300, 96, True),
+    (65, 128, 40, False),
+    (130, 76, 130, True),
+]
+
+
+def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, device: torch.device) -> Tensor:
+    """The kernel's product on a device, on the CPU."""
+    from draftsmith.inference.kernels.triton_linear import multiply_rows
+
+    return multiply_rows(rows.to(device), weight.to(device), None if bias is None else bias.to(device)).cpu()
+
+
+def check_products(case: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
+    num_rows, num_inputs, num_outputs, has_bias = case
+    generator = torch.Generator().manual_seed(num_rows)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)  # noqa: E731
+    rows, weight, bias = draw(num_rows, num_inputs), draw(num_outputs, num_inputs), draw(num_outputs)
+    found = multiply(rows, weight, bias if has_bias else None, device)
+    assert found.dtype == dtype
+    expected = torch.nn.functional.linear(rows.double(), weight.double(), bias.double() if has_bias else None)
+    size = rows.double().abs() @ weight.double().abs().T  # of the numbers that are added
+    # A sum in float32 is rounded at each addition, and then to the dtype.
+    bound = num_inputs * 2**-24 * size + torch.finfo(dtype).eps / 2 * expected.abs()
+    assert ((found.double() - expected).abs() <= bound * 1.01).all()
+
+
+def check_product_rows(dtype: torch.dtype, device: torch.device) -> None:
+    """A row's numbers are the same in every place and beside any number of rows. Inputs that cancel each other show
+    another order of additions."""
+    generator = torch.Generator().manual_seed(0)
+    large = 2.0**15 if dtype == torch.float16 else 2.0**40
+    rows = torch.randn(130, 300, generator=generator)
+    rows[:, torch.randperm(300, generator=generator)[:2]] = torch.tensor([large, -large])
+    rows, weight = rows.to(dtype), torch.ones(40, 300, dtype=dtype)
+    expected = multiply(rows, weight, None, device)
+    assert not torch.equal(multiply(rows.flip(1), weight, None, device), expected), "the order shows"
+    for count in (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 100, 128, 129):
+        assert torch.equal(multiply(rows[:count], weight, None, device), expected[:count])
+    for start in (1, 5, 16, 60, 64, 100):
+        assert torch.equal(multiply(rows[start:], weight, None, device), expected[start:])
+        assert torch.equal(multiply(rows[start : start + 1], weight, None, device), expected[start : start + 1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,20 @@ import torch
 
 from draftsmith.inference import DynamicTree, Target, generate
 from draftsmith.inference.kernels.packed_masks import WORDS
+from draftsmith.inference.targets.probing.invariance import check_depth
 from tests.conftest import REPOSITORY
 from tests.inference.kernels.kernel_checks import (
     CASES,
     LENGTHS,
+    PRODUCTS,
     check_a_wrong_ancestor,
     check_independence,
     check_numbers,
+    check_product_rows,
+    check_products,
 )
 from tests.lossless.near_tie import assert_same_text
+from tests.lossless.test_batch_invariant import decode, decode_plainly
 from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
@@ -89,6 +95,22 @@ def test_a_row_does_not_depend_on_the_rest_of_the_pass(length: int) -> None:
     check_independence(length, torch.float32, CPU)
 
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+def test_products(case: tuple[Any, ...], dtype: torch.dtype) -> None:
+    check_products(case, dtype, CPU)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_product_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    check_product_rows(dtype, CPU)
+
+
 @interpreted
 @pytest.mark.parametrize("family", slow_but(["mistral"], ["llama", "mistral"]))
 def test_a_whole_decode(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,3 +134,45 @@ def test_a_whole_decode(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {shape[-1] - WORDS for shape in calls} == {0, 1}
     assert len(calls) == output.stats.num_target_forwards
     assert_same_text(model, expected, output.sequences)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", slow_but({"bfloat16"}, {"bfloat16": torch.bfloat16, "float32": torch.float32}))
+def test_batch_invariant_mode(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafted batch has the scores of plain decoding, row by row."""
+    from draftsmith.inference.kernels import triton_kernel, triton_linear
+
+    target, calls = Target(tiny_target("llama", dtype=dtype, num_hidden_layers=1)).batch_invariant(), set()
+    for module, name in ((triton_kernel, "attend_packed"), (triton_linear, "multiply_rows")):
+        stock = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, stock=stock, name=name: calls.add(name) or stock(*args))
+    prompts = [random_prompt(length, seed=length) for length in (20, 9)]
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+    tokens, scores = decode_plainly(target, prompts, **options)
+    texts = [torch.cat([prompt[0], new]) for prompt, new in zip(prompts, tokens, strict=True)]
+    drafter = ScriptedDrafter(texts, VOCAB_SIZE, feature_layers=(1,))
+    found = decode(target, drafter, prompts, tree="dynamic:3,3,8", **options)
+    assert torch.equal(found[0], tokens)
+    assert torch.equal(found[1], scores)
+    assert calls == {"attend_packed", "multiply_rows"}
+
+
+@interpreted
+def test_deep_trees_are_refused_in_batch_invariant_mode() -> None:
+    mode = SimpleNamespace(min_pass_tokens=4, masks=SimpleNamespace(packs_all=True))
+    check_depth(mode, 64)
+    with pytest.raises(ValueError, match=r"65 levels deep.* at most 64: choose a smaller tree"):
+        check_depth(mode, 65)
+
+
+@interpreted
+def test_what_keeps_torchs_products() -> None:
+    """Subclasses, other dtypes, and products of which gradients are computed."""
+    from draftsmith.inference.kernels.triton_linear import TritonLinear, use_triton
+
+    subclass = type("Own", (torch.nn.Linear,), {})
+    twin = use_triton(torch.nn.Sequential(torch.nn.Linear(8, 4), subclass(4, 4), torch.nn.Linear(4, 4).double()))
+    assert [type(part) is TritonLinear for part in twin] == [True, False, False]
+    given = torch.zeros(2, 8, requires_grad=True)
+    twin[0](given).sum().backward()
+    assert torch.equal(given.grad, twin[0].weight.sum(0).expand(2, -1))

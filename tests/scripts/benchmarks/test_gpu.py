@@ -122,3 +122,4 @@ def test_a_run_replaces_its_own_parts(tmp_path: Path) -> None:
     assert found["training"] == about
     assert found["attention"]["card"].startswith("a rehearsal")
     assert found["attention"]["lines"]["4 nodes after 64"]["sdpa us"] > 0
+    assert found["attention"]["lines"]["product of 16 rows"]["torch us"] > 0
