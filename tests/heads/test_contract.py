@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from draftsmith.heads import HEAD_TYPES, DraftHeads, DraftStep, create_heads
 from draftsmith.heads.modules import layers
 from draftsmith.heads.modules.draft_step import count_predicted
-from draftsmith.inference import Target, generate
-from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference import DraftLogits, Target, generate
 from draftsmith.training.features.encoding import encode
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher

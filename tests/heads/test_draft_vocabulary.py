@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.draft_vocabulary import COUNTS_FILE, take_lm_head_rows
-from draftsmith.inference import Decoder, Target, generate
-from draftsmith.inference.drafters.base import DraftLogits
+from draftsmith.inference import Decoder, DraftLogits, Target, generate
 from draftsmith.inference.kernels.packed_weights import PackedLinear
 from tests.heads.tiny_heads import FIRST_BY_DEFAULT, tiny_heads
 from tests.tiny_targets import random_prompt, target_of, tiny_target

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
-from draftsmith.inference import Target, chain, generate
-from draftsmith.inference.stats import GenerationStats
+from draftsmith.inference import GenerationStats, Target, chain, generate
 from draftsmith.training.features.encoding import encode
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher

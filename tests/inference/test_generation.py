@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from draftsmith.inference import Decoder, chain, generate, stream
+from draftsmith.inference import Decoder, NgramDrafter, chain, generate, stream
 from draftsmith.inference import decoder as decoding
-from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.targets.forward_names import CACHE_NAMES
 from tests.conftest import DEFAULT_TREE
 from tests.scripted_drafter import ScriptedDrafter

@@ -8,13 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.drafters.small_model import SmallModelDrafter
-from draftsmith.inference.generation import Decoder
+from draftsmith.inference import Decoder, Drafter, NgramDrafter, SmallModelDrafter, Target, chain
 from draftsmith.inference.step import Step
-from draftsmith.inference.targets.target import Target
-from draftsmith.inference.trees.static import chain
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.inference.runners.recorder import RefuseHostReads
 from tests.tiny_targets import pad_prompts, random_prompt, target_of, tiny_target

@@ -23,8 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftsmith.inference import DraftLogits, DynamicTree, StaticTree, TreePolicy, chain, generate
-from draftsmith.inference.drafters.base import Drafter
+from draftsmith.inference import Drafter, DraftLogits, DynamicTree, StaticTree, TreePolicy, chain, generate
 from tests.inference.acceptance.test_rejection import VOCAB, chi_square
 from tests.tiny_targets import tiny_target
 

@@ -6,10 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.inference import Decoder, DynamicTree
+from draftsmith.inference import Decoder, DynamicTree, TreePolicy
 from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.trees.candidates import CandidateTrees
-from draftsmith.inference.trees.policy import TreePolicy
 
 
 def auto_tree(depths: tuple[int, ...], sizes: tuple[int, ...], width: int) -> CandidateTrees:

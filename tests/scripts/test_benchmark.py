@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.heads import create_heads
 from draftsmith.heads.formats.registry import find_format
-from draftsmith.inference import Decoder, GenerationStats, Target
-from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference import Decoder, GenerationStats, NgramDrafter, Target
 from draftsmith.inference.request.chat_template import encode_prompt
 from draftsmith.scripts import benchmark
 from draftsmith.scripts.benchmark import BenchmarkArguments

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from draftsmith.inference import Decoder, StaticTree, StepTokens
-from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference import Decoder, NgramDrafter, StaticTree, StepTokens
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.scripts import generate
 from draftsmith.scripts.chat.arguments import GenerateArguments

@@ -17,8 +17,7 @@ from torch import Tensor
 from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.kinds.block import BlockHeads
 from draftsmith.heads.modules import block_view as view_module
-from draftsmith.inference import Target, chain, generate
-from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference import DraftSampling, Target, chain, generate
 from draftsmith.inference.trees.token_tree import TokenTree
 from draftsmith.training.features.encoding import encode
 from draftsmith.training.losses.draft_loss import draft_loss

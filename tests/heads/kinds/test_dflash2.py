@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads.kinds.dflash2 import BlockConvolution, DFlash2Heads
-from draftsmith.inference import Target, generate
-from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.trees.dynamic import DynamicTree
+from draftsmith.inference import DraftSampling, DynamicTree, Target, generate
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt
 

@@ -18,8 +18,7 @@ from transformers import LlamaModel
 
 from draftsmith.heads import create_heads
 from draftsmith.heads.kinds.kangaroo import KangarooHeads
-from draftsmith.inference import DynamicTree, Target, chain
-from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference import DraftSampling, DynamicTree, Target, chain
 from draftsmith.inference.step import Step
 from draftsmith.inference.trees.token_tree import TokenTree
 from draftsmith.training.features.encoding import encode

@@ -19,21 +19,16 @@ from scipy.stats import chi2
 from torch import Tensor
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
+from draftsmith.inference import DraftLogits, DraftSampling, DynamicTree, NgramDrafter, StaticTree, Target, chain
 from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
 from draftsmith.inference.acceptance.rejection import DRAFT_STREAM, accept_by_rejection
 from draftsmith.inference.acceptance.rules import RULES, resolve_rule
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.acceptance.typical import accept_typical
-from draftsmith.inference.drafters.base import DraftLogits
-from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.noise import derive_seeds, row_seeds
 from draftsmith.inference.request.text_processors import read_processors
 from draftsmith.inference.request.token_history import TokenHistory
 from draftsmith.inference.step import Step
-from draftsmith.inference.targets.target import Target
-from draftsmith.inference.trees.dynamic import DynamicTree
-from draftsmith.inference.trees.static import StaticTree, chain
 from tests.inference.ragged_texts import texts_of
 from tests.tiny_targets import tiny_target
 

@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.inference import Drafter, NgramDrafter, SmallModelDrafter, Target, chain
+from draftsmith.inference import Drafter, GenerationStats, NgramDrafter, SmallModelDrafter, Target, chain
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.distributed.chain import DraftChain
 from draftsmith.inference.distributed.drafting import ChainDrafting
 from draftsmith.inference.distributed.messages import Answer
 from draftsmith.inference.prefill import finish, prefill
 from draftsmith.inference.request.row import Row
-from draftsmith.inference.stats import GenerationStats
 from draftsmith.inference.step import Step
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, target_of, tiny_target

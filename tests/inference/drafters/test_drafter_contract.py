@@ -16,13 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference import Target
+from draftsmith.inference import Drafter, DraftLogits, NgramDrafter, SmallModelDrafter, StagedDrafter, Target
 from draftsmith.inference.cache.kv_cache import Span
-from draftsmith.inference.drafters.base import Drafter, DraftLogits
-from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.row_state import TreeRows
-from draftsmith.inference.drafters.small_model import SmallModelDrafter
-from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.training.features.encoding import encode
 from tests.heads.formats.test_native_mtp import CASES, load
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads

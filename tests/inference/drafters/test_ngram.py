@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference import Drafter, DraftLogits, DraftSampling, DynamicTree
 from draftsmith.inference.drafters.ngram import BACKOFF, NgramDrafter
-from draftsmith.inference.drafters.sampling import DraftSampling
-from draftsmith.inference.trees.dynamic import DynamicTree
 
 
 def look_up(

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.inference import Decoder, TreePolicy, chain, generate
-from draftsmith.inference.drafters.base import Drafter, DraftLogits
+from draftsmith.inference import Decoder, Drafter, DraftLogits, StagedDrafter, TreePolicy, chain, generate
 from draftsmith.inference.drafters.small_model import SmallModelDrafter, compare_tokenizers
-from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.planning.planner import Planner
 from tests.inference.plain_passes import calm_target, run_plainly
 from tests.params import slow_but

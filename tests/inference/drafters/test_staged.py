@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference import chain, generate
-from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.drafters.small_model import SmallModelDrafter
-from draftsmith.inference.drafters.staged import StagedDrafter
+from draftsmith.inference import NgramDrafter, SmallModelDrafter, StagedDrafter, chain, generate
 from tests.inference.drafters.test_small_model import check, rough_copy
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, tiny_target

@@ -8,8 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.inference import Target, generate
-from draftsmith.inference.pipelined.decoder import PipelinedDecoder
+from draftsmith.inference import PipelinedDecoder, Target, generate
 from draftsmith.inference.pipelined.texts_in_flight import Segment, TextInFlight
 from draftsmith.inference.targets.layer_groups import LayerGroups, tie_layers
 from tests.inference.test_generation import Recorder

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftsmith.inference import Decoder
-from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference import Decoder, NgramDrafter
 from draftsmith.inference.planning.costs import StepCosts
 from draftsmith.inference.trees.candidates import CandidateTrees, gamma_chain
 from tests.tiny_targets import random_prompt, tiny_target

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from draftsmith.heads import create_heads
-from draftsmith.inference import Target
-from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference import NgramDrafter, Target
 from draftsmith.inference.planning import memory
 from draftsmith.inference.planning.memory import MOST_AGE, load_learned, memory_file, store_learned
 from draftsmith.inference.trees.candidates import gamma_chain

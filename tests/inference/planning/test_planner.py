@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.inference import Decoder, DraftLogits, DraftSampling, DynamicTree, generate
-from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference import Decoder, DraftLogits, DraftSampling, DynamicTree, NgramDrafter, generate
 from draftsmith.inference.trees.candidates import CandidateTrees, gamma_chain
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.planning.simulation import Cost, Simulation

@@ -14,13 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.llama import modeling_llama
 
 from draftsmith.heads import DraftHeads
-from draftsmith.inference import Target
+from draftsmith.inference import Drafter, NgramDrafter, SmallModelDrafter, StagedDrafter, Target
 from draftsmith.inference.acceptance.rules import RULES
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.drafters.base import Drafter
-from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.drafters.small_model import SmallModelDrafter
-from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.prefill import finish, prefill

@@ -13,8 +13,7 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.inference import Target
-from draftsmith.inference.drafters.small_model import SmallModelDrafter
+from draftsmith.inference import SmallModelDrafter, Target
 from draftsmith.inference.serving.app import create_app
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.serving.server import DrainingServer, address_of, bind

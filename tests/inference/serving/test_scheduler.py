@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.inference import Drafter, Target
+from draftsmith.inference import Drafter, NgramDrafter, SmallModelDrafter, StagedDrafter, Target
 from draftsmith.inference import prefill as prompt_reading
 from draftsmith.inference.drafters.base import PREFILL_CHUNK
-from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.drafters.small_model import SmallModelDrafter
-from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.planning.costs import StepCosts
 from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.serving.errors import RequestError

@@ -8,9 +8,7 @@ import pytest
 import torch
 from transformers import FalconConfig, FalconForCausalLM
 
-from draftsmith.inference import DynamicTree, generate
-from draftsmith.inference.drafters.ngram import NgramDrafter
-from draftsmith.inference.targets.target import Target
+from draftsmith.inference import DynamicTree, NgramDrafter, Target, generate
 from draftsmith.training.features.encoding import encode
 from tests.inference.plain_passes import ATOL, calm_target, run_plainly
 from tests.lossless.near_tie import assert_same_text

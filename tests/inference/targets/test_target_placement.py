@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
-from draftsmith.inference import DynamicTree, generate, stream
+from draftsmith.inference import DynamicTree, NgramDrafter, Target, generate, stream
 from draftsmith.inference.cache.kv_cache import KVCache, LayerSpec, Span
-from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.targets.probing.probe import Capabilities
-from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.token_tree import TokenTree
 from draftsmith.training.features.encoding import encode
 from tests.conftest import REPOSITORY

@@ -25,9 +25,8 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from draftsmith.inference import Decoder
+from draftsmith.inference import Decoder, Target
 from draftsmith.inference.targets.forward_names import read_cache
-from draftsmith.inference.targets.target import Target
 from draftsmith.training.features.encoding import encode
 from tests.inference.plain_passes import calm_target
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference import DraftLogits, DraftSampling, DynamicTree, StaticTree, TreePolicy, chain
+from draftsmith.inference import Drafter, DraftLogits, DraftSampling, DynamicTree, StaticTree, TreePolicy, chain
 from draftsmith.inference.acceptance.sampler import Sampler
-from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.drafters.sampling import GREEDY_TEMPERATURE
 from draftsmith.inference.request.processors import COLUMN_FREE
 from draftsmith.inference.trees.options import resolve_policy

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.heads import create_heads
-from draftsmith.inference import Target, chain
-from draftsmith.inference.drafters.ngram import NgramDrafter
+from draftsmith.inference import NgramDrafter, Target, chain
 from draftsmith.scripts.measuring import roofline
 from draftsmith.scripts.measuring.roofline import ProductCounter, Work, count_round, count_weight_bytes
 from tests.tiny_targets import NUM_LAYERS, VOCAB_SIZE, random_prompt, tiny_target

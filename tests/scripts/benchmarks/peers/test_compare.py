@@ -12,8 +12,7 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from draftsmith.inference.drafters.base import DraftLogits
-from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference import DraftLogits, DraftSampling
 from draftsmith.scripts.benchmarks.peers import compare
 from draftsmith.scripts.benchmarks.peers.cases import AuthorsTree
 from draftsmith.scripts.benchmarks.peers.compare import make_grid
