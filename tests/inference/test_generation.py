@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from draftsmith.inference import Decoder, NgramDrafter, chain, generate, stream
+from draftsmith.inference import Decoder, chain, generate, stream
 from draftsmith.inference import decoder as decoding
 from draftsmith.inference.targets.forward_names import CACHE_NAMES
 from tests.conftest import DEFAULT_TREE
@@ -118,13 +118,6 @@ def test_counts() -> None:
     assert stats.acceptance_by_depth == [1.0, 1.0, 1.0]
     assert stats.num_drafted == 9
     assert stats.seconds["total"] >= sum(stats.seconds[name] for name in ("prefill", "draft", "verify"))
-
-
-def test_stops_at_the_position_limit(caplog: pytest.LogCaptureFixture) -> None:
-    prompt = random_prompt(250)
-    output = generate(MODEL, NgramDrafter(), prompt, **GREEDY)
-    assert output.sequences.shape[1] == 256
-    assert "limit of 256 tokens" in caplog.text
 
 
 # Options of transformers' own drafting that this release has.

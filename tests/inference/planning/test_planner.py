@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.inference import Decoder, DraftLogits, DraftSampling, DynamicTree, NgramDrafter, generate
+from draftsmith.inference import DraftLogits, DraftSampling, DynamicTree, NgramDrafter
 from draftsmith.inference.trees.candidates import CandidateTrees, gamma_chain
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.planning.simulation import Cost, Simulation
-from tests.lossless.restless import auto_tree
 from tests.params import slow_but
-from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
 TREES = CandidateTrees().candidates
 # Of each candidate that the drafted token at a level is accepted.
@@ -215,15 +213,3 @@ def test_one_step_tells_what_smaller_trees_would_have_accepted() -> None:
         num_kept += sum(counted)
     assert num_kept > 40
     assert num_wrong < 0.04 * 40 * len(policy.candidates)
-
-
-@pytest.mark.parametrize("tree", slow_but({"auto"}, {"auto": auto_tree((1, 3), (4, 8), 3), "gamma": gamma_chain(3)}))
-def test_decoding_with_chosen_trees(tree: CandidateTrees) -> None:
-    """Rows that end at different times, twice with one decoder."""
-    model = tiny_target("llama", initializer_range=0.3)
-    prompts = [random_prompt(length, seed=length) for length in (4, 11, 7)]
-    options = {"max_new_tokens": 60, "do_sample": True, "seed": [1, 2, 3]}
-    decoder = Decoder(model, NgramDrafter(), tree=tree)
-    expected = generate(model, None, **pad_prompts(prompts), **options).sequences
-    for _ in range(2):
-        assert torch.equal(decoder.generate(**pad_prompts(prompts), **options).sequences, expected)

@@ -55,6 +55,7 @@ def test_streams_tell_which_tokens_were_drafted(tree: str, options: dict[str, An
     drafter = scripted(text)
     tokens = stream(MODEL, drafter, PROMPTS[:1], tree=TREES[tree], is_coupled=False, **options)
     steps = list(tokens)
+    assert list(tokens) == []
     assert [token for step in steps for token in step] == text[0, 6:30].tolist()
     assert_told(steps, drafter._write_script().ranks[0], 1.0 if options is SAMPLED else GREEDY_TEMPERATURE)
     assert steps[0].depths == [0]

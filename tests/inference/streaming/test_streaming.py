@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftsmith.heads import create_heads
-from draftsmith.inference import Decoder, SmallModelDrafter, Target, TokenStream, chain, generate, stream
+from draftsmith.inference import Decoder, SmallModelDrafter, Target, TokenStream, generate, stream
 from draftsmith.inference.streaming import token_stream
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
@@ -25,16 +25,6 @@ NEW = TRUTH[0, 6:].tolist()
 
 def scripted() -> ScriptedDrafter:
     return ScriptedDrafter([MODEL.generate(PROMPT, max_new_tokens=40, do_sample=False)[0]], VOCAB_SIZE)
-
-
-def test_tokens_come_step_by_step() -> None:
-    tokens = stream(MODEL, scripted(), PROMPT, tree=chain(3), **GREEDY)
-    steps = list(tokens)
-    assert [token for step in steps for token in step] == NEW
-    assert max(map(len, steps)) > 1
-    assert torch.equal(tokens.output.sequences, TRUTH)
-    assert tokens.output.stats.num_new_tokens == 24
-    assert list(tokens) == []
 
 
 def test_nothing_is_computed_ahead() -> None:
