@@ -68,20 +68,15 @@ class TestGreedyText:
         assert torch.equal((others != expected).any(1), has_medium), "another image gives another text"
         assert all(len(row.unique()) > 8 for row in new), "the texts keep changing"
 
-    def test_drafted_text_is_plain(self, family: str) -> None:
-        output = generate(
-            multimodal_target(family), scripted(family), **prompts_with_media(family, ROWS), tree=TREE, **OPTIONS
-        )
-        assert torch.equal(output.sequences, expected_text(family))
-        assert output.stats.acceptance_length > 1.5
-
-    def test_rows_that_end_leave_the_others_their_positions(self, family: str) -> None:
-        new = expected_text(family)[:, -30:]
-        options = {**OPTIONS, "eos_token_id": int(new[0, 5])}
-        inputs = prompts_with_media(family, ROWS)
-        expected = multimodal_target(family).model.generate(**inputs, **options)
-        output = generate(multimodal_target(family), scripted(family), **inputs, tree=TREE, **options)
-        assert torch.equal(output.sequences, expected)
+    def test_drafted_text_is_that_of_transformers(self, family: str) -> None:
+        """Also where a row ends and leaves the others their positions."""
+        target, inputs = multimodal_target(family), prompts_with_media(family, ROWS)
+        expected = expected_text(family)
+        ended = {**OPTIONS, "eos_token_id": int(expected[0, -25])}
+        for options, text in ((OPTIONS, expected), (ended, target.model.generate(**inputs, **ended))):
+            output = generate(target, scripted(family), **inputs, tree=TREE, **options)
+            assert torch.equal(output.sequences, text)
+            assert output.stats.acceptance_length > 1.5
 
 
 @pytest.mark.parametrize("family", ["llava", "gemma3"])
@@ -246,11 +241,24 @@ class TestText:
 
 
 class TestRefusals:
-    def test_reuse_of_the_cache(self) -> None:
-        with pytest.raises(ValueError, match="reuse_cache compares token ids"):
-            Decoder(multimodal_target("llava"), None).generate(
-                **prompts_with_media("llava"), reuse_cache=True, **OPTIONS
-            )
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"reuse_cache": True}, "reuse_cache compares token ids"),
+            ({"batch_invariant": True}, "leave batch_invariant out"),
+            ({"image_grid_thw": torch.ones(1, 3)}, "image_grid_thw"),
+            ({"pixel_values": prompts_with_media("llava")["pixel_values"].repeat(2, 1, 1, 1)}, "do not match"),
+        ],
+        ids=lambda value: "".join(value),
+    )
+    def test_arguments(self, change: dict[str, Any], reason: str) -> None:
+        with pytest.raises(ValueError, match=reason):
+            generate(multimodal_target("llava"), None, **prompts_with_media("llava") | change, **OPTIONS)
+
+    def test_media_of_a_target_of_text(self) -> None:
+        token_ids = torch.ones(1, 4).long()
+        with pytest.raises(ValueError, match=r"token_type_ids: .* only token ids"):
+            generate(tiny_target("gpt2"), None, token_ids, token_type_ids=token_ids, **OPTIONS)
 
     def test_padding_on_the_right(self) -> None:
         inputs = prompts_with_media("llava", ROWS)
@@ -269,24 +277,6 @@ class TestRefusals:
         assert torch.equal(decoder.generate(**text, **OPTIONS).sequences, model.generate(**text, **OPTIONS))
         with pytest.raises(ValueError, match=r"pipelined decoding .* text only"):
             decoder.generate(**prompts_with_media("llava"), **OPTIONS)
-
-    def test_batch_invariant_mode(self) -> None:
-        with pytest.raises(ValueError, match="leave batch_invariant out"):
-            generate(multimodal_target("llava"), None, **prompts_with_media("llava"), batch_invariant=True, **OPTIONS)
-
-    def test_arguments_that_the_model_does_not_have(self) -> None:
-        inputs = prompts_with_media("llava")
-        with pytest.raises(ValueError, match="image_grid_thw"):
-            generate(multimodal_target("llava"), None, **inputs, image_grid_thw=torch.ones(1, 3), **OPTIONS)
-        token_ids = torch.ones(1, 4).long()
-        with pytest.raises(ValueError, match=r"token_type_ids: .* only token ids"):
-            generate(tiny_target("gpt2"), None, token_ids, token_type_ids=token_ids, **OPTIONS)
-
-    def test_images_that_do_not_fit_their_placeholders(self) -> None:
-        inputs = prompts_with_media("llava")
-        inputs["pixel_values"] = inputs["pixel_values"].repeat(2, 1, 1, 1)
-        with pytest.raises(ValueError, match="do not match"):
-            generate(multimodal_target("llava"), None, **inputs, **OPTIONS)
 
     @pytest.mark.skipif(not HEARING, reason="this release of transformers has no Qwen2AudioModel")
     def test_sounds_that_the_model_would_expand(self) -> None:
