@@ -78,6 +78,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 THERE, ABSENT = f"--target {CHAT_TARGET}", "--target ./absent"
 BENCH = f"bench {ABSENT} --prompts examples/prompts.jsonl"
+DATA = f"data {ABSENT} --output OUT"
 NO_SIZE = "--draft_vocab_data a.jsonl without --draft_vocab_size"
 NO_HEADS = "--draft_vocab_size 512 without --heads"
 NOPE = "there is no file or folder nope here, and no repository of that name could be read from the hub. Check the "
@@ -110,16 +111,25 @@ WRONG_INPUT = {
     f"chat {ABSENT} --distributed": "there is nothing to verify",
     f"chat {ABSENT} --distributed --ngrams --tree chain:2": "with --tree: servers verify chains",
     f"chat {ABSENT} --distributed --ngrams --compile": "with --compile",
+    f"chat {ABSENT} --distributed --ngrams": "--distributed in a single process.* torchrun --nproc_per_node 2 ",
     f"chat {ABSENT} --ngrams --draft_vocab_data a.jsonl": NO_SIZE,
     f"chat {ABSENT} --ngrams --draft_vocab_size 512": NO_HEADS,
     f"serve {ABSENT} --ngrams --draft_vocab_data a.jsonl": NO_SIZE,
     f"serve {ABSENT} --ngrams --draft_vocab_size 512": NO_HEADS,
+    f"serve {ABSENT} --max_batch_size 0": "got --max_batch_size 0: give at least 1",
+    f"serve {ABSENT} --tree chain": "got --tree chain without a drafter",
     f"{BENCH} --draft_vocab_size 512": NO_HEADS,
     f"{BENCH} --temperature 0 -1": "--temperature -1.0",
     f"{BENCH} --acceptance rejection": "--acceptance rejection",
     f"{BENCH} --batch_size 2 2": "--batch_size 2 2",
     f"{BENCH} nowhere.jsonl": "--prompts nowhere.jsonl",
     f"{BENCH} README.md": "--prompts README.md is a file whose name ends in none",
+    DATA: "--prompts",
+    f"{DATA} --prompts nowhere.jsonl": "nowhere.jsonl",
+    f"{DATA} --mode self": "--num_conversations",
+    f"{DATA} --mode self --num_conversations 2 --temperature 0": "--temperature is 0",
+    f"{DATA} --prompts p --num_shards 2 --shard_index 2": "--shard_index is 2",
+    f"{DATA} --prompts p --endpoint http://h/v1 --heads h": "--heads",
     f"train {THERE} --dataset examples/conversations.jsonl.gz --max_length 0": "got max_length 0",
     f"train {THERE} --dataset examples/conversations.jsonl.gz --per_device_train_batch_size -1": "size -1",
     f"train {THERE} --dataset README.md": "dataset README.md is a file whose name ends in none",

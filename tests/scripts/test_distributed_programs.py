@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 
-from draftsmith.scripts import generate
 from tests.processes import TORCHRUN, run_python
 
 
@@ -22,10 +20,3 @@ def test_a_chat(small_chat: str) -> None:
     words = ("chat", "--target", small_chat, "--ngrams", "--max_new_tokens", "12", "--compare")
     output = launch(*words, typed="Hi\nTell me more\n")
     assert len(re.findall(r"identical: the same \d+ tokens", output)) == 2, output
-
-
-def test_one_process_is_too_few(monkeypatch: pytest.MonkeyPatch, small_chat: str) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(sys, "argv", ["program", "--target", small_chat, "--ngrams", "--distributed"])
-    with pytest.raises(SystemExit, match=r"--distributed in a single process.* torchrun --nproc_per_node 2 "):
-        generate.main()

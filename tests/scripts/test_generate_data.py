@@ -20,7 +20,6 @@ from draftsmith.heads import create_heads
 from draftsmith.inference import Decoder, Target
 from draftsmith.scripts import cli, generate_data
 from draftsmith.training.data.conversations import load_conversations
-from draftsmith.training.synthesis.arguments import SynthesisArguments
 from draftsmith.training.synthesis.synthesizer import synthesize
 from tests.processes import limited_file_size
 from tests.tiny_tokenizers import read_whole_words
@@ -292,7 +291,6 @@ def test_a_full_disk_loses_nothing(run: Run, expected: dict[str, Any], prompts: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--prompts", "BAD"], "line 1"),
         (["--prompts", "GOOD", "--output", "DIARY"], "diary.jsonl"),
     ],
@@ -319,19 +317,3 @@ def test_other_settings_are_not_mixed_into_a_file(run: Run, prompts: Path, tmp_p
         with pytest.raises(SystemExit, match=r"\(seed was 0 and is 1; top_p was 1\.0 and is 0\.5\)"):
             run(output, *options, "--seed", 1, "--top_p", "0.5")
         run(output, *options)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompts": None}, "--prompts"),
-        ({"mode": "self", "prompts": None}, "--num_conversations"),
-        ({"mode": "self", "prompts": None, "num_conversations": 2, "temperature": 0.0}, "--temperature is 0"),
-        ({"shard_index": 2, "num_shards": 2}, "--shard_index is 2"),
-        ({"endpoint": "http://h/v1", "heads": "h"}, "--heads"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        SynthesisArguments(**{"target": "t", "output": "o", "prompts": "p", **changes})
-    assert message in str(error.value)

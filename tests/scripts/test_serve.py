@@ -60,18 +60,6 @@ def test_a_text_and_the_end_by_a_signal(chat_target: Any, chat_tokenizer: Any) -
         assert process.stdout.read() == ""
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_batch_size": 0}, "got --max_batch_size 0: give at least 1"),
-        ({"tree": "chain"}, "got --tree chain without a drafter"),
-    ],
-)
-def test_options_that_cannot_work(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        serve.ServeArguments(target="x", **options)  # type: ignore[arg-type]
-
-
 def test_a_taken_port_is_told_before_anything_is_loaded() -> None:
     with bind("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
