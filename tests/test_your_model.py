@@ -3,7 +3,6 @@ with a server and a hub on this machine."""
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import Any
 
 import pytest
 from huggingface_hub import HfApi
-from transformers import AutoTokenizer, Qwen3Config
+from transformers import AutoTokenizer
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder
 from draftsmith.scripts import cli
-from draftsmith.training.options.choices import Machine, choose_options
 from tests.conftest import CHAT_TARGET, REPOSITORY
-from tests.test_readme import BLOCK, DOCS, blocks, split_commands
+from tests.test_readme import BLOCK, DOCS, split_commands
 from tests.tiny_targets import tiny_target
 from tests.training.openai_server import serving
 
@@ -108,16 +106,3 @@ def test_the_page_from_top_to_bottom(
     assert DraftHeads.from_pretrained("YOU/qwen3-8b-eagle3").config.head_type == "eagle3"
     tuned = DraftHeads.from_pretrained("outputs/tuned-heads").config
     assert tuned.target_name_or_path == "outputs/qwen3-8b-tuned"
-
-
-def test_the_choices_on_the_page_are_those_of_the_program(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    size = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 151936}
-    Qwen3Config(**size, **heads, max_position_embeddings=40960).save_pretrained(tmp_path)
-    monkeypatch.setattr(Machine, "find", lambda given: Machine("an H100", 85 * 10**9, 1, has_bf16=True))
-    with caplog.at_level(logging.INFO):
-        choose_options({"target": [str(tmp_path)], "dataset": ["ORG/SET"]}, {}).tell()
-    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("  --")]
-    assert "\n".join(told) + "\n" == blocks(PAGE, "text")[0]

@@ -1,11 +1,10 @@
-"""What inspect_data.py shows and counts, and what it and a training run say of bad input: one line."""
+"""What inspect_data.py shows and counts."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import re
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,12 @@ from draftsmith.training.data.conversations import load_conversations
 from draftsmith.training.data.learned_turns import EMPTY, UNLEARNED
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.training.conversation_cases import sharegpt, tokenize, write
-from tests.training.runner import TEMPLATE, Runner, save_chat_target, words_of
+from tests.training.runner import save_chat_target
 
 
 @pytest.fixture(scope="module")
 def target_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_chat_target(tmp_path_factory.mktemp("target"))
-
-
-@pytest.fixture
-def train(target_path: Path, tmp_path: Path) -> Runner:
-    return Runner(target_path, tmp_path / "unused.jsonl", tmp_path / "heads")
 
 
 def inspect(*options: Any) -> None:
@@ -164,45 +158,3 @@ def test_a_training_config_and_a_stream_are_inspected(
     assert re.search(r"<\|user\|> ?word1 ?<\|end\|> ?<\|assistant\|>\[\[ ?word2 ?<\|end\|>\]\]", output)
     with pytest.raises(SystemExit, match=r"^draftsmith inspect: unknown key 'datset' .* 'dataset'\?"):
         inspect_data.main(["--config", str(config), "--datset", "x"])
-
-
-GOOD = {"prompt": "word1", "response": "word2"}
-
-
-# A line, a chat template and what is said; the tests of the readers have every kind of bad input.
-@pytest.mark.parametrize(
-    ("line", "template", "message"),
-    [
-        ("{", TEMPLATE, "data.jsonl, line 1: Expecting prop"),
-        (GOOD, "{{ raise_exception('never') }}", r"the chat template rejects it \(never\)"),
-        (GOOD, "{{ messages[0].content + 1 }}", r"rejects it \(TypeError: "),
-        (GOOD, None, "no chat template: set tokenizer.chat_template"),
-    ],
-    ids=["broken JSON", "a template that refuses", "a template that adds no texts", "no chat template"],
-)
-def test_bad_input_is_one_clear_line(
-    line: Any,
-    template: str | None,
-    message: str,
-    tmp_path: Path,
-    target_path: Path,
-    train: Runner,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    target = shutil.copytree(target_path, tmp_path / "target", ignore=shutil.ignore_patterns("chat_template*"))
-    tokenizer = AutoTokenizer.from_pretrained(target_path)
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(target)
-    options = {"target": target, "max_length": 64, "dataset": write(tmp_path / "data.jsonl", [line])}
-    with pytest.raises(ValueError, match=message) as error:  # of which train_heads.py makes a line
-        train(**options, num_eval_prompts=0)
-    assert "\n" not in str(error.value)
-    exit_line = ""
-    try:
-        inspect_data.main(words_of(**options))
-    except SystemExit as exit_:
-        exit_line = str(exit_)
-    # What is counted is no error here.
-    told = exit_line or capsys.readouterr().out
-    assert re.search(message, told)
-    assert "\n" not in exit_line

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from tests.training.conversation_cases import (
-    HARMONY_TEMPLATE,
     MARKED_TEMPLATE,
     THINKING_TEMPLATE,
     TWO_TURNS,
@@ -45,15 +44,6 @@ def test_an_end_of_turn_that_is_not_marked_special_is_learned(tokenizer: Any) ->
 def test_markers_decide_where_a_template_has_them(tokenizer: Any) -> None:
     tokenizer.chat_template = MARKED_TEMPLATE.replace("{% generation %}", "Well,\n{% generation %}")
     assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>", "Hi<|im_end|>"]
-
-
-def test_thoughts_go_under_the_name_that_the_template_reads(tokenizer: Any) -> None:
-    """gpt-oss's channels."""
-    tokenizer.chat_template = HARMONY_TEMPLATE
-    messages = [TWO_TURNS[0], {**TWO_TURNS[1], "reasoning_content": "Hm"}]
-    thought, answer = "<|channel|>analysis<|message|>Hm<|end|>", "<|start|>assistant<|channel|>final<|message|>Yo"
-    assert learned_text(messages, tokenizer) == [f"{thought}{answer}<|im_end|>"]
-    assert "thinking" not in messages[1]
 
 
 def test_a_reply_that_the_template_changes_is_not_taken_for_another(tokenizer: Any) -> None:

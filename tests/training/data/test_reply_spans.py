@@ -101,22 +101,6 @@ def test_the_mask_is_what_the_assistant_writes(name: str) -> None:
     assert num_learned > 8  # `merging` refuses those that do not alternate
 
 
-def test_tools_are_rendered_and_calls_are_learned() -> None:
-    TOKENIZER.chat_template = TEMPLATES["thinking"].jinja
-    messages = [
-        {"role": "user", "content": "Where?"},
-        {"role": "assistant", "content": "<think>\nHm\n</think>\n\nI look.", "tool_calls": CALLS},
-        {"role": "tool", "content": "x"},
-        {"role": "assistant", "content": "There.", "reasoning_content": "So"},
-    ]
-    tools = [{"type": "function", "function": {"name": "look"}}]
-    call = '\n<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call><|im_end|>'
-    said = ["<think>\nHm\n</think>\n\nI look." + call, "<think>\nSo\n</think>\n\nThere.<|im_end|>"]
-    assert learned_text(messages, TOKENIZER, tools=tools) == said
-    text = TOKENIZER.decode(tokenize(messages, TOKENIZER, tools=tools)[0])
-    assert text.startswith('<|im_start|>tools\n[{"type": "function", "function": {"name": "look"}}]<|im_end|>\n')
-
-
 def test_markers_say_where_replies_are_to_the_character() -> None:
     """Thoughts between markers; and an empty reply, for which transformers' own mask takes all the rest."""
     TOKENIZER.chat_template = (
