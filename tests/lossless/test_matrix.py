@@ -9,11 +9,10 @@ import pytest
 
 from draftsmith.heads import HEAD_TYPES
 from tests.lossless.matrix import __main__ as program
-from tests.lossless.matrix import render
 from tests.lossless.matrix.cases import Case, run_case
 from tests.lossless.matrix.cells import BATCHES, FACTORS, Cell, calls_of, makes_sense, seed_of
 from tests.lossless.matrix.covering import cover
-from tests.lossless.matrix.results import TOKENS_AT_LEAST, run_cell
+from tests.lossless.matrix.results import TOKENS_AT_LEAST
 from tests.tiny_targets import LEFT_OUT
 
 NEW_TOKENS = 16
@@ -66,14 +65,3 @@ def test_the_published_run_is_of_these_cells_and_found_nothing() -> None:
     assert found["cells"] == len(cells), "the code has other cells than the published run: make lossless"
     assert found["cells with a different token"] == found["required places that no step reached"] == 0
     assert found["tokens compared"] >= TOKENS_AT_LEAST
-
-
-def test_results_as_a_page() -> None:
-    results = [run_cell(cell) for cell in reduced_cells()[:2]]
-    part = render.render(results, ["a gap"], {"torch": "2.13"})
-    page = render.replace_between_markers(f"above\n{render.BEGIN}\nold\n{render.END}\nbelow", part)
-    assert page == f"above\n{part}\nbelow"
-    assert "- a gap" in page
-    found = read_totals(page)
-    assert (found["cells"], found["cells with a different token"]) == (2, 0)
-    assert found["tokens compared"] == sum(result.outcome.num_tokens for result in results)

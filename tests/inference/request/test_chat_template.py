@@ -61,7 +61,6 @@ def test_what_cannot_be_written_is_refused(
     assert reason in caught.value.reason
     assert caught.value.field == field
     assert caught.value.reason in str(caught.value)
-    assert "7f3a" not in str(caught.value)
 
 
 def test_developers_are_the_system_where_a_template_has_none(tokenizer: Any) -> None:
@@ -124,19 +123,17 @@ def test_odd_calls_end_in_a_text_or_a_refusal(tokenizer: Any) -> None:
     assert not any("\n" in refusal for refusal in refusals)
 
 
-@pytest.mark.parametrize("arguments", ['{"at": "x"}', None, "no JSON"])
-def test_arguments_in_any_form(arguments: Any, tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "text"), [('{"at": "x"}', '{"at": "x"}'), (None, "{}"), ("no JSON", "no JSON")], ids=str
+)
+def test_arguments_in_any_form(arguments: Any, text: str, tokenizer: Any) -> None:
     """Text that is no JSON stays text; what is missing is an empty object."""
     call = {**CALL, "function": {"name": "look", "arguments": arguments}}
     messages = [CALLING[0], {**CALLING[1], "tool_calls": [call]}, *CALLING[2:]]
-    expected = '{"at": "x"}' if arguments and "at" in arguments else "{}"
     adding, writing = (SHAPES[name].jinja for name in ("DeepSeek V3: adds texts", "Hermes: whole functions"))
-    if arguments == "no JSON":
-        assert "```json\nno JSON\n```" in render(tokenizer, adding, messages)
-        assert '"arguments": "no JSON"' in render(tokenizer, writing, messages)
-        return
-    assert f"```json\n{expected}\n```" in render(tokenizer, adding, messages)
-    assert f'"arguments": {expected}}}' in render(tokenizer, writing, messages)
+    assert f"```json\n{text}\n```" in render(tokenizer, adding, messages)
+    value = f'"{text}"' if text == "no JSON" else text
+    assert f'"arguments": {value}}}' in render(tokenizer, writing, messages)
 
 
 @pytest.mark.parametrize(("key", "read"), [("reasoning_content", "thinking"), ("thinking", "reasoning")])
