@@ -28,11 +28,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"selector_rank": 0},
         {"selector_top_k": 129},
     ],
-    "eagle": [
-        {"ttt_steps": 0},
-        {"embedding_scale": 3.0},
-        {"feature_layers": [5]},
-    ],
+    "eagle": [{"ttt_steps": 0}, {"embedding_scale": 3.0}, {"feature_layers": [5]}],
     "eagle3": [{"num_key_value_heads": 3}, {"draft_vocab_size": 129}, {"ttt_steps": 0}, {"feature_layers": [1, 2, 1]}],
     "hydra": [
         {"use_prefix_attention": True, "head_dim": 7},

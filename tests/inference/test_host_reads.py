@@ -59,12 +59,7 @@ def add_nothing(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        PROCESSORS,
-        {"logits_processor": [add_nothing]},
-        {"max_time": 1000.0},
-    ],
+    [{}, PROCESSORS, {"logits_processor": [add_nothing]}, {"max_time": 1000.0}],
     ids=["none", "transformers' own", "foreign", "time"],
 )
 def test_what_is_counted_is_what_is_read(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

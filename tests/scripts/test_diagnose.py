@@ -138,12 +138,7 @@ def test_shifted_feature_layers(plant: Plant, replies: Path) -> None:
     ids=["a norm too many", "a norm at another place", "positions of another model"],
 )
 def test_other_wrong_settings(
-    config: dict[str, Any],
-    better: str,
-    plant: Plant,
-    replies: Path,
-    chat_target: Any,
-    chat_tokenizer: Any,
+    config: dict[str, Any], better: str, plant: Plant, replies: Path, chat_target: Any, chat_tokenizer: Any
 ) -> None:
     target = Target.of(chat_target)
     texts = [
@@ -222,11 +217,7 @@ def test_a_decoder_that_drafts_otherwise(healthy: Case) -> None:
 
 
 def test_a_slow_machine_and_the_page(
-    plant: Plant,
-    replies: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    plant: Plant, replies: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The record beside the heads is read, too."""
     monkeypatch.setattr(program, "measure_speed", lambda *args, **options: Speed(0.9, [(2, 1.5)], "chain:4", 0.7))

@@ -290,10 +290,7 @@ def test_a_full_disk_loses_nothing(run: Run, expected: dict[str, Any], prompts: 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        (["--prompts", "BAD"], "line 1"),
-        (["--prompts", "GOOD", "--output", "DIARY"], "diary.jsonl"),
-    ],
+    [(["--prompts", "BAD"], "line 1"), (["--prompts", "GOOD", "--output", "DIARY"], "diary.jsonl")],
 )
 def test_wrong_files_end_it_in_one_line(
     options: list[str], message: str, tmp_path: Path, prompts: Path, run: Run, monkeypatch: pytest.MonkeyPatch

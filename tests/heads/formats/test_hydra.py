@@ -13,10 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from draftsmith.heads.formats.hydra import Hydra
 from draftsmith.heads.formats.published import Published
 from draftsmith.inference import Target
-from tests.heads.formats.round_trip import (
-    export_heads,
-    import_heads,
-)
+from tests.heads.formats.round_trip import export_heads, import_heads
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 

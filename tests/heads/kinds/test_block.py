@@ -127,8 +127,7 @@ class TestTheConfidenceHead:
                         torch.testing.assert_close(draft.logits[0, node], logits[depth], rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize(
-        ("threshold", "options"),
-        [(1.0, {"do_sample": False}), (0.3, {"do_sample": True, "top_p": 0.9, "seed": 1})],
+        ("threshold", "options"), [(1.0, {"do_sample": False}), (0.3, {"do_sample": True, "top_p": 0.9, "seed": 1})]
     )
     def test_changes_no_text(self, target: Target, threshold: float, options: dict[str, Any]) -> None:
         heads = block(target, block_size=4, markov_rank=5, has_confidence=True, confidence_threshold=threshold)

@@ -54,11 +54,7 @@ def score_slowly(heads: HydraHeads, hidden: Tensor, token_ids: list[int]) -> Ten
     return weights[f"lm_head.{i}.weight"] @ x
 
 
-VARIANTS = {
-    "hydra": PLAIN,
-    "as the authors do": {"num_layers": 1, "use_embedding_norm": False},
-    "hydra++": PLUS,
-}
+VARIANTS = {"hydra": PLAIN, "as the authors do": {"num_layers": 1, "use_embedding_norm": False}, "hydra++": PLUS}
 
 
 @torch.no_grad()

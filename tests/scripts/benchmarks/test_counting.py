@@ -10,12 +10,7 @@ import torch
 from draftsmith.heads import HEAD_TYPES
 from draftsmith.inference import Decoder, DynamicTree
 from draftsmith.inference.trees.token_tree import TokenTree
-from draftsmith.scripts.benchmarks.counting import (
-    ScriptedTree,
-    make_counting_target,
-    make_random_heads,
-    script_tree,
-)
+from draftsmith.scripts.benchmarks.counting import ScriptedTree, make_counting_target, make_random_heads, script_tree
 
 CPU = torch.device("cpu")
 

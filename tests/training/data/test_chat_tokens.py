@@ -9,13 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from tests.training.conversation_cases import (
-    MARKED_TEMPLATE,
-    THINKING_TEMPLATE,
-    TWO_TURNS,
-    learned_text,
-    tokenize,
-)
+from tests.training.conversation_cases import MARKED_TEMPLATE, THINKING_TEMPLATE, TWO_TURNS, learned_text, tokenize
 
 
 def test_an_end_of_turn_behind_the_markers_is_learned(tokenizer: Any) -> None:

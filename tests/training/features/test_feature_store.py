@@ -42,10 +42,7 @@ def test_a_full_disk_leaves_the_finished_shards(target: Target, tmp_path: Path) 
     full = make_extraction(target, tmp_path, [2], shard_bytes=1, batch_size=1)
     sizes = [16 + len(row["input_ids"]) * full.settings.bytes_per_token for row in ROWS]
     assert sizes == sorted(sizes)
-    with (
-        limited_file_size(sizes[-1]),
-        pytest.raises(DiskFullError, match=r"shard-00004 .*: free some space"),
-    ):
+    with limited_file_size(sizes[-1]), pytest.raises(DiskFullError, match=r"shard-00004 .*: free some space"):
         full.run()
     assert not list(tmp_path.glob(".*"))
     done = len(FeatureStore(tmp_path))

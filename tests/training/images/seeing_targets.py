@@ -21,11 +21,7 @@ from tests.tiny_multimodal import END, IMAGE, START, VIDEO, VOCAB_SIZE, tiny_mul
 
 # The tokens of images stand where the configurations of `tests.tiny_multimodal` have them.
 _PLACEHOLDERS = {"gemma3": "<image_soft_token>", "llava": "<image>", "qwen2_5_vl": "<|image_pad|>"}
-_MARKS = {
-    "gemma3": "<start_of_image>",
-    "llava": "<image>",
-    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-}
+_MARKS = {"gemma3": "<start_of_image>", "llava": "<image>", "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
 _TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|> {% for part in m.content %}{% if part.type == 'image' %}MARK"
     "{% else %}{{ part.text }}{% endif %}{% endfor %} <|end|> {% endfor %}"

@@ -105,10 +105,7 @@ def kill(train: Runner, options: dict[str, Any], last: int, first_step: int = 0)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "kills"),
-    [
-        pytest.param(EAGLE, 1, id="eagle", marks=[needs_muon, pytest.mark.ci]),
-        pytest.param(BLOCK, 3, id="block"),
-    ],
+    [pytest.param(EAGLE, 1, id="eagle", marks=[needs_muon, pytest.mark.ci]), pytest.param(BLOCK, 3, id="block")],
 )
 def test_a_run_that_is_killed_anywhere(train: Runner, options: dict[str, Any], kills: int) -> None:
     """Each time at other moments; one of the runs twice."""
