@@ -278,7 +278,7 @@ def test_two_compiled_decoders_keep_their_models_apart(target: Target) -> None:
 
 @pytest.mark.usefixtures("traced_alone")
 @pytest.mark.parametrize("traced_alone", ["verify"], indirect=True)
-@pytest.mark.parametrize("reads_prompts", [False, True])
+@pytest.mark.parametrize("reads_prompts", slow_but({"prompts too"}, {"trees only": False, "prompts too": True}))
 def test_decoders_share_the_graphs_of_their_target(reads_prompts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever is first: none makes a graph for each of its trees or prompts."""
     monkeypatch.setattr("draftsmith.inference.runners.compiled._prefers_onednn", lambda dtypes: reads_prompts)

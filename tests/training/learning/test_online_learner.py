@@ -21,7 +21,7 @@ from draftsmith.training.features.sources import OnlineFeatures
 from draftsmith.training.learning.buffer import TextBuffer, join_texts
 from draftsmith.training.learning.learner import MOST_PROMPT, OnlineLearner
 from draftsmith.training.learning.trial import measure_acceptance
-from tests.tiny_targets import tiny_target
+from tests.tiny_targets import pad_prompts, tiny_target
 
 PROMPTS = [[5, 9, 2, 7], [3, 3, 8], [11, 4, 6, 2, 9, 1]]
 
@@ -51,10 +51,8 @@ def test_states_of_decoding_are_those_of_a_pass_over_the_text(kind: str, target:
     learner = OnlineLearner(target, heads)
     learner.see = seen.append  # type: ignore[method-assign]
     decoder = Decoder(target, heads, learner=learner, tree="chain:2")
-    width = max(map(len, PROMPTS))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
-    texts = decoder.generate(ids, mask, max_new_tokens=24, do_sample=True, seed=3).sequences
+    inputs, width = pad_prompts([torch.tensor([prompt]) for prompt in PROMPTS]), max(map(len, PROMPTS))
+    texts = decoder.generate(**inputs, max_new_tokens=24, do_sample=True, seed=3).sequences
     wanted = {tuple(row[width - len(prompt) :].tolist()) for row, prompt in zip(texts, PROMPTS, strict=True)}
     assert {tuple(text.token_ids) for text in seen} == wanted
     for text in seen:
@@ -211,6 +209,8 @@ def test_decoders_draft_with_the_new_weights(dtype: torch.dtype, is_packed: bool
         assert torch.equal(state[name], tensor), name
 
 
+@pytest.mark.ci
+@pytest.mark.slow  # compiles
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_compiled_steps_read_the_new_weights(
     target: Target, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
