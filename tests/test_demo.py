@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,24 @@ def test_replies_stand_side_by_side(args: demo.DemoArguments, monkeypatch: pytes
         assert rows
         for plain, drafted in rows:
             assert drafted.replace("[", "").replace("]", "").strip() == plain.strip()
+
+
+@pytest.mark.parametrize(("tree", "is_told"), [("auto", True), ("chain:3", False)])
+def test_it_says_why_nothing_was_drafted(
+    tree: str,
+    is_told: bool,
+    args: demo.DemoArguments,
+    monkeypatch: pytest.MonkeyPatch,
+    chat_target: Any,
+    chat_tokenizer: Any,
+) -> None:
+    plain = demo.Recording(seconds=1.0)
+    monkeypatch.setattr(demo, "record_side_by_side", lambda *_, **__: (plain, plain))
+    console = Console(file=io.StringIO(), width=400)
+    args.tree = tree
+    ngrams = ("n-grams", demo.NgramDrafter())
+    demo.show_reply("Hello", ngrams, chat_tokenizer, demo.Target.of(chat_target), args, console)
+    assert ("chain:3" in console.file.getvalue()) == is_told  # type: ignore[attr-defined]
 
 
 @pytest.mark.ci
