@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,23 +14,6 @@ from draftsmith.inference.kernels.attention import GROUPED, STOCK, grouped_atten
 from draftsmith.training.features.encoding import encode
 from tests.inference.serving.arrivals import SECONDS
 from tests.tiny_targets import random_prompt, target_of
-
-PACKED = torch.tensor([[0, 1, 2, 0, 1]])
-
-
-def overlap(enter: Callable[[], AbstractContextManager[Any]], look: Callable[[], Any]) -> list[Any]:
-    """What is seen before, in one thread, then in another, there when the first has left, and when both have."""
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-
-        def see(thread: ThreadPoolExecutor, act: Callable[..., Any], *args: Any) -> Any:
-            return thread.submit(lambda: (act(*args), look())[1]).result(SECONDS)
-
-        first, second = enter(), enter()
-        found = [look(), see(one, first.__enter__), see(other, second.__enter__)]
-        see(one, first.__exit__, None, None, None)
-        found.append(see(other, bool))
-        see(other, second.__exit__, None, None, None)
-    return [*found, look()]
 
 
 def test_passes_of_many_threads_leave_nothing_behind() -> None:
@@ -56,6 +38,17 @@ def test_passes_of_many_threads_leave_nothing_behind() -> None:
 
 
 def test_attention() -> None:
+    """Replaced in one thread, then in another; it is there when the first has left, and gone when both have."""
     config = target_of("llama", num_hidden_layers=1).model.config
-    found = overlap(lambda: grouped_attention(config), lambda: config._attn_implementation)
-    assert found == [STOCK, GROUPED, GROUPED, GROUPED, STOCK]
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+
+        def see(thread: ThreadPoolExecutor, act: Callable[..., Any], *args: Any) -> str:
+            """What a thread finds after an act of its own."""
+            return thread.submit(lambda: (act(*args), config._attn_implementation)[1]).result(SECONDS)
+
+        first, second = grouped_attention(config), grouped_attention(config)
+        assert config._attn_implementation == STOCK
+        assert (see(one, first.__enter__), see(other, second.__enter__)) == (GROUPED, GROUPED)
+        assert (see(one, first.__exit__, None, None, None), see(other, bool)) == (GROUPED, GROUPED)
+        see(other, second.__exit__, None, None, None)
+    assert config._attn_implementation == STOCK

@@ -125,7 +125,7 @@ def test_processors_that_forbid_everything(do_sample: bool, length: int) -> None
     check_next_call(decoder)
 
 
-def test_an_interrupt_within_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_within_a_pass() -> None:
     """Ctrl-C while the target runs."""
     decoder = decoder_of("dynamic")
     passes = 0

@@ -257,7 +257,7 @@ def test_the_authors_code_is_python(
         assert arguments["use_eagle3"] is is_eagle3
 
 
-def test_what_does_not_come_back_is_not_written(published: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_does_not_come_back_is_not_written(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch, "equal", lambda *_: False)
     with pytest.raises(SystemExit, match="does not give"):
         call(export_heads, heads=HEADS / "eagle", target=CHAT_TARGET, format="vllm", output=tmp_path / "out")

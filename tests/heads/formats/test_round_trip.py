@@ -192,7 +192,7 @@ def test_heads_come_back_as_they_were(
     assert_lost_keys_are_refused(known, published, heads)
 
 
-def test_sglang_counts_layers_from_the_one_after(tmp_path: Path) -> None:
+def test_sglang_counts_layers_from_the_one_after() -> None:
     target = target_of("llama", num_hidden_layers=NUM_LAYERS)
     heads = tiny_heads("eagle3", target, feature_layers=[1, 3, 6])
     config = find_format("sglang", "eagle3").write(heads.config, heads.state_dict(), target).config

@@ -66,7 +66,7 @@ class TestTrees:
         return dflash2(target)
 
     @torch.no_grad()
-    def test_every_node_has_its_own_distribution(self, target: Target, heads: Any) -> None:
+    def test_every_node_has_its_own_distribution(self, heads: Any) -> None:
         """The score of a node is the sum of the log-softmaxes over the 16 candidates of each row on its path."""
         prompt, features = random_prompt(9), torch.randn(1, 8, 96)
         state = heads.start(1, 32, 64)

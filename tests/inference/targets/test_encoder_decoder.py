@@ -221,7 +221,7 @@ def snapshot(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
-def test_the_model_stays_as_it_was(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_stays_as_it_was(kind: str) -> None:
     """Wrapped, decoded with, failed within the loop and within a pass: nothing of the model has changed."""
     model = tiny_encoder_decoder(kind, 1)
     ids, mask = source_batch(2)

@@ -219,7 +219,7 @@ def test_parquet_files_read_as_json_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [40, -30])
-def test_a_damaged_parquet_file_is_named(tmp_path: Path, cut: int, repository: Path) -> None:
+def test_a_damaged_parquet_file_is_named(tmp_path: Path, cut: int) -> None:
     file = Path(write_parquet(tmp_path / "a.parquet", [{"messages": TWO_TURNS}] * 5))
     file.write_bytes(file.read_bytes()[:cut])
     with pytest.raises(BadLineError, match=r"a\.parquet, line 1: the rest of the file"):

@@ -236,7 +236,7 @@ def test_a_template_that_writes_the_date_is_named(
         train(**stored, streaming=True, validation_fraction=0)
 
 
-def test_a_training_configuration_names_what_to_extract(extract: Extract, train: Runner, tmp_path: Path) -> None:
+def test_a_training_configuration_names_what_to_extract(extract: Extract, tmp_path: Path) -> None:
     """What the two programs share; its learning rate and its output_dir are training's."""
     config = tmp_path / "train.yaml"
     config.write_text(f"max_length: 32\nlearning_rate: 0.1\nhead_type: medusa\noutput_dir: {tmp_path / 'heads'}\n")

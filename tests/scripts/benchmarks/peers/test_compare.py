@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel
 
 from draftsmith.inference import DraftLogits, DraftSampling
 from draftsmith.scripts.benchmarks.peers import compare
@@ -90,7 +89,7 @@ def test_scores_and_width_are_the_authors() -> None:
 
 
 @pytest.mark.slow
-def test_a_stand_in_goes_the_whole_way(chat_target: PreTrainedModel, tmp_path: Path) -> None:
+def test_a_stand_in_goes_the_whole_way(tmp_path: Path) -> None:
     package = tmp_path / "checkout" / "eagle" / "model"
     package.mkdir(parents=True)
     (package / "ea_model.py").write_text(STAND_IN)
