@@ -20,8 +20,6 @@ from tests.training.runner import save_chat_target, words_of, write_conversation
 @pytest.fixture(scope="module")
 def program() -> ModuleType:
     spec = importlib.util.spec_from_file_location("train_target", REPOSITORY / "examples/chat-13m/train.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

@@ -45,7 +45,6 @@ def write_states(target: Target, heads: DraftHeads, path: Path) -> tuple[torch.T
     encoded = encode(target, token_ids, torch.ones_like(token_ids), feature_layers=heads.feature_layers)
     features = encoded.features[:, :LENGTH]
     gain = target.final_norm_gain()
-    assert gain is not None
     before_norm = encoded.last_hidden[:, :LENGTH] / gain  # up to its length, which the final norm does not see
     save_file({"features": features[0], "last_hidden": before_norm[0], "token_ids": token_ids[0]}, path)
     return features, token_ids

@@ -300,7 +300,6 @@ class Prefix:
         steps = self.heads.unroll_where(features, input_ids, loss_mask)
         last = min(len(path), len(steps) - 1)
         state = state_at(steps[last], 0, length - 2 + len(path) - last)
-        assert state is not None
         return steps[last].score(state)
 
     def extend(self, state: Any, starts: list[int], ends: list[int]) -> Tensor:

@@ -76,7 +76,6 @@ def test_the_text_is_that_of_plain_decoding(
         {token: score for token, score in first.items() if token in frequent}, rel=1e-4, abs=1e-5
     )
     for draft in drafts:
-        assert draft.token_ids is not None
         is_of_each_node = draft.token_ids.dim() == 3  # the best of the frequent tokens
         assert is_of_each_node or draft.token_ids.tolist() == known[columns].tolist()
         assert {*draft.token_ids.flatten().tolist()} <= frequent

@@ -29,7 +29,6 @@ def test_greedy_scores_are_transformers(tree: str, options: dict[str, Any]) -> N
     found = generate(MODEL, drafter, PROMPT, tree=STATIC if tree == "static" else tree, **settings, **ASKED)
     assert torch.equal(found.sequences, expected.sequences)
     for ours, theirs in ((found.scores, expected.scores), (found.logits, expected.logits)):
-        assert ours is not None
         assert len(ours) == len(theirs) == 17
         torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=1e-4, rtol=0)
     chances = MODEL.compute_transition_scores(found.sequences, found.scores, normalize_logits=True)
@@ -44,8 +43,6 @@ def test_sampled_scores_are_the_targets(acceptance: str) -> None:
     assert found.stats.acceptance_length > 1
     with torch.no_grad():
         wanted = MODEL(found.sequences).logits[0, 5:-1].float()
-    assert found.logits is not None
-    assert found.scores is not None
     torch.testing.assert_close(torch.cat(found.logits), wanted, atol=1e-4, rtol=0)
     kept = wanted.topk(20).values[:, -1:]
     processed = (wanted / 0.8).masked_fill(wanted < kept, float("-inf"))
@@ -57,10 +54,8 @@ def test_rows_that_have_ended_have_zeros() -> None:
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": [8, 21, 50, 61, 77, 100], "pad_token_id": 0}
     alone = [generate(MODEL, None, row[None], **options, **ASKED) for row in prompts]
     found = generate(MODEL, NgramDrafter(), prompts, **options, **ASKED)
-    assert found.scores is not None
     scores = torch.stack(found.scores, dim=1)
     assert len({len(one.scores or ()) for one in alone}) > 1
     for row, one in enumerate(alone):
-        assert one.scores is not None
         torch.testing.assert_close(scores[row, : len(one.scores)], torch.cat(one.scores), atol=1e-4, rtol=0)
         assert not scores[row, len(one.scores) :].any()

@@ -71,7 +71,6 @@ def test_the_default_tree_is_fixed_where_texts_depend_on_it(
     drafter = scripted()
     drafter.drafts_chains_only = width == 1
     decoder = Decoder(MODEL, drafter, acceptance=acceptance)
-    assert decoder.policy is not None
     assert (decoder.policy.max_depth, decoder.policy.num_nodes) == size
     assert (decoder.planner is not None) == (acceptance == "exact")
     monkeypatch.setattr(MODEL, "_tp_size", 2, raising=False)

@@ -50,7 +50,6 @@ class RestlessPlanner(Planner):
 
 def make_restless(decoder: Decoder) -> RestlessPlanner:
     """Gives a decoder with trees to choose from such a planner."""
-    assert decoder.policy is not None
     planner = RestlessPlanner(decoder.policy.candidates)
     decoder.planner = planner
     return planner

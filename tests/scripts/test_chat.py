@@ -74,8 +74,6 @@ def test_commands_change_how_replies_are_decoded(chat: Chat) -> None:
     first, *others = (line for line in replies if line)
     assert set(others) == {first}, "drafts never change the text"
     lengths = [re.search(r"acceptance length (\S+)", note) for note in notes if "tokens/s" in note]
-    assert lengths[0] is not None
-    assert lengths[1] is not None
     assert float(lengths[0][1]) > float(lengths[1][1]) <= 2
     assert lengths[2] is None, "nothing is drafted in plain decoding"
 
@@ -104,7 +102,6 @@ def test_texts_that_differ() -> None:
     session = ChatSession(args, generate.Console(), is_chat=True)
     session.reply("Tell me a story")
     reply, plain = session._last, session._plain
-    assert reply is not None
     assert plain is not None
     ids = list(reply.token_ids)
     other = Reply(reply.input_ids, [*ids[:5], ids[5] + 1, *ids[6:]], reply.options, reply.stats, True)

@@ -38,7 +38,6 @@ def test_a_text_and_the_end_by_a_signal(chat_target: Any, chat_tokenizer: Any) -
     words += ["--max_batch_size", "4", "--max_length", "1024", "--heads", HEADS, "--tree", "dynamic:3,2,6"]
     words += ["--drain_seconds", "0", "--threads", "1"]
     with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         lines = [process.stdout.readline(), process.stdout.readline()]
         assert lines[0].startswith("chat-13m with eagle3, none: at most 4 replies of 1024 tokens at once")
         url = lines[1].partition("serving at ")[2].partition("/v1")[0] + "/v1/completions"

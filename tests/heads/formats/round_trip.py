@@ -71,7 +71,6 @@ def publish_as(name: str, target: Target) -> Published:
 
 def read(published: Published, target: Target) -> tuple[Imported, DraftHeads]:
     found = recognize(published)
-    assert found is not None
     imported = found.read(published, target)
     return imported, build_heads(imported, target, published.path)
 

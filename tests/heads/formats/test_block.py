@@ -94,7 +94,6 @@ def test_drafts_are_those_of_the_authors(settings: dict[str, Any], target: Targe
                 before = published["markov_head.markov_w1.weight"][input_ids[0, slot + 1 + depth]]
                 expected = expected + published["markov_head.markov_w2.weight"] @ before
                 weight, bias = (published[f"confidence_head.proj.{part}"] for part in ("weight", "bias"))
-                assert step.confidence is not None
                 chance = (weight @ torch.cat([row, before]) + bias)[0]
                 torch.testing.assert_close(step.confidence[0, slot], chance, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(step.head(step.hidden[0, slot]), expected, rtol=1e-4, atol=1e-4)

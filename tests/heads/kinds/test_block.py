@@ -160,9 +160,7 @@ class TestTrainingSlots:
         loss_mask = torch.tensor([[0, 0, 0, 1, 1, 0, 0, 1, 0]])
         steps, every = heads.unroll_where(features, input_ids, loss_mask), heads.unroll(features, input_ids)
         for step, full in zip(steps, every, strict=True):
-            assert step.slots is not None
             assert sorted(step.slots[0].tolist()) == [1, 2, 5]
-            assert full.slots is not None
             assert full.slots[0].tolist() == [*range(7)]
             torch.testing.assert_close(step.hidden, full.hidden[:, step.slots[0]])
 

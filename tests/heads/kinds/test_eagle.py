@@ -92,7 +92,6 @@ class TestGradients:
         assert heads.fc.weight.grad is not None
         assert features.grad is None or features.grad.abs().max() == 0
         first.hidden.sum().backward()
-        assert features.grad is not None
         assert features.grad.abs().max() > 0
 
 

@@ -116,7 +116,6 @@ class TestDropping:
         for row in range(2):
             before = set((loss_mask[row].nonzero().flatten() - 2).tolist())
             for step in steps[1:]:
-                assert step.slots is not None
                 slots = [slot for slot in step.slots[row].tolist() if slot >= 0]
                 assert len(set(slots)) == len(slots) > 0
                 assert set(slots) <= before

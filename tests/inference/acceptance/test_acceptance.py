@@ -176,7 +176,6 @@ def test_half_precision_logits_are_processed_in_float32() -> None:
     kept = logits.clone()
     tree = TokenTree.from_root(torch.tensor([1]))
     token = int(accept_exact(sampler, tree, logits, torch.tensor([4])).next_tokens)
-    assert sampler.row_seeds is not None
     wanted = logits[0].float() / 0.3 + gumbel_noise(sampler.row_seeds, torch.tensor([[5]]), 500)[0]
     assert token == int(wanted.argmax())
     assert torch.equal(logits, kept)  # processors may write into what they get
@@ -218,7 +217,6 @@ class TestSampler:
     def test_noise_belongs_to_the_drawn_tokens_position(self) -> None:
         seeds = row_seeds(0, 2, "cpu")
         noise = Sampler(do_sample=True, row_seeds=seeds).draw_noise(torch.tensor([10, 4]), 3, VOCAB)
-        assert noise is not None
         assert torch.equal(noise, gumbel_noise(seeds, torch.tensor([[11, 12, 13], [5, 6, 7]]), VOCAB))
         assert Sampler().draw_noise(torch.tensor([10]), 3, VOCAB) is None
 

@@ -74,7 +74,6 @@ def take_step(
 ) -> Acceptance:
     seeds = None
     if accept is not accept_exact and accept is not accept_typical:
-        assert sampler.row_seeds is not None
         seeds = derive_seeds(sampler.row_seeds, DRAFT_STREAM, positions)
     sampling = DraftSampling(warp=sampler.warp_draft, seeds=seeds, vocab_size=VOCAB)
     tree = policy.grow(drafter, None, roots, drafter.expand(None, roots[:, None], roots, 0), sampling)
@@ -175,7 +174,6 @@ def test_rows_do_not_depend_on_one_another(rule: str, processors: list[Any]) -> 
     texts = [torch.randint(0, VOCAB, (1 + int(position),)).tolist() for position in positions]
     roots = torch.tensor([text[-1] for text in texts])
     sampler = make_sampler(processors, num_rows, texts=texts_of(texts))
-    assert sampler.row_seeds is not None
     together = take_step(LOSSLESS[rule], sampler, policy, target, drafter, roots, positions)
     for row in range(num_rows):
         one = slice(row, row + 1)
@@ -228,7 +226,6 @@ def test_typical_acceptance_equals_a_slow_reference() -> None:
     sampling = DraftSampling(warp=sampler.warp_draft)
     tree = policy.grow(drafter, None, roots, drafter.expand(None, roots[:, None], roots, 0), sampling)
     noise = sampler.draw_noise(roots * 0, tree.path_width, VOCAB)
-    assert noise is not None
     got = accept_typical(sampler, tree, target[tree.token_ids], roots * 0, noise=noise, epsilon=epsilon, delta=delta)
     lengths = set()
     for row in range(num_rows):

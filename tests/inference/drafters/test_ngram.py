@@ -35,7 +35,6 @@ def look_up(
 
 def check(draft: DraftLogits, texts: list[list[int]], paths: list[list[list[int]]], drafter: NgramDrafter) -> int:
     """Compare all nodes [B][W] of a frontier; returns the number of candidates found."""
-    assert draft.token_ids is not None
     assert draft.logits.shape == draft.token_ids.shape == (len(texts), len(paths[0]), drafter.num_candidates)
     total = 0
     for row, text in enumerate(texts):
@@ -54,7 +53,6 @@ def test_the_docstrings_example() -> None:
     assert isinstance(drafter, Drafter)
     state = drafter.start(1, 32, 0)
     draft = drafter.extend(state, None, torch.tensor([text]), torch.tensor([11]), max_slots=11)
-    assert draft.token_ids is not None
     assert "".join(map(chr, draft.token_ids[0, 0].tolist())) == "dce"
     wanted = [math.log(16 / 29), math.log(13 / 29), math.log(0.4 * 19 / 48)]
     assert draft.logits[0, 0].tolist() == pytest.approx(wanted, abs=1e-6)
@@ -113,7 +111,6 @@ def test_padding_at_the_end_of_the_buffer_does_no_harm() -> None:
     drafter.extend(state, None, torch.tensor([[1, 2, 1]]), torch.tensor([3]), max_slots=3)
     draft = drafter.extend(state, None, torch.tensor([[2, 9, 9, 9]]), torch.tensor([1]), max_slots=4)
     assert state.history[0, :4].tolist() == [1, 2, 1, 2]
-    assert draft.token_ids is not None
     assert draft.token_ids.tolist() == [[[1]]]
 
 

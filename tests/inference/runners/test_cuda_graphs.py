@@ -169,8 +169,6 @@ def test_conversations_streams_and_scores() -> None:
         assert first.sequences.tolist() == second.sequences.tolist()
         assert first.stats.accepted_histogram == second.stats.accepted_histogram
         for mine, theirs in ((first.scores, second.scores), (first.logits, second.logits)):
-            assert mine is not None
-            assert theirs is not None
             for one, other in zip(mine, theirs, strict=True):
                 torch.testing.assert_close(one, other)
         prompt = torch.cat([first.sequences, random_prompt(3, seed=seed)], dim=1)
@@ -322,7 +320,6 @@ def test_no_tensor_of_a_state_moves(name: str, is_captured: bool, monkeypatch: p
     """Over steps and texts. Rows end at several steps; those of an eager decoder leave."""
     target, prompts = target_for(name), long_prompts(3)
     drafter = DRAFTERS[name](target)
-    assert drafter is not None
     assert drafter.has_static_state
     eager, decoder = (Decoder(target, drafter, tree=[[0], [1], [0, 0]]) for _ in range(2))
     settings = {"max_new_tokens": 30, **SAMPLED}

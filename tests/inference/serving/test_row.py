@@ -96,7 +96,6 @@ def check(joined: Sampler, numbers: list[int], history: TokenHistory) -> None:
     scores = torch.randn(len(numbers), 30, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(len(numbers)) + 10
     noise = joined.draw_noise(positions, 3, 30)
-    assert noise is not None
     drafted = torch.randn(len(numbers) * 4, 30, generator=torch.Generator().manual_seed(1))
     warped = joined.warp_draft(drafted).view(len(numbers), 4, 30)
     walking = torch.ones(len(numbers), dtype=torch.bool)

@@ -181,7 +181,6 @@ def test_reports_tell_drafts_from_the_targets_own_tokens(oracle: Scheduler) -> N
     serve(oracle, [arrival], num_first=1)
     first, *steps = arrival.pieces
     assert [token.depth for token in first.tokens] == [0]
-    assert arrival.row is not None
     assert any(len(piece.tokens) > 2 for piece in steps)
     for piece in steps:
         depths = [token.depth for token in piece.tokens]
@@ -292,7 +291,6 @@ def test_cancelled_rows_leave_before_the_next_step(oracle: Scheduler) -> None:
         if len(arrivals[1].pieces) == 2:
             for number in (1, 3):
                 row = arrivals[number].row
-                assert row is not None
                 row.cancel()
         if all(arrivals[number].pieces and arrivals[number].pieces[-1].is_last for number in (0, 2)):
             done.set()
@@ -329,7 +327,6 @@ def test_a_reply_is_counted_before_its_last_piece(oracle: Scheduler) -> None:
     oracle.start()
     oracle.submit([arrival.make_row(look)], ("draft", None))
     assert done.wait(SECONDS)
-    assert arrival.row is not None
     assert counts[0] == (0, 0, 0, 0)
     assert counts[-1] == (9, len(arrival.row.drafts), sum(step.num_accepted for step in arrival.row.drafts), 1)
     assert counts[-1][2]

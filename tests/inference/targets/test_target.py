@@ -98,7 +98,6 @@ def test_tree_verification_equals_plain_passes_after_branching_commits(
     ids, counts = pad_rows(texts)
     cache = target.new_cache(batch_size=3, capacity=64)
     logits, features = prefill_in_parts(target, cache, ids, counts, 5, feature_layers=(2, 0, 6))
-    assert features is not None
     for row, text in enumerate(texts):
         plain = run_plainly(model, text)
         torch.testing.assert_close(logits[row], plain.logits[0, -1], atol=ATOL, rtol=0)
@@ -164,7 +163,6 @@ def test_encode_feeds_a_graph_and_needs_no_features() -> None:
     assert output.features.shape == (1, 5, 0)
     layer = nn.Linear(32, 32)
     target.compute_logits(layer(output.last_hidden)).sum().backward()
-    assert layer.weight.grad is not None
     assert layer.weight.grad.abs().sum() > 0
     assert all(parameter.grad is None for parameter in target.model.parameters()), "the target is frozen"
 

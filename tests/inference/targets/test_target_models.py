@@ -109,7 +109,6 @@ def test_a_model_that_does_more_than_its_lm_head_runs_whole_and_says_so() -> Non
     )
     plain = run_plainly(model, text)
     torch.testing.assert_close(logits[0], plain.logits[0, -1], atol=ATOL, rtol=0)
-    assert features is not None
     wanted = torch.cat([plain.hidden_states[1], plain.hidden_states[6]], dim=-1)
     assert_states_close(features, wanted)
     cache.open_slots(1, Span(9, 9))

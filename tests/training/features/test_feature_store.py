@@ -19,7 +19,6 @@ def test_rows_come_back_as_they_were(tmp_path: Path, target: Target) -> None:
     assert store.num_finished > 1
     for row in ROWS:
         found = store.read(torch.tensor(row["input_ids"]), ["hidden.2", "last"])
-        assert found is not None
         assert found["hidden.2"].shape == found["last"].shape == (len(row["input_ids"]), target.hidden_size)
     assert store.read(torch.tensor(ROWS[0]["input_ids"][1:]), ["last"]) is None
     copy = pickle.loads(pickle.dumps(store))  # to workers that are spawned

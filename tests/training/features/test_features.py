@@ -34,7 +34,6 @@ def test_packed_documents_are_found_one_by_one(target: Target, everything: Featu
     found = stored({**batch, "texts": texts})
     for text, start in ((first, 0), (second, len(first))):
         row = everything.read(torch.tensor(text), ["hidden.2", "last"])
-        assert row is not None
         assert torch.equal(found.features[0, start : start + len(text)], row["hidden.2"])
         assert torch.equal(found.last_hidden[0, start : start + len(text)], row["last"])
 

@@ -42,7 +42,6 @@ def softmax(logits: list[float]) -> list[float]:
 
 def slow_loss(name: str, tokens: ScoredTokens, row: int) -> float:
     """One position's loss, in Python's own arithmetic."""
-    assert tokens.teacher_logits is not None
     q, p = softmax(tokens.logits[row].tolist()), softmax(tokens.teacher_logits[row].tolist())
     label, argmax = int(tokens.label[row]), int(tokens.argmax[row])
     acceptance = sum(min(a, b) for a, b in zip(p, q, strict=True))

@@ -209,6 +209,5 @@ def test_float16_keeps_gradients_that_only_the_scaled_loss_has() -> None:
             step = DraftStep(2, hidden.clone().requires_grad_(), head)
             loss = draft_loss([step], teacher, torch.ones(1, length), loss_type="distillation").loss
         (scale * loss).backward()
-        assert head.weight.grad is not None
         found.append(head.weight.grad / scale)
     assert (found[1] - found[0]).norm() < 0.002 * found[0].norm()

@@ -60,7 +60,6 @@ class TestConfidence:
             draft_loss([each], teacher, case.loss_mask, loss_type=loss_type, step_decay=1.0)
             for each in (step, DraftStep(3, step.hidden, step.head, confidence=confidence))
         )
-        assert case.draft_token_ids is not None
         ids, wanted = case.draft_token_ids.tolist(), []
         for row in range(BATCH):
             for slot in range(LENGTH - 3):
@@ -80,7 +79,5 @@ class TestConfidence:
         torch.testing.assert_close(both.loss - alone.loss, mean, rtol=1e-4, atol=1e-5)
         step.hidden.grad = None
         (both.loss - alone.loss).backward()
-        assert step.hidden.grad is not None
         assert step.hidden.grad.abs().max() < 1e-6, "the drafts must not learn from what is said about them"
-        assert confidence.grad is not None
         assert confidence.grad.abs().max() > 0

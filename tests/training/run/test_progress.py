@@ -111,7 +111,6 @@ def interrupt(words: Sequence[str], *, when: str) -> str:
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # background jobs of a shell ignore it
     ) as process:
-        assert process.stderr is not None
         told = ""
         while not re.search(when, told):
             piece = process.stderr.read(1)

@@ -13,7 +13,6 @@ def test_levels() -> None:
     levels = Levels.of_parents([EXAMPLE], torch.device("cpu"))
     assert [nodes.tolist() for nodes in levels.nodes] == [[[0]], [[1, 2]], [[3]]]
     assert [None if parents is None else parents.tolist() for parents in levels.parents] == [None, [0, 0], [0]]
-    assert levels.homes is not None
     assert levels.homes.tolist() == [[0, 1, 2, 3]]
 
 
@@ -22,7 +21,6 @@ def test_every_node_comes_after_its_ancestors() -> None:
     rows = [[-1, 0, 0, 1, 1, 3, -1], [-1, 0, 1, 2, 3, 0, 5]]
     values = torch.randint(1, 100, (2, 7, 1))
     levels = Drafting.of_parents(torch.tensor(rows), in_one=True).levels
-    assert levels is not None
     states, outputs = torch.zeros(2, 1, 1, dtype=torch.long), []
     for level, parents in enumerate(levels.parents):
         states = (states if parents is None else states[parents]) + levels.take(values, level)

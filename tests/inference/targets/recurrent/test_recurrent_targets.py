@@ -54,7 +54,6 @@ def test_both_ways_to_read_drafts(family: str, in_one: bool) -> None:
     """On a CPU only one of them is chosen by itself; `check_rollback` compares with transformers' own passes."""
     model = tiny_target(family, initializer_range=0.3)
     capabilities = Target(model).capabilities
-    assert capabilities.recurrence is not None
     target = Target(
         model, capabilities=replace(capabilities, recurrence=replace(capabilities.recurrence, drafts_in_one=in_one))
     )
