@@ -88,8 +88,7 @@ def chat_target() -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def chat_tokenizer() -> PreTrainedTokenizerBase:
     """The embedded target's tokenizer."""
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(CHAT_TARGET)
-    return tokenizer
+    return AutoTokenizer.from_pretrained(CHAT_TARGET)
 
 
 @pytest.fixture

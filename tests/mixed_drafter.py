@@ -33,7 +33,7 @@ class MixedDrafter(Drafter, nn.Module):
 
     def for_target(self, target: Target) -> MixedDrafter:
         view = copy.copy(self)
-        view.both = tuple(one.for_target(target) for one in self.both)  # type: ignore[assignment]
+        view.both = tuple(one.for_target(target) for one in self.both)
         view.vocab_size = target.vocab_size
         return view
 

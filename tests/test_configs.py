@@ -31,8 +31,7 @@ def name(path: Path) -> str:
 def load_tree(path: Path) -> list[list[int]]:
     settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert list(settings) == ["paths"]
-    paths: list[list[int]] = settings["paths"]
-    return paths
+    return settings["paths"]
 
 
 @pytest.mark.parametrize("path", [path for path in TRAIN if path not in BASES], ids=name)

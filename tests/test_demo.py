@@ -55,8 +55,7 @@ def args(tmp_path: Path) -> demo.DemoArguments:
 def run(args: demo.DemoArguments) -> str:
     console = Console(file=io.StringIO(), width=400)
     demo.run(args, console)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
+    return console.file.getvalue()
 
 
 def test_the_training_command_is_one_that_the_trainer_takes() -> None:
@@ -114,7 +113,7 @@ def test_it_says_why_nothing_was_drafted(
     args.tree = tree
     ngrams = ("n-grams", demo.NgramDrafter())
     demo.show_reply("Hello", ngrams, chat_tokenizer, demo.Target.of(chat_target), args, console)
-    assert ("chain:3" in console.file.getvalue()) == is_told  # type: ignore[attr-defined]
+    assert ("chain:3" in console.file.getvalue()) == is_told
 
 
 @pytest.mark.ci

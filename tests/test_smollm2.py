@@ -74,13 +74,11 @@ def heads(loaded: tuple[Target, Any], tmp_path_factory: pytest.TempPathFactory) 
     overrides = ["ttt_steps=2", "draft_vocab_size=4096", "fc_norm=false", "norm_output=false"]
     rows = {"max_steps": 3, "per_device_train_batch_size": 2, "num_eval_prompts": 0}
     train(head_overrides=overrides, **rows, target_dtype="float32")
-    trained: DraftHeads = DraftHeads.from_pretrained(folder / "heads", target=loaded[0], dtype=torch.float32)
-    return trained
+    return DraftHeads.from_pretrained(folder / "heads", target=loaded[0], dtype=torch.float32)
 
 
 def pad(tokenizer: Any, prompts: list[list[int]]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-    return found
+    return tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,7 @@ def run_vllm(vllm_python: str, tmp_path: Path) -> Callable[..., dict[str, Any]]:
     def run(script: str = "vllm_worker.py", **job: Any) -> dict[str, Any]:
         usual = {"target": str(CHAT_TARGET), "heads": None, "method": None, "max_length": 512}
         path = run_worker(vllm_python, script, {**usual, **job}, tmp_path, "result.json")
-        result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return result
+        return json.loads(path.read_text(encoding="utf-8"))
 
     return run
 

@@ -83,7 +83,7 @@ def compare_with_the_server(
     ours = decode_chains(target, heads, prompts, depth=DEPTH, max_new_tokens=MAX_NEW_TOKENS)
     plain = decode_chains(target, None, prompts, depth=DEPTH, max_new_tokens=MAX_NEW_TOKENS)
     assert ours.texts == plain.texts
-    end: Any = target.model.generation_config.eos_token_id  # type: ignore[union-attr]
+    end: Any = target.model.generation_config.eos_token_id
     pairs = zip(ours.texts, ours.drafts, strict=True)
     assert served == [count_as_the_server(text, drafts, end) for text, drafts in pairs]
     drafted, accepted = sum(one.drafted for one in served), sum(one.accepted for one in served)

@@ -46,7 +46,7 @@ def test_eight_clients_stream_the_targets_texts(tmp_path: Path) -> None:
         def stream(messages: list[dict[str, str]]) -> str:
             chunks = client.chat.completions.create(
                 model="target",
-                messages=messages,  # type: ignore[arg-type]
+                messages=messages,
                 temperature=0,
                 max_tokens=MAX_TOKENS,
                 stream=True,

@@ -121,7 +121,7 @@ def save_and_die(folder: Path, moment: str) -> None:
     if moment == "writing":
         modeling_utils.safe_save_file = die_while_writing
     else:
-        Path.replace = die_after_the_first_rename  # type: ignore[assignment, method-assign]
+        Path.replace = die_after_the_first_rename
     heads = DraftHeads.from_pretrained(folder)
     heads.fc.weight.data.fill_(2.0)
     heads.save_pretrained(folder)

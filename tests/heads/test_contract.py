@@ -129,8 +129,7 @@ def take_gradients(heads: DraftHeads, target: Target, loss_type: str) -> Tensor:
         loss_mask=loss_mask,
     )
     output.loss.backward()
-    loss: Tensor = output.loss.detach()
-    return loss
+    return output.loss.detach()
 
 
 def state_at(step: DraftStep, row: int, slot: int) -> Tensor | None:
@@ -444,10 +443,9 @@ STATIC_TREE = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 def greedy_text_of(family: str, num_new: int) -> Tensor:
     """transformers' own, after the same prompt each time."""
     prompt = random_prompt(12)
-    text: Tensor = target_of(family).model.generate(
+    return target_of(family).model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=num_new, do_sample=False
     )
-    return text
 
 
 class TestDecoding:

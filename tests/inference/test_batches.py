@@ -179,7 +179,7 @@ def test_a_conversation_goes_on(kind: str, read: list[int]) -> None:
             # The question, the last token, and at most a step that the drafter has not seen.
             assert sum(read) <= 7 + 1 + 4 + 1, read
         text = torch.cat([output, random_prompt(7, seed=turn)], dim=1)
-    assert text.shape[1] < decoder._state.cache.capacity  # type: ignore[union-attr]
+    assert text.shape[1] < decoder._state.cache.capacity
 
 
 def test_a_reused_cache_may_grow_and_be_cut() -> None:

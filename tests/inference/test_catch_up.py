@@ -28,7 +28,7 @@ from tests.params import slow_but
 from tests.tiny_targets import VOCAB_SIZE, pad_prompts, random_prompt, target_of
 
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
-    **{kind: lambda target, kind=kind: tiny_heads(kind, target) for kind in HEAD_TYPES},  # type: ignore[misc]
+    **{kind: lambda target, kind=kind: tiny_heads(kind, target) for kind in HEAD_TYPES},
     "ngram": lambda _: NgramDrafter(),
     "small model": lambda target: SmallModelDrafter(rough_copy(target.model)),
     "staged": lambda target: StagedDrafter(SmallModelDrafter(rough_copy(target.model))),
@@ -39,7 +39,7 @@ PLAIN_STEPS = 2 * CATCH_UP + 7
 def scripted(target: Target, drafter: Drafter, is_drafting: Sequence[bool]) -> Decoder:
     tree: Any = chain(3) if drafter.drafts_chains_only else DynamicTree(3, 2, 6)
     decoder = Decoder(target, drafter, tree=tree)
-    decoder.planner = ScriptedChoice(decoder.policy, is_drafting)  # type: ignore[arg-type]
+    decoder.planner = ScriptedChoice(decoder.policy, is_drafting)
     return decoder
 
 

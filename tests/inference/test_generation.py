@@ -21,8 +21,7 @@ GREEDY = {"max_new_tokens": 24, "do_sample": False}
 
 
 def truth(**options: Any) -> torch.Tensor:
-    sequences: torch.Tensor = MODEL.generate(PROMPT, **{**GREEDY, **options})
-    return sequences
+    return MODEL.generate(PROMPT, **{**GREEDY, **options})
 
 
 def scripted(**options: Any) -> ScriptedDrafter:
@@ -159,7 +158,7 @@ def test_switches_are_true_or_false(name: str, value: Any) -> None:
 
 def test_a_learner_is_expected() -> None:
     with pytest.raises(TypeError, match=r"^learner is 5; a draftsmith\.OnlineLearner, another Learner, or None is"):
-        Decoder(MODEL, learner=5)  # type: ignore[arg-type]
+        Decoder(MODEL, learner=5)
 
 
 def never(input_ids: torch.Tensor, scores: Any) -> bool:

@@ -82,8 +82,7 @@ def test_what_is_counted_is_what_is_read(options: dict[str, Any], monkeypatch: p
     def tensor(*args: Any, make: Any = torch.tensor, **kwargs: Any) -> torch.Tensor:
         nonlocal num_uploads
         num_uploads += 1
-        made: torch.Tensor = make(*args, **kwargs)
-        return made
+        return make(*args, **kwargs)
 
     monkeypatch.setattr(torch, "tensor", tensor)
     stream = decoder.stream(

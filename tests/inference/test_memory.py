@@ -76,7 +76,7 @@ def test_prompts_need_the_activations_of_one_chunk() -> None:
         decoder, prompt = new_decoder(), random_prompt(num_chunks * CHUNK, batch_size=2)
         peak, left = track(decoder, lambda: decoder.generate(prompt, max_new_tokens=3))  # noqa: B023
         assert left == pytest.approx(held_bytes(decoder), rel=0.01)
-        capacity = decoder._state.cache.capacity  # type: ignore[union-attr]
+        capacity = decoder._state.cache.capacity
         assert cache_bytes(2, capacity) < left < 1.5 * cache_bytes(2, capacity), "one cache, and a state of one layer"
         extras.append(peak - left)
     assert extras[1] < 2 * extras[0]

@@ -45,8 +45,7 @@ TREE = StaticTree([[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 
 @cache
 def expected_text(family: str, rows: Any = ROWS) -> Tensor:
-    text: Tensor = multimodal_target(family).model.generate(**prompts_with_media(family, rows), **OPTIONS)
-    return text
+    return multimodal_target(family).model.generate(**prompts_with_media(family, rows), **OPTIONS)
 
 
 def scripted(family: str, rows: Any = ROWS) -> ScriptedDrafter:
@@ -195,7 +194,7 @@ class TestPass:
         target, inputs = multimodal_target("qwen2_5_vl"), prompts_with_media("qwen2_5_vl", ROWS)
         decoder = Decoder(target, None)
         decoder.generate(**inputs, do_sample=False, max_new_tokens=1)
-        offsets = decoder._state.cache.offsets  # type: ignore[union-attr]
+        offsets = decoder._state.cache.offsets
         # Images of 2 x 4 and 2 x 2 tokens take 4 and 2 positions. The last three axes are those of RoPE.
         assert offsets[-3:].squeeze(-1).tolist() == [[4 - 8, 0, 2 - 4]] * 3
 

@@ -22,7 +22,7 @@ def stock(chat_target: PreTrainedModel, chat_tokenizer: PreTrainedTokenizerBase)
 
 @pytest.fixture(scope="module")
 def drafting(chat_target: PreTrainedModel, chat_tokenizer: PreTrainedTokenizerBase) -> DraftingPipeline:
-    pipe: DraftingPipeline = pipeline(
+    return pipeline(
         "text-generation",
         model=chat_target,
         tokenizer=chat_tokenizer,
@@ -30,7 +30,6 @@ def drafting(chat_target: PreTrainedModel, chat_tokenizer: PreTrainedTokenizerBa
         drafter=NgramDrafter(),
         tree="chain",
     )
-    return pipe
 
 
 @pytest.mark.parametrize(

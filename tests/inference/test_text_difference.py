@@ -16,8 +16,7 @@ LENGTH = 8
 
 def decode(target: Target, prompt: torch.Tensor, **options: Any) -> list[int]:
     output = Decoder(target).generate(prompt, torch.ones_like(prompt), max_new_tokens=LENGTH, **options)
-    text: list[int] = output.sequences[0, prompt.shape[1] :].tolist()
-    return text
+    return output.sequences[0, prompt.shape[1] :].tolist()
 
 
 def replace(text: list[int], place: int, token: int) -> list[int]:

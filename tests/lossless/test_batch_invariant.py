@@ -138,7 +138,7 @@ def test_compiled_passes_of_different_widths(dtype: torch.dtype, caplog: pytest.
     model = tiny_target("llama", dtype=dtype, hidden_size=256, intermediate_size=704, num_hidden_layers=2)
     target = Target.of(model).batch_invariant()
     compiler = Compiler([target.model])
-    target.verify = compiler.compile(target.verify, is_fixed=True)  # type: ignore[method-assign]
+    target.verify = compiler.compile(target.verify, is_fixed=True)
     with target.without_autograd(), compiler.active():
         check_invariance(target)
     assert compiler.seconds > 0

@@ -55,8 +55,7 @@ def chat_prompts() -> list[Tensor]:
 @cache
 def expected_text(target: Target, prompt: tuple[int, ...], options: tuple[tuple[str, Any], ...]) -> Tensor:
     """Of transformers, the same for all kinds and policies."""
-    sequences: Tensor = target.model.generate(torch.tensor([prompt]), do_sample=False, **dict(options))
-    return sequences
+    return target.model.generate(torch.tensor([prompt]), do_sample=False, **dict(options))
 
 
 def check_greedy(target: Target, decoder: Decoder, prompt: Tensor, **options: Any) -> float:

@@ -32,8 +32,7 @@ pytestmark = pytest.mark.skipif(not RECURRENT_FAMILIES, reason="this release of 
 
 
 def expect(model: Any, prompt: torch.Tensor, **options: Any) -> torch.Tensor:
-    text: torch.Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-    return text
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
 
 
 @pytest.mark.parametrize(

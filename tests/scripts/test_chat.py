@@ -114,7 +114,7 @@ def test_texts_that_differ() -> None:
     session.notes = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=400)
     session._last = other
     session.compare()
-    assert session.notes.file.getvalue().startswith("\x1b[31mtoken 6")  # type: ignore[attr-defined]
+    assert session.notes.file.getvalue().startswith("\x1b[31mtoken 6")
     shorter = Reply(reply.input_ids, ids[:4], reply.options, reply.stats, True)
     assert "token 5 is the first that differs" in compare_with_plain(shorter, plain, session.tokenizer).text
     stopped = Reply(reply.input_ids, ids[:4], reply.options, reply.stats, False)

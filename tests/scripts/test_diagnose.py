@@ -235,7 +235,7 @@ def test_a_slow_machine_and_the_page(
 def test_agreement_may_be_low_by_chance(same: int, *, is_fault: bool) -> None:
     """Of 40 steps, 0.9 less two standard errors are 32.2."""
     case = SimpleNamespace(evidence=SimpleNamespace(agreement=(same / 40, 40)))
-    assert bool(list(check_paths(case))) == is_fault  # type: ignore[arg-type]
+    assert bool(list(check_paths(case))) == is_fault
 
 
 @pytest.mark.parametrize(("seconds", "number"), [(0.5, 16), (6.0, 5), (60.0, 4)])
@@ -272,4 +272,4 @@ def _gather(steps: int, target: Any, heads: Any, prompts: Any, monkeypatch: pyte
 
 
 def test_evidence_without_texts_has_no_agreement() -> None:
-    assert Evidence(4, [], None, None, torch.zeros(0), 1.0).agreement == (0.0, 0)  # type: ignore[arg-type]
+    assert Evidence(4, [], None, None, torch.zeros(0), 1.0).agreement == (0.0, 0)

@@ -70,7 +70,7 @@ def test_the_tokens_that_heads_score_come_from_given_conversations(tmp_path: Pat
     hello, world, zebra = (tokenizer.encode(word, add_special_tokens=False)[0] for word in ("hello", " world", "zebra"))
     vocabulary = DraftVocabulary(300, [str(tmp_path / "replies.jsonl")])
     drafter = load_drafter(target, tokenizer, heads=place, vocabulary=vocabulary)
-    ids = drafter.for_target(target).draft_token_ids.tolist()  # type: ignore[attr-defined]
+    ids = drafter.for_target(target).draft_token_ids.tolist()
     assert len(ids) == 300
     assert {hello, world} <= set(ids)
     assert zebra not in ids

@@ -39,7 +39,7 @@ class Moments:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class EveryMoment(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class EveryMoment(TrainerCallback):
     """Before and after each optimizer step, each log line, each evaluation and each save; they are counted from the
     end of step `first_step` on."""
 
@@ -70,7 +70,7 @@ def run_rank_and_die(arguments: list[str], output_dir: Path, last: int | None, c
     run_and_die(arguments, output_dir, last if rank == "1" else None, count_file.with_name(count_file.name + rank))
 
 
-class FullDisk(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class FullDisk(TrainerCallback):
     """From some step on, the kernel lets this process write no file beyond so many bytes."""
 
     def __init__(self, step: int, num_bytes: int) -> None:

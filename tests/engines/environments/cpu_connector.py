@@ -23,7 +23,7 @@ class _Done:
         return True
 
 
-class CPUHiddenStatesConnector(ExampleHiddenStatesConnector):  # type: ignore[misc]
+class CPUHiddenStatesConnector(ExampleHiddenStatesConnector):
     def _submit_async_write(self, pending: Any) -> None:
         empty_like = torch.empty_like
         with (

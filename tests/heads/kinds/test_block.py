@@ -41,7 +41,7 @@ def draft_slowly(heads: BlockHeads, features: Tensor, token_ids: list[int], slot
     """[K][V] logits and [K] confidences after one slot, as in the papers' equations. The Markov bias reads the
     tokens of `token_ids`."""
     config, weights = heads.config, heads.state_dict()
-    table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
+    table = heads.target.embed_tokens.weight
     block = torch.stack([table[token_ids[slot + 1]]] + [weights["mask_embedding"]] * (config.block_size - 1))
     hidden = run_block(weights, config, features[: slot + 1], block, is_causal=config.is_causal)
     logits, confidences = [], []

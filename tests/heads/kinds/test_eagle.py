@@ -30,8 +30,7 @@ def unroll_slowly(heads: EagleHeads, features: Tensor, token_ids: list[int]) -> 
     """
     config, weights = heads.config, heads.state_dict()
     layer = slow_layer.layer_weights(weights, "layers.0.")
-    table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
-    table = weights.get("embed_tokens.weight", table)
+    table = weights.get("embed_tokens.weight", heads.target.embed_tokens.weight)
     bias, scale = weights.get("fc.bias", torch.zeros(1)), config.embedding_scale
 
     @cache

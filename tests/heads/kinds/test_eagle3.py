@@ -36,8 +36,7 @@ def unroll_slowly(heads: Eagle3Heads, features: Tensor, token_ids: list[int]) ->
     from section 3 of the paper. A slot whose token x_{t+k+1} does not exist has no output from step k on."""
     config, weights = heads.config, heads.state_dict()
     layer, eps = slow_layer.layer_weights(weights, "midlayer."), config.rms_norm_eps
-    table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
-    table = weights.get("embed_tokens.weight", table)
+    table = weights.get("embed_tokens.weight", heads.target.embed_tokens.weight)
     length, size = len(token_ids), heads.target.hidden_size
     g = []
     for t in range(length):

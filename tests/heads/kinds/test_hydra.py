@@ -39,7 +39,7 @@ def attend_slowly(heads: HydraHeads, features: Tensor) -> list[Tensor]:
 def score_slowly(heads: HydraHeads, hidden: Tensor, token_ids: list[int]) -> Tensor:
     """Head len(token_ids) - 1's scores after these tokens, by the definition."""
     config, weights = heads.config, heads.state_dict()
-    table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
+    table = heads.target.embed_tokens.weight
     i = len(token_ids) - 1
     embedded = [table[token] for token in token_ids]
     if config.use_embedding_norm:

@@ -27,7 +27,7 @@ def unroll_slowly(heads: MTPHeads, features: Tensor, token_ids: list[int]) -> li
     """[K][T'] logits of one sequence, one slot and one depth at a time. A slot whose token x_{t+d+1} does not exist has
     none from depth d on."""
     config, weights = heads.config, heads.state_dict()
-    table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
+    table = heads.target.embed_tokens.weight
     eps = config.rms_norm_eps
     states = list(features)
     inputs: list[list[Tensor]] = []

@@ -26,8 +26,7 @@ def draft_slowly(heads: ParallelHeads, features: Tensor, token_ids: list[int], s
     """[K] outputs after one slot: over the slots 0 to `slot` and K - 1 masks after them, the layers are an ordinary
     causal decoder."""
     config, weights = heads.config, heads.state_dict()
-    table: Tensor = heads.target.embed_tokens.weight  # type: ignore[assignment]
-    table = weights.get("embed_tokens.weight", table)
+    table = weights.get("embed_tokens.weight", heads.target.embed_tokens.weight)
     eps, num_masks = config.rms_norm_eps, config.num_depths - 1
     mask = weights["mask_embedding"] if config.mask_token_id is None else table[config.mask_token_id]
 

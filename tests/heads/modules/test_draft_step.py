@@ -55,7 +55,7 @@ def learn(
     teacher = compute_teacher(
         target, last_hidden, batch.input_ids, batch.loss_mask, heads.draft_token_ids, loss_type=loss_type
     )
-    output: LossOutput = heads(
+    return heads(
         features,
         batch.input_ids,
         loss_fn=lambda steps: draft_loss(
@@ -64,7 +64,6 @@ def learn(
         loss_mask=batch.loss_mask,
         **options,
     )
-    return output
 
 
 def make_features(heads: DraftHeads, target: Target, batch: Batch) -> Tensor:

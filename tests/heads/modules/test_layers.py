@@ -92,7 +92,7 @@ class TestDecoderSettings:
             num_attention_heads=4,
             rope_parameters={"rope_type": rope_type, "rope_theta": 777.0, "factor": 2.0},
         )
-        settings = decoder_settings(config)  # type: ignore[arg-type]
+        settings = decoder_settings(config)
         assert settings["rope_parameters"] == {"rope_type": "default", "rope_theta": 777.0}
 
     def test_whole_heads_are_turned_even_where_the_target_turns_a_part(self) -> None:
@@ -101,7 +101,7 @@ class TestDecoderSettings:
             num_attention_heads=4,
             rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5},
         )
-        settings = decoder_settings(config)  # type: ignore[arg-type]
+        settings = decoder_settings(config)
         rope = RotaryEmbedding(Eagle3Config(**settings))
         assert rope(torch.tensor([[3]]))[0].shape[-1] == settings["head_dim"] == 16
 

@@ -36,7 +36,7 @@ def test_the_most_frequent_are_chosen(counts: list[int], size: int, expected: li
 def test_principal_embeddings_keep_what_tells_tokens_apart(rank: int) -> None:
     table = torch.randn(40, 2) @ torch.randn(2, 8) + 5.0  # all differences lie in a plane
     target = SimpleNamespace(embed_tokens=nn.Embedding.from_pretrained(table), vocab_size=40, device="cpu")
-    found = principal_embeddings(target, rank)  # type: ignore[arg-type]
+    found = principal_embeddings(target, rank)
     assert found.shape == (40, min(rank, 8))
     torch.testing.assert_close(found.square().mean(-1), torch.ones(40))
     centred = table - table.mean(0)

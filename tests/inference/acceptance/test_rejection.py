@@ -204,7 +204,7 @@ def test_processors_that_read_the_prefix() -> None:
     roots = torch.arange(num_rows) % VOCAB
     texts = texts_of([[row, root] for row, root in enumerate(roots.tolist())], [3] * (num_rows - 1) + [0])
     sampler = make_sampler([processor], num_rows, texts=texts)
-    sampler.groups[0][0]._of_row = lambda number: [processor]  # type: ignore[method-assign]
+    sampler.groups[0][0]._of_row = lambda number: [processor]
     got = take_step(accept_by_rejection, sampler, StaticTree(WIDE), target, drafter, roots, roots * 0)
     emitted = {row: got.next_tokens[row, : got.counts[row]].tolist() for row in range(num_rows)}
     assert emitted[num_rows - 1] == []

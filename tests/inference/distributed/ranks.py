@@ -30,7 +30,7 @@ def delay_messages(rank: int) -> None:
         time.sleep(0.004 * generator.random())
         return send(channel, to, message)
 
-    Channel.send = send_late  # type: ignore[method-assign]
+    Channel.send = send_late
 
 
 def die_after(num_texts: int) -> None:
@@ -46,7 +46,7 @@ def die_after(num_texts: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return answer(server, task)
 
-    TargetServer.begin, TargetServer.answer = begin_counted, answer_or_die  # type: ignore[method-assign]
+    TargetServer.begin, TargetServer.answer = begin_counted, answer_or_die
 
 
 def decode(num_texts: int) -> None:

@@ -184,7 +184,7 @@ def test_calls_that_are_refused() -> None:
             **prompts_with_media("llava"), max_new_tokens=4
         )
     with pytest.raises(TypeError, match="drafter is str"):
-        DistributedDecoder(target, "heads", link=fake(target))  # type: ignore[arg-type]
+        DistributedDecoder(target, "heads", link=fake(target))
     with pytest.raises(ValueError, match="lookahead is 0"):
         DistributedDecoder(target, NgramDrafter(), lookahead=0, link=fake(target))
     with pytest.raises(ValueError, match="encoder-decoder"):

@@ -102,7 +102,7 @@ def test_processors_that_are_not_sent() -> None:
     class TopKLogitsWarper(LogitsProcessor):  # a namesake
         pass
 
-    class Keeping(stock.TopKLogitsWarper):  # type: ignore[misc, unused-ignore]
+    class Keeping(stock.TopKLogitsWarper):
         pass
 
     with pytest.raises(ValueError, match="Keeping, TopKLogitsWarper may keep"):

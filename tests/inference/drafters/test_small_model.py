@@ -30,8 +30,7 @@ def rough_copy(model: PreTrainedModel, seed: int = 0, noise: float = 0.02) -> Pr
 
 
 def score_plainly(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    logits: Tensor = run_plainly(model, tokens).logits[0, -1]
-    return logits
+    return run_plainly(model, tokens).logits[0, -1]
 
 
 def check(draft: DraftLogits, model: PreTrainedModel, texts: list[list[int]], paths: list[list[list[int]]]) -> None:

@@ -43,8 +43,7 @@ def test_a_neutral_argument_holds(do_sample: bool, way: str, monkeypatch: pytest
         given = {"do_sample": do_sample, "max_new_tokens": 16, **options}
         if way == "config":
             given = {"generation_config": GenerationConfig(**given)}
-        sequences: list[int] = generate(model, None, prompt, seed=3, **given).sequences[0].tolist()
-        return sequences
+        return generate(model, None, prompt, seed=3, **given).sequences[0].tolist()
 
     plain = text(**NEUTRAL)
     monkeypatch.setattr(model, "generation_config", GenerationConfig(**OWN))

@@ -54,8 +54,7 @@ class Foreign:
         self.processor = processor
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        found: Tensor = self.processor(input_ids, scores)
-        return found
+        return self.processor(input_ids, scores)
 
 
 def generate(decoder: Decoder, num_rows: int, processors: Sequence[Any], **options: Any) -> Any:
@@ -91,8 +90,7 @@ def check(
     assert output.stats.num_host_syncs == output.stats.num_verify_passes, "one read for the emitted tokens"
     plainly = generate(Decoder(target), num_rows, [], **options)
     assert plainly.sequences.tolist() != output.sequences.tolist()
-    stats: GenerationStats = output.stats
-    return stats
+    return output.stats
 
 
 @pytest.mark.parametrize(

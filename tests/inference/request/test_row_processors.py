@@ -154,7 +154,7 @@ class Asking:
 def test_models_are_shared_and_what_cannot_be_copied_is_refused() -> None:
     layer, processor = nn.Linear(2, 2), Asking(None)
     (own,) = processors_of_row([Asking(layer)], 1, 3)
-    assert own.processor.held["somewhere"][0] is layer  # type: ignore[attr-defined]
+    assert own.processor.held["somewhere"][0] is layer
     with pytest.raises(ValueError, match=r"Asking may keep .* copying failed: "):
         processors_of_row([Asking(threading.Lock())], 0, 2)
     inputs = pad_prompts(PROMPTS)

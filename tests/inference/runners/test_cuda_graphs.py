@@ -334,7 +334,7 @@ def test_no_tensor_of_a_state_moves(name: str, is_captured: bool, monkeypatch: p
         assert found.sequences.tolist() == expected.sequences.tolist()
         assert found.stats.accepted_histogram == expected.stats.accepted_histogram
     assert watch.num_checks > 20
-    assert is_captured or drafter.can_copy_rows == (len(decoder._state.rows) < 3)  # type: ignore[union-attr]
+    assert is_captured or drafter.can_copy_rows == (len(decoder._state.rows) < 3)
 
 
 @pytest.mark.parametrize("name", slow_but({"eagle3-0", "kangaroo-0", "ngrams"}, STATIC_DRAFTERS))

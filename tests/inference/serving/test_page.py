@@ -61,8 +61,7 @@ def wait(page: Any) -> None:
 
 
 def texts(page: Any) -> list[str]:
-    found: list[str] = page.locator(".reply").all_text_contents()
-    return found
+    return page.locator(".reply").all_text_contents()
 
 
 def depths(page: Any) -> list[int]:

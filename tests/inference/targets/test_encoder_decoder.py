@@ -62,8 +62,7 @@ def reference(kind: str, seed: int, batch_size: int, *, is_sampled: bool) -> Ten
     ids, mask = source_batch(batch_size)
     if is_sampled:
         return generate(target_of(kind, seed), None, ids, mask, **SAMPLED).sequences
-    sequences: Tensor = tiny_encoder_decoder(kind, seed).generate(ids, attention_mask=mask, **GREEDY)
-    return sequences
+    return tiny_encoder_decoder(kind, seed).generate(ids, attention_mask=mask, **GREEDY)
 
 
 def assert_same_text(model: Any, ids: Tensor, mask: Tensor, expected: Tensor, got: Tensor) -> None:

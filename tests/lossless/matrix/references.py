@@ -98,5 +98,4 @@ def reference_of(
         return Decoder(target).generate(prompt, do_sample=do_sample(sampling), seed=seed, **options).sequences[0]
     model: PreTrainedModel = target.model
     mask = torch.ones_like(prompt)
-    text: Tensor = model.generate(prompt, attention_mask=mask, do_sample=False, **options)[0]
-    return text
+    return model.generate(prompt, attention_mask=mask, do_sample=False, **options)[0]

@@ -77,7 +77,7 @@ def make_processor(family: str) -> Any:
             max_pixels=1024,
         )
 
-        class WithoutVideos(transformers.Qwen2_5_VLProcessor):  # type: ignore[misc]
+        class WithoutVideos(transformers.Qwen2_5_VLProcessor):
             """Its processor of videos needs torchvision."""
 
             def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:

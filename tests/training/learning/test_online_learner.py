@@ -49,7 +49,7 @@ def test_states_of_decoding_are_those_of_a_pass_over_the_text(kind: str, target:
     """Whatever is drafted and accepted, in a batch with rows of their own lengths."""
     heads, seen = make(kind, target), list[SeenText]()
     learner = OnlineLearner(target, heads)
-    learner.see = seen.append  # type: ignore[method-assign]
+    learner.see = seen.append
     decoder = Decoder(target, heads, learner=learner, tree="chain:2")
     inputs, width = pad_prompts([torch.tensor([prompt]) for prompt in PROMPTS]), max(map(len, PROMPTS))
     texts = decoder.generate(**inputs, max_new_tokens=24, do_sample=True, seed=3).sequences
@@ -304,7 +304,7 @@ def test_folders_of_others_are_refused(target: Target, tmp_path: Path) -> None:
 def test_decoding_goes_on_when_a_learner_fails(target: Target, caplog: pytest.LogCaptureFixture) -> None:
     heads = make("mtp", target)
     learner = OnlineLearner(target, heads)
-    learner.buffer = None  # type: ignore[assignment]
+    learner.buffer = None
     text = decode(Decoder(target, heads, learner=learner), PROMPTS[0])
     assert text == decode(Decoder(target), PROMPTS[0])
     assert "could not take a text" in caplog.text
@@ -406,7 +406,7 @@ def test_acceptance_is_that_of_greedy_chains(target: Target) -> None:
     """On the target's own greedy texts the measured length is what a decoder has that begins at every slot."""
     heads, seen = make("mtp", target), list[SeenText]()
     learner = OnlineLearner(target, heads, muon_learning_rate=0.05, learning_rate=3e-3)
-    learner.see = lambda text: (seen.append(text), learner.buffer.add(text))  # type: ignore[method-assign]
+    learner.see = lambda text: (seen.append(text), learner.buffer.add(text))
     decoder = Decoder(target, heads, learner=learner, tree="chain:2")
     for prompt in PROMPTS:
         decoder.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)

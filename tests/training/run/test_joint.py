@@ -75,8 +75,7 @@ class TestLosses:
         ids, mask = self.batch["input_ids"], self.batch["loss_mask"].values
         teacher = compute_teacher(joint.target, states.last_hidden, ids, mask, None, loss_type="distillation")
         loss = partial(draft_loss, teacher=teacher, loss_mask=mask, loss_type="distillation", step_decay=0.8)
-        output: LossOutput = joint.heads(states.features, ids, loss_fn=loss, loss_mask=mask)
-        return output
+        return joint.heads(states.features, ids, loss_fn=loss, loss_mask=mask)
 
     def gradients(self, joint: JointModel, loss: Tensor) -> dict[str, Tensor]:
         joint.zero_grad()

@@ -26,8 +26,7 @@ class Model(nn.Module):
         self.frozen = nn.Parameter(torch.ones(3, 3), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(self.hidden(x).tanh())
-        return logits
+        return self.lm_head(self.hidden(x).tanh())
 
 
 def make_optimizer(model: nn.Module) -> MuonWithAdamW:

@@ -18,7 +18,7 @@ from tests.training.runner import Runner, assert_same
 SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "num_eval_prompts": 0}
 
 
-class HugeRate(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class HugeRate(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 3:
             for group in kwargs["optimizer"].param_groups:

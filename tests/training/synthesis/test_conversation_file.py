@@ -44,7 +44,7 @@ def test_files_appear_whole_or_not_at_all(tmp_path: Path, name: str) -> None:
         assert (gzip.decompress(written) if name.endswith(".gz") else written) == b"".join(lines)
         assert list(read_lines(path)) == rows
     with pytest.raises(TypeError):
-        write_lines(path, [b"half", 3])  # type: ignore[list-item]
+        write_lines(path, [b"half", 3])
     assert path.read_bytes() == written
     assert [place.name for place in tmp_path.iterdir()] == [name]
 

@@ -134,7 +134,7 @@ def test_frozen_copies_of_the_targets_tensors_in_the_speculators_format(
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_a_copy_of_the_targets_embedding_is_left_out_and_another_is_kept(name: str, target: Target) -> None:
     published, prompt = publish_as(name, target), random_prompt(9)
-    table: Tensor = target.embed_tokens.weight.detach()  # type: ignore[assignment]
+    table: Tensor = target.embed_tokens.weight.detach()
     expected = heads_of(name, target)
     for copied in (table, table.to(torch.bfloat16)):
         _, heads = read(change(published, {"embed_tokens.weight": copied}), target)

@@ -82,7 +82,7 @@ def test_each_step_counts_once() -> None:
 
 def test_scores_and_width_are_the_authors() -> None:
     logits = torch.tensor([[[0.0, 3.0, 1.0, 2.0, -1.0, 0.5]]])
-    tree = AuthorsTree(1, 3, 9).grow(None, None, torch.tensor([4]), DraftLogits(logits), DraftSampling())  # type: ignore[arg-type]
+    tree = AuthorsTree(1, 3, 9).grow(None, None, torch.tensor([4]), DraftLogits(logits), DraftSampling())
     expected = logits[0, 0].log_softmax(-1)
     assert tree.token_ids.tolist() == [[4, 1, 3, 2]]
     torch.testing.assert_close(tree.log_probs[0, 1:], expected[[1, 3, 2]])
