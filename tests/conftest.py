@@ -81,8 +81,7 @@ def traced_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(scope="session")
 def chat_target() -> PreTrainedModel:
     """The embedded target in float32, in eval mode. Shared by a worker's tests: do not change it."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(CHAT_TARGET, dtype=torch.float32)
-    return model.eval()
+    return AutoModelForCausalLM.from_pretrained(CHAT_TARGET, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")

@@ -46,8 +46,7 @@ def target_of(family: str = "llama") -> Target:
 
 @cache
 def _text_of(family: str, prompt: tuple[int, ...], options: tuple[tuple[str, Any], ...]) -> Tensor:
-    sequences: Tensor = model_of(family).generate(torch.tensor([prompt]), **dict(options))
-    return sequences[0]
+    return model_of(family).generate(torch.tensor([prompt]), **dict(options))[0]
 
 
 def text_of(prompt: Tensor, family: str = "llama", **options: Any) -> Tensor:

@@ -37,8 +37,7 @@ def chat_target(dtype: torch.dtype) -> Target:
 
 
 def chat_heads(kind: str, target: Target) -> DraftHeads:
-    heads: DraftHeads = DraftHeads.from_pretrained(TRAINED / kind, dtype=target.dtype)
-    return heads.bind(target)
+    return DraftHeads.from_pretrained(TRAINED / kind, dtype=target.dtype).bind(target)
 
 
 @cache

@@ -115,8 +115,7 @@ def test_what_is_not_learned_is_counted(tmp_path: Path, capsys: pytest.CaptureFi
     assert "`system`" in note
     assert counts["notes"] == {EMPTY: 2, UNLEARNED: 1, note: 1}
     assert found["total"]["notes"] == counts["notes"]
-    output = capsys.readouterr().out
-    assert f"\n  2 {EMPTY}\n  1 {UNLEARNED}\n" in output
+    assert f"\n  2 {EMPTY}\n  1 {UNLEARNED}\n" in capsys.readouterr().out
 
 
 def test_rows_end_where_the_targets_positions_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

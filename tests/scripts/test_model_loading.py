@@ -45,8 +45,7 @@ def test_the_adapter_is_merged_into_the_target_that_is_there(stored: Path) -> No
     drafter = load_drafter(target, None, heads=str(stored / "one"))
     text = Decoder(target, drafter).generate(prompt, **options).sequences
     assert torch.equal(text, Decoder(target).generate(prompt, **options).sequences)
-    heads: DraftHeads = DraftHeads.from_pretrained(stored / "one")
-    adapted = heads.apply_adapter(tiny_target("llama"), merge=True).model
+    adapted = DraftHeads.from_pretrained(stored / "one").apply_adapter(tiny_target("llama"), merge=True).model
     assert torch.equal(text, adapted.generate(prompt, **options))
     assert not torch.equal(text, before)
     again = Decoder(target, load_heads(str(stored / "one"), target)).generate(prompt, **options).sequences

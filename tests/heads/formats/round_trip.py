@@ -70,8 +70,7 @@ def publish_as(name: str, target: Target) -> Published:
 
 
 def read(published: Published, target: Target) -> tuple[Imported, DraftHeads]:
-    found = recognize(published)
-    imported = found.read(published, target)
+    imported = recognize(published).read(published, target)
     return imported, build_heads(imported, target, published.path)
 
 

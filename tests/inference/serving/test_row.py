@@ -100,8 +100,7 @@ def check(joined: Sampler, numbers: list[int], history: TokenHistory) -> None:
     warped = joined.warp_draft(drafted).view(len(numbers), 4, 30)
     walking = torch.ones(len(numbers), dtype=torch.bool)
     picked = pick_token(joined.process(scores.clone(), history, walking), noise[:, 0])
-    ends = joined.are_ends(torch.tensor(numbers))
-    assert bool(ends.all())
+    assert joined.are_ends(torch.tensor(numbers)).all()
     assert not joined.are_ends(torch.tensor(numbers) + 1).any()
     for place, number in enumerate(numbers):
         own, here = samplers[number], slice(place, place + 1)

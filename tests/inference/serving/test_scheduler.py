@@ -290,8 +290,7 @@ def test_cancelled_rows_leave_before_the_next_step(oracle: Scheduler) -> None:
     def look() -> None:
         if len(arrivals[1].pieces) == 2:
             for number in (1, 3):
-                row = arrivals[number].row
-                row.cancel()
+                arrivals[number].row.cancel()
         if all(arrivals[number].pieces and arrivals[number].pieces[-1].is_last for number in (0, 2)):
             done.set()
 

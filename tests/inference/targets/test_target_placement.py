@@ -55,8 +55,7 @@ def test_offloaded_weights(family: str, tmp_path: Path) -> None:
     assert model.lm_head.weight.is_meta
     assert target.embed_tokens.weight.is_meta
     assert target.device == torch.device("cpu")
-    gain = target.final_norm_gain()
-    assert gain.device == target.device
+    assert target.final_norm_gain().device == target.device
     hidden = torch.randn(2, target.hidden_size, requires_grad=True)
     target.compute_logits(hidden).sum().backward()
     assert hidden.grad is not None

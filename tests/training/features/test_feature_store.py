@@ -44,7 +44,6 @@ def test_a_full_disk_leaves_the_finished_shards(target: Target, tmp_path: Path) 
     with limited_file_size(sizes[-1]), pytest.raises(DiskFullError, match=r"shard-00004 .*: free some space"):
         full.run()
     assert not list(tmp_path.glob(".*"))
-    done = len(FeatureStore(tmp_path))
-    assert done == len(ROWS) - 1
+    assert len(FeatureStore(tmp_path)) == len(ROWS) - 1
     assert make_extraction(target, tmp_path, [2], shard_bytes=1, batch_size=1).run() == len(ROWS[-1]["input_ids"])
     assert len(FeatureStore(tmp_path)) == len(ROWS)

@@ -58,8 +58,7 @@ def test_online_and_stored_features_train_the_same_heads(
     passes = count_computed(monkeypatch)
     train(**ALONE)
     online, computed = train.weights(), len(passes)
-    num_rows = ALONE["max_samples"]
-    assert computed == 2 * num_rows + 1  # the self-check's
+    assert computed == 2 * ALONE["max_samples"] + 1  # the self-check's
     passes.clear()
     train(**ALONE, features=tmp_path / "features", dataloader_num_workers=1)
     assert_same(online, train.weights())
@@ -241,8 +240,7 @@ def test_a_training_configuration_names_what_to_extract(extract: Extract, tmp_pa
     config = tmp_path / "train.yaml"
     config.write_text(f"max_length: 32\nlearning_rate: 0.1\nhead_type: medusa\noutput_dir: {tmp_path / 'heads'}\n")
     assert extract(config=config, max_length=None, head_type=None) > 0
-    settings = FeatureStore(tmp_path / "features").settings
-    assert list(settings.tensors) == ["last"]
+    assert list(FeatureStore(tmp_path / "features").settings.tensors) == ["last"]
     assert not (tmp_path / "heads").exists()
     config.write_text("learning_rates: 0.1\n")
     with pytest.raises(ValueError, match=r"unknown key 'learning_rates' .* did you mean 'learning_rate'"):

@@ -56,8 +56,7 @@ class TestARun:
 
         heads = DraftHeads.from_pretrained(train.output_dir)
         assert heads.config.target_name_or_path == str(target_path)
-        model: Any = tiny_target("llama", vocab_size=60, num_hidden_layers=4, initializer_range=0.2)
-        target = Target(model)
+        target = Target(tiny_target("llama", vocab_size=60, num_hidden_layers=4, initializer_range=0.2))
         assert_greedy_text_is_the_targets(target, heads)
         heads.bind(target)
         width = len(heads.feature_layers) * target.hidden_size
