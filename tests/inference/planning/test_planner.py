@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftsmith.inference import DraftLogits, DraftSampling, DynamicTree, NgramDrafter
-from draftsmith.inference.trees.candidates import CandidateTrees, gamma_chain
+from draftsmith.inference.trees.candidates import CandidateTrees
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.planning.simulation import Cost, Simulation
 from tests.params import slow_but
