@@ -74,7 +74,7 @@ lossless: $(STAMP) ## the lossless matrix (writes docs/lossless.md; MATRIX= sele
 	LOSSLESS_PROMPTS=20 LOSSLESS_EXAMPLES=500 $(PYTEST) tests/lossless --timeout 3600 $(ARGS)
 
 bench: $(STAMP) ## benchmark the committed heads on the embedded target
-	HF_HUB_OFFLINE=1 $(BIN)/python scripts/benchmark.py --target examples/chat-13m \
+	HF_HUB_OFFLINE=1 $(BIN)/python -m draftsmith bench --target examples/chat-13m \
 		--heads examples/heads/medusa examples/heads/eagle3 --tree dynamic chain \
 		--prompts examples/prompts.jsonl --json outputs/benchmark.json $(ARGS)
 

@@ -13,9 +13,6 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader
 
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 from draftsmith.inference import StaticTree
 from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, load_heads, load_target

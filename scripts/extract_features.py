@@ -21,10 +21,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from pathlib import Path
-
-if not __package__:  # launched as a file
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from draftsmith.training.features.extraction import extract_features
 from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
