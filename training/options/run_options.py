@@ -12,8 +12,7 @@ from draftsmith.training.data.options import DataArguments, option
 from draftsmith.training.data.streaming import check_streaming
 from draftsmith.training.distributed.launch import check_launch
 from draftsmith.training.features.target_options import FeatureArguments, ModelArguments, PlacementArguments
-from draftsmith.training.options.joint_options import JointArguments
-from draftsmith.training.options.training_options import HeadsTrainingArguments, check_muon
+from draftsmith.training.options.training_options import HeadsTrainingArguments, JointArguments, check_muon
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 

@@ -46,8 +46,7 @@ from draftsmith.training.images.processor import ImageCollator, load_processor, 
 from draftsmith.training.options.command_line import resolve_arguments
 from draftsmith.training.options.run_options import RunOptions, check_options, parse_seconds, refuse_with_images
 from draftsmith.training.run.evaluation import AcceptanceMeter, check_best_metric, eval_prompts, settle_evaluations
-from draftsmith.training.run.joint_model import JointModel, adapt_target
-from draftsmith.training.run.joint_trainer import JointTrainer
+from draftsmith.training.run.joint import JointModel, JointTrainer, adapt_target
 from draftsmith.training.run.outcome import USUAL_TOKENS, PreparedRun
 from draftsmith.training.run.pace import measure_pace
 from draftsmith.training.run.resume import check_same_run, describe_run, find_checkpoint

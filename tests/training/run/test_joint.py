@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-import draftsmith.training.run.joint_model as joint_module
+import draftsmith.training.run.joint as joint_module
 from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.modules.host_tensors import read_on_host
 from draftsmith.inference import Target, generate
@@ -22,9 +22,8 @@ from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.features.encoding import TargetStates
 from draftsmith.training.losses.draft_loss import LossOutput, draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
-from draftsmith.training.options.joint_options import JointArguments
-from draftsmith.training.run.joint_model import JointModel, add_adapter
-from draftsmith.training.run.joint_trainer import JointTrainer
+from draftsmith.training.options.training_options import JointArguments
+from draftsmith.training.run.joint import JointModel, JointTrainer, add_adapter
 from tests.tiny_targets import random_prompt, tiny_target
 from tests.training.runner import Runner, assert_same
 
