@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.training.synthesis.conversation_file import JsonLinesJournal, read_journal, read_lines, write_lines
+from draftsmith.training.synthesis.output import JsonLinesJournal, read_journal, read_lines, write_lines
 
 
 def test_a_kill_at_any_byte_loses_no_whole_line(tmp_path: Path) -> None:
