@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from draftsmith.heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
@@ -20,8 +21,22 @@ from draftsmith.heads.formats.medusa import Medusa, VLLMMedusa
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.stitched_mtp import VLLMMTP, SGLangMTP, TransformersMTP
 from draftsmith.heads.formats.transformers_dflash import TransformersDFlash
-from draftsmith.heads.formats.whole_model import WholeModel
 from draftsmith.inference.targets.target import Target
+
+
+class WholeModel(Format):
+    """Named, so that it is never mistaken for heads, but not read."""
+
+    name = "model"
+    title = "a whole model, which may be a target"
+    cure = (
+        "Give the folder of the heads; MTP modules in a target's own checkpoint are read by "
+        "draftsmith.heads.kinds.mtp.MTPHeads.from_target_checkpoint."
+    )
+
+    def matches(self, published: Published) -> bool:
+        return re.search("ForCausalLM|ForConditionalGeneration", published.architectures) is not None
+
 
 # In the order of recognition: the first that matches is the checkpoint's, so the special ones come first. Several with
 # one name write different kinds of heads for one engine.
