@@ -22,8 +22,7 @@ import logging
 import os
 import sys
 
-from draftsmith.training.features.extraction import extract_features
-from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
+from draftsmith.training.features.extraction import NOT_FROM_FILE, OPTION_CLASSES, extract_features
 from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.options.one_line_errors import one_line_errors
 

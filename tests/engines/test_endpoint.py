@@ -15,8 +15,7 @@ import openai
 import pytest
 from safetensors.torch import load_file
 
-from draftsmith.training.features.extraction import extract_features
-from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
+from draftsmith.training.features.extraction import NOT_FROM_FILE, OPTION_CLASSES, extract_features
 from draftsmith.training.features.store import FeatureStore
 from draftsmith.training.options.command_line import parse_arguments
 from tests.conftest import CHAT_TARGET, REPOSITORY

@@ -14,11 +14,10 @@ from torch import Tensor
 from draftsmith.inference import Target
 from draftsmith.training.data.collation import ConversationCollator
 from draftsmith.training.features.encoding import TargetStates
-from draftsmith.training.features.extraction import Extraction, compute_here
-from draftsmith.training.features.extraction_options import ExtractionArguments
+from draftsmith.training.features.extraction import Extraction, ExtractionArguments, compute_here
 from draftsmith.training.features.sources import OnlineFeatures
 from draftsmith.training.features.store import FeatureStore, StoreSettings, name_tensors
-from draftsmith.training.features.target_identity import identify_target
+from draftsmith.training.features.store_checks import identify_target
 from tests.training.run.test_trainer import UNEVEN, make_rows
 
 ROWS = sorted(make_rows(UNEVEN), key=lambda row: len(row["input_ids"]))

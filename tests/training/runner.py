@@ -18,8 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Target, generate
-from draftsmith.training.features.extraction import extract_features
-from draftsmith.training.features.extraction_options import NOT_FROM_FILE, OPTION_CLASSES
+from draftsmith.training.features.extraction import NOT_FROM_FILE, OPTION_CLASSES, extract_features
 from draftsmith.training.options.command_line import parse_arguments
 from draftsmith.training.options.run_options import RunOptions
 from draftsmith.training.run.outcome import PreparedRun

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import datasets
 import torch
@@ -31,11 +31,30 @@ from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.data.streaming import VOCABULARY_ROWS, ConversationStream
 from draftsmith.training.data.training_sets import cut_to_limit, load_datasets
 from draftsmith.training.distributed.waiting import one_process_first
-from draftsmith.training.features.endpoint_states import NUM_LAYERS, refuse_without_target
-from draftsmith.training.features.preparation import Collate, prepare_features
+from draftsmith.training.features.endpoint_states import (
+    NUM_LAYERS,
+    EndpointStates,
+    ServedFeatures,
+    refuse_without_target,
+)
 from draftsmith.training.features.self_check import check_first_row
-from draftsmith.training.features.sources import FeatureSource, ReadFeatures
+from draftsmith.training.features.sources import (
+    FeatureSource,
+    OnlineFeatures,
+    ReadFeatures,
+    StoredFeatures,
+    TextsCollator,
+)
+from draftsmith.training.features.store import FeatureStore
+from draftsmith.training.features.store_checks import (
+    check_complete,
+    check_same_target,
+    explain_date,
+    identify_target,
+    iterate_ids,
+)
 from draftsmith.training.features.target_loading import (
+    FirstLayers,
     check_placement,
     load_first_layers,
     load_model,
@@ -54,6 +73,8 @@ from draftsmith.training.run.trainer import HeadsTrainer
 from draftsmith.training.whole_files import write_text
 
 logger = logging.getLogger(__name__)
+
+Collate = Callable[[Any], dict[str, Any]]
 
 
 @dataclass
@@ -274,20 +295,47 @@ def _make_meter(options: RunOptions, models: _Models, rows: _Rows, limit: Length
 
 
 def _prepare_features(options: RunOptions, models: _Models, rows: _Rows) -> tuple[FeatureSource, Collate]:
-    tokenizer = models.tokenizer
+    """Returns what gives the states of a batch, and what makes the batches, after all checks that are possible now.
+
+    Raises:
+        ValueError: stored features of another target, of other layers or of other texts; a server's of another model.
+        ConnectionError: no server.
+    """
+    args, target, heads, tokenizer = options.features, models.target, models.heads, models.tokenizer
     collate: Collate = ConversationCollator(pad_token_id=tokenizer.pad_token_id or 0)
     if rows.processor is not None:
         collate = ImageCollator(collate, rows.processor)
-    return prepare_features(
+    if isinstance(target, FirstLayers):
+        return _ask_server(options, target, heads, rows), TextsCollator(collate)
+    if args.features is None:
+        return OnlineFeatures(target, heads.feature_layers), collate
+    store, hint = FeatureStore(Path(args.features)), explain_date(tokenizer)
+    check_same_target(store.folder, store.settings.target, identify_target(target, options.model.target))
+    check_complete(store, heads, {"training": rows.train_set, "held-out": rows.eval_set}, hint)
+    return StoredFeatures(target, heads.feature_layers, store, hint), TextsCollator(collate)
+
+
+def _ask_server(options: RunOptions, target: FirstLayers, heads: DraftHeads, rows: _Rows) -> ServedFeatures:
+    """A server's features, after a comparison with the target's first layers, which are then dropped."""
+    train_set, max_length = rows.train_set, options.data.max_length
+    if isinstance(train_set, ConversationStream):
+        first = train_set.first_rows(1)[0]
+    else:
+        first = train_set[0]
+        max_length = max(
+            len(ids) for part in (train_set, rows.eval_set) if part is not None for ids in iterate_ids(part)
+        )
+    states = EndpointStates(
+        target,
         options.features,
-        target=models.target,
+        url=cast(str, options.features.features_endpoint),
+        layers=heads.feature_layers,
         target_name=options.model.target,
-        heads=models.heads,
-        rows={"training": rows.train_set, "held-out": rows.eval_set},
-        max_length=options.data.max_length,
-        tokenizer=tokenizer,
-        collate=collate,
+        max_length=max_length,
     )
+    states.check_target(torch.tensor(first["input_ids"]))
+    target.drop_layers()
+    return ServedFeatures(states, heads.feature_layers)
 
 
 def _arrange_rows(options: RunOptions, rows: _Rows) -> None:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.inference import Target
 from draftsmith.training.endpoint import hidden_states
 from draftsmith.training.features.store import FeatureStore
-from draftsmith.training.features.target_identity import identify_target
+from draftsmith.training.features.store_checks import identify_target
 from draftsmith.training.features.target_loading import load_first_layers
 from draftsmith.training.features.target_options import ModelArguments
 from tests.tiny_targets import tiny_target

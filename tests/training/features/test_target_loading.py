@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftsmith.inference import Target
-from draftsmith.training.features.extraction_options import find_layers
+from draftsmith.training.features.extraction import find_layers
 from draftsmith.training.features.target_loading import load_published_heads
 from draftsmith.training.features.target_options import ModelArguments
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
