@@ -17,7 +17,7 @@ from draftsmith.inference import StaticTree
 from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, load_heads, load_target
 from draftsmith.training.data.collation import ConversationCollator
-from draftsmith.training.data.options import DataArguments, option
+from draftsmith.training.data.options import DataArguments, option, require_positive
 from draftsmith.training.data.training_sets import cut_to_limit, load_every_row
 from draftsmith.training.losses.rank_accuracy import measure_rank_accuracy
 from draftsmith.training.options.one_line_errors import one_line_errors
@@ -38,9 +38,7 @@ class TreeArguments:
     dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
 
     def __post_init__(self) -> None:
-        for name in ("num_nodes", "num_ranks", "num_samples", "max_length"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"got --{name} {value}: give at least 1")
+        require_positive(self, ("num_nodes", "num_ranks", "num_samples", "max_length"))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -33,7 +33,7 @@ from draftsmith.scripts.diagnosis.speed import measure_speed
 from draftsmith.scripts.diagnosis.training_data import TrainingData, read_data, system_of
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, fit_tree, load_heads, load_target
-from draftsmith.training.data.options import option
+from draftsmith.training.data.options import option, require_positive
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 from draftsmith.training.run.progress import describe_time
@@ -85,9 +85,7 @@ class DiagnoseArguments:
     device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "max_new_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"got {name} {value}: give 1 or more")
+        require_positive(self, ("num_prompts", "max_new_tokens"))
 
 
 def main(argv: list[str] | None = None) -> int:

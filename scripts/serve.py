@@ -34,7 +34,7 @@ from draftsmith.scripts.shared.model_loading import (
     load_target,
     packs_weights,
 )
-from draftsmith.training.data.options import option
+from draftsmith.training.data.options import option, refuse_without, require_positive
 from draftsmith.training.learning.learner import OnlineLearner
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
@@ -102,20 +102,14 @@ class ServeArguments:
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_length", "max_queue", "max_lanes", "threads"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"got --{name} {getattr(self, name)}: give at least 1")
+        counts = ("max_batch_size", "max_length", "max_queue", "max_lanes", "threads")
+        require_positive(self, (*counts, "learn_memory", "learn_seconds"))
         self.vocabulary = DraftVocabulary.of(self)
         if self.learn and not self.heads:
             raise ValueError("got --learn without --heads: give the heads that are to learn")
         if not 0 < self.learn_share <= 1:
             raise ValueError(f"got --learn_share {self.learn_share}: give more than 0 and at most 1")
-        for own in (each for each in fields(self) if each.name.startswith("learn_")):
-            if not self.learn and getattr(self, own.name) != own.default:
-                raise ValueError(f"got --{own.name} {getattr(self, own.name)} without --learn: nothing is learned")
-        for name in ("learn_memory", "learn_seconds"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"got --{name} {getattr(self, name)}: give more than 0")
+        refuse_without(self, "learn", [key.name for key in fields(self) if key.name.startswith("learn_")])
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"got --port {self.port}: give 0 to 65535")
         if self.drain_seconds < 0:

@@ -8,9 +8,7 @@ from typing import Any
 from draftsmith.inference.acceptance.rules import RULES
 from draftsmith.scripts.shared.draft_vocabulary import DATA_HELP, SIZE_HELP, DraftVocabulary
 from draftsmith.scripts.shared.model_loading import DTYPE_HELP, DTYPES, PACK_HELP, TREE_HELP
-from draftsmith.training.data.options import option
-
-DRAFTERS = "--heads, --drafter_model or --ngrams"
+from draftsmith.training.data.options import find_given, option, require_positive
 
 
 @dataclass
@@ -62,7 +60,6 @@ class GenerateArguments:
         drafters = [name for name, given in models.items() if given is not None] + ["--ngrams"] * self.ngrams
         if len(drafters) > 1:
             raise ValueError(f"got {' and '.join(drafters)}: give one of them")
-        has_drafter = bool(drafters)
         if self.staged and self.drafter_model is None:
             raise ValueError("got --staged without --drafter_model: give the small model that n-grams should draft for")
         if self.staged and (self.tree or "gamma").partition(":")[0] not in ("chain", "gamma"):
@@ -71,8 +68,7 @@ class GenerateArguments:
             )
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError(f"got --prompt {self.prompt!r}: give a text, or leave it out for a chat")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"got --max_new_tokens {self.max_new_tokens}: give at least 1")
+        require_positive(self, ("max_new_tokens",))
         if self.temperature < 0:
             raise ValueError(f"got --temperature {self.temperature}: give 0 for greedy decoding, or a positive number")
         if self.top_k < 0 or not 0 < self.top_p <= 1:
@@ -86,23 +82,13 @@ class GenerateArguments:
                 f"got --acceptance {self.acceptance} for greedy decoding, where all rules are the same: give a "
                 "--temperature above 0 too"
             )
-        own = {"tree": None, "acceptance": "exact", "compile": False, "pack_weights": None, "batch_invariant": False}
-        if self.distributed and (
-            given := [name for name, value in own.items() if getattr(self, name) not in (value, False)]
-        ):
+        if not drafters and (given := find_given(self, ("tree", "acceptance", "compare", "distributed"))):
+            raise ValueError(f"got --{given[0]} without --heads, --drafter_model or --ngrams: nothing is drafted")
+        own = ("tree", "acceptance", "compile", "pack_weights", "batch_invariant")
+        if self.distributed and (given := find_given(self, own)):
             raise ValueError(f"got --distributed with --{given[0]}: servers verify chains, exactly and eagerly")
-        if self.distributed and not has_drafter:
-            raise ValueError(f"got --distributed without {DRAFTERS}: there is nothing to verify")
         if self.raw and self.system is not None:
             raise ValueError("--system needs the chat template, and --raw leaves the template out: drop one of the two")
-        if not has_drafter and self.tree is not None:
-            raise ValueError(f"got --tree {self.tree} without {DRAFTERS}: nothing is drafted in plain decoding")
-        if not has_drafter and self.compare:
-            raise ValueError(f"got --compare without {DRAFTERS}: there is nothing to compare plain decoding with")
-        if not has_drafter and self.acceptance != "exact":
-            raise ValueError(
-                f"got --acceptance {self.acceptance} without {DRAFTERS}: nothing is drafted in plain decoding"
-            )
 
     def generate_kwargs(self) -> dict[str, Any]:
         """Keyword arguments of `Decoder.generate`."""

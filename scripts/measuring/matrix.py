@@ -38,6 +38,7 @@ from draftsmith.scripts.measuring.table import Row
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import load_assistant, load_drafter_model, load_heads, load_target
 from draftsmith.training.data.conversations import Place
+from draftsmith.training.data.options import require_positive
 
 SMALL_MODEL = "small model"
 WARM_UP_SHARE = 2 / 3  # of --minutes: what can wait is not compiled after it
@@ -147,9 +148,7 @@ def is_faster_compiled(target: Target) -> bool:
 def check_matrix(args: Any, *, counts: Sequence[str], lists: Sequence[str]) -> None:
     """Checks a program's options: `counts` are positive or None, `lists` have distinct values, prompts exist, and
     temperatures are not negative."""
-    for name in counts:
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ValueError(f"got --{name} {value}: give at least 1")
+    require_positive(args, counts)
     for name in lists:
         values = getattr(args, name)
         if not values or len(set(values)) < len(values):

@@ -105,10 +105,10 @@ WRONG_INPUT = {
     f"chat {THERE} --drafter_model= --prompt Hi": "got ''",
     f"chat {ABSENT} --temperature 1 --top_p 0": "--top_p 0.0",
     f"chat {ABSENT} --tree chain": "--heads, --drafter_model or --ngrams",
-    f"chat {ABSENT} --acceptance rejection --temperature 1": "--acceptance rejection without --heads, --drafter_model",
+    f"chat {ABSENT} --acceptance rejection --temperature 1": "got --acceptance without --heads, --drafter_model",
     f"chat {ABSENT} --heads h --ngrams": "--heads and --ngrams",
     f"chat {ABSENT} --staged --drafter_model m --tree dynamic": "--staged with --tree dynamic",
-    f"chat {ABSENT} --distributed": "there is nothing to verify",
+    f"chat {ABSENT} --distributed": "got --distributed without --heads",
     f"chat {ABSENT} --distributed --ngrams --tree chain:2": "with --tree: servers verify chains",
     f"chat {ABSENT} --distributed --ngrams --compile": "with --compile",
     f"chat {ABSENT} --distributed --ngrams": "--distributed in a single process.* torchrun --nproc_per_node 2 ",
@@ -134,7 +134,7 @@ WRONG_INPUT = {
     f"train {THERE} --dataset examples/conversations.jsonl.gz --per_device_train_batch_size -1": "size -1",
     f"train {THERE} --dataset README.md": "dataset README.md is a file whose name ends in none",
     f"tree {ABSENT} --heads h --dataset d --output OUT --num_nodez 3": "num_nodez",
-    f"tree {ABSENT} --heads h --dataset d --output OUT --num_ranks 0": "got --num_ranks 0: give at least 1",
+    f"tree {ABSENT} --heads h --dataset d --output OUT --num_ranks 0": "got num_ranks 0: it must be above 0",
     f"diagnose {ABSENT} --heads h --num_prompts 0": "got num_prompts 0",
 }
 

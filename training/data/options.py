@@ -18,16 +18,27 @@ if TYPE_CHECKING:  # it needs accelerate, which serving and decoding do without
 option: Any = HfArg
 
 
-def refuse_without(options: Any, switch: str, names: Collection[str]) -> None:
-    """Raises ValueError for options that mean nothing without `switch`, another option of the same dataclass."""
-    given = [
+def find_given(options: Any, names: Collection[str]) -> list[str]:
+    """Those of a dataclass's options that differ from their defaults."""
+    return [
         key.name
         for key in fields(options)
         if key.name in names
         and getattr(options, key.name) != (key.default if key.default_factory is MISSING else key.default_factory())
     ]
-    if given and not getattr(options, switch):
+
+
+def refuse_without(options: Any, switch: str, names: Collection[str]) -> None:
+    """Raises ValueError for options that mean nothing without `switch`, another option of the same dataclass."""
+    if not getattr(options, switch) and (given := find_given(options, names)):
         raise ValueError(f"got {', '.join(given)} without {switch}: give {switch} too, or leave them out")
+
+
+def require_positive(options: Any, names: Collection[str]) -> None:
+    """Raises ValueError for options that are neither above 0 nor None."""
+    for name in names:
+        if (value := getattr(options, name)) is not None and value <= 0:
+            raise ValueError(f"got {name} {value}: it must be above 0")
 
 
 @dataclass
@@ -102,10 +113,7 @@ class DataArguments:
     def _check_numbers(self) -> None:
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"got validation_fraction {self.validation_fraction}: it must be from 0 to below 1")
-        for name in ("max_length", "max_samples", "num_proc", "eval_max_new_tokens", "shuffle_buffer"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"got {name} {value}: it must be at least 1")
+        require_positive(self, ("max_length", "max_samples", "num_proc", "eval_max_new_tokens", "shuffle_buffer"))
         for name, zero in (("num_eval_prompts", "do not decode"), ("max_eval_samples", "all")):
             if getattr(self, name) < 0:
                 raise ValueError(f"got {name} {getattr(self, name)}: it must be at least 0 (0 = {zero})")

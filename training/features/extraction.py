@@ -32,7 +32,7 @@ from draftsmith.inference.targets.files import read_tokenizer
 from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.inference.targets.target import Target
 from draftsmith.training.data.collation import ConversationCollator, hash_tokens
-from draftsmith.training.data.options import DataArguments, option
+from draftsmith.training.data.options import DataArguments, option, require_positive
 from draftsmith.training.data.set_statistics import describe_size
 from draftsmith.training.data.training_sets import cut_to_limit, load_every_row
 from draftsmith.training.features.endpoint_states import NUM_LAYERS, EndpointStates, refuse_without_target
@@ -75,9 +75,7 @@ class ExtractionArguments(EndpointArguments):
     )
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "shard_mb"):
-            if (value := getattr(self, name)) <= 0:
-                raise ValueError(f"got {name} {value}: it must be above 0")
+        require_positive(self, ("batch_size", "shard_mb"))
         if self.endpoint is not None and self.batch_size != type(self).batch_size:
             raise ValueError(
                 f"got batch_size {self.batch_size} with endpoint: the server makes its own batches; leave it out"

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from transformers import TrainingArguments
 
-from draftsmith.training.data.options import option, refuse_without
+from draftsmith.training.data.options import option, refuse_without, require_positive
 from draftsmith.training.distributed.launch import find_strategy, settle_devices
 from draftsmith.training.losses.terms import LOSSES, parse_loss
 
@@ -24,7 +24,7 @@ _HEADS_LOSS_WEIGHTS = {"lm": 0.2, "self_distillation": 0.01}
 # transformers' own options that trainers divide by, or train nothing with.
 _POSITIVE = (
     *("num_train_epochs", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
-    *("logging_steps", "save_steps", "eval_steps"),
+    *("logging_steps", "save_steps", "eval_steps", "muon_learning_rate", "early_stopping_patience"),
 )
 
 
@@ -138,9 +138,7 @@ class HeadsTrainingArguments(TrainingArguments):
             raise ValueError("got remove_unused_columns true, which drops the borders of packed rows: leave it out")
         if self.max_steps < -1 or self.max_steps == 0:
             raise ValueError(f"got max_steps {self.max_steps}: give 1 or more, or -1 for those of num_train_epochs")
-        for name in _POSITIVE:
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"got {name} {value}: it must be above 0")
+        require_positive(self, _POSITIVE)
         if self.step_decay is not None and not 0 < self.step_decay <= 1:
             raise ValueError(f"got step_decay {self.step_decay}: it must be above 0 and at most 1")
         if self.loss_type is not None:
@@ -150,12 +148,8 @@ class HeadsTrainingArguments(TrainingArguments):
                 f"got depth_weights {self.depth_weights!r} and step_decay {self.step_decay}: both set the weights of "
                 "the drafting steps; leave one out"
             )
-        if self.muon_learning_rate is not None and self.muon_learning_rate <= 0:
-            raise ValueError(f"got muon_learning_rate {self.muon_learning_rate}: it must be above 0")
         if self.eval_strategy == "steps" and not self.eval_steps:
             raise ValueError("got eval_strategy steps without eval_steps: give the steps between two evaluations")
-        if self.early_stopping_patience is not None and self.early_stopping_patience < 1:
-            raise ValueError(f"got early_stopping_patience {self.early_stopping_patience}: it must be at least 1")
 
     def _validate_args(self) -> None:
         """On a machine without accelerators transformers refuses `bf16` without `use_cpu`, which says nothing there."""
@@ -194,13 +188,9 @@ class JointArguments:
     def __post_init__(self) -> None:
         if self.lora_r is None:
             refuse_without(self, "lora_r", self.__dataclass_fields__.keys())
-        if self.lora_r is not None and self.lora_r < 1:
-            raise ValueError(f"got lora_r {self.lora_r}: it must be at least 1; leave it out to train only the heads")
         if not 0 <= self.lora_dropout < 1:
             raise ValueError(f"got lora_dropout {self.lora_dropout}: it is a share, from 0 to below 1")
-        for name in ("lora_alpha", "heads_loss_weight", "heads_lr_multiplier"):
-            if (value := getattr(self, name)) is not None and value <= 0:
-                raise ValueError(f"got {name} {value}: it must be above 0")
+        require_positive(self, ("lora_r", "lora_alpha", "heads_loss_weight", "heads_lr_multiplier"))
 
     @property
     def is_on(self) -> bool:

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from draftsmith.heads.adapter import find_adapter_of, hash_adapter
 from draftsmith.inference.request.model_settings import find_model_settings
 from draftsmith.training.data.layouts import AUTO, RecordFormat
-from draftsmith.training.data.options import option, refuse_without
+from draftsmith.training.data.options import option, refuse_without, require_positive
 from draftsmith.training.synthesis.reply_decoding import TurnSettings
 
 
@@ -84,11 +84,7 @@ class SynthesisArguments:
     concurrency: int = option(default=64, help="--endpoint: requests in flight per process.")
 
     def __post_init__(self) -> None:
-        positive = ("batch_size", "max_turns", "num_conversations", "num_shards", "concurrency")
-        for name in positive:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"--{name} is {value}: give at least 1")
+        require_positive(self, ("batch_size", "max_turns", "num_conversations", "num_shards", "concurrency"))
         if not 0 <= self.shard_index < self.num_shards:
             raise ValueError(
                 f"--shard_index is {self.shard_index}: with --num_shards {self.num_shards} give one from 0 to "
