@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from rich.console import Console
 
-from draftsmith.inference.cache_folder import cache_folder
 from draftsmith.scripts.chat.session import ChatSession
 
-try:
-    import readline
-except ImportError:  # not on Windows
-    readline = None  # type: ignore[assignment]
+with suppress(ImportError):  # not on Windows
+    import readline  # noqa: F401 (arrow keys edit a line, and find earlier ones)
 
-HISTORY_LENGTH = 1000
 NONE = "none"
 
 
@@ -95,19 +91,18 @@ def run_command(session: ChatSession, line: str) -> None:
 def chat(session: ChatSession) -> None:
     """Answers what is typed until /quit or Ctrl-D."""
     session.notes.print("/help lists the commands, Ctrl-C ends a reply, Ctrl-D the program", style="dim")
-    with _history():
-        for line in _read_lines(session.console):
-            try:
-                if re.fullmatch(r"/[a-z]+( .*)?", line):
-                    run_command(session, line)
-                else:
-                    session.reply(line)
-            except Quit:
-                return
-            except KeyboardInterrupt:  # the second one within a reply, or one within a command
-                session.console.print()
-            except (ValueError, OSError) as error:
-                session.notes.print(str(error), style="red", markup=False, soft_wrap=True)
+    for line in _read_lines(session.console):
+        try:
+            if re.fullmatch(r"/[a-z]+( .*)?", line):
+                run_command(session, line)
+            else:
+                session.reply(line)
+        except Quit:
+            return
+        except KeyboardInterrupt:  # the second one within a reply, or one within a command
+            session.console.print()
+        except (ValueError, OSError) as error:
+            session.notes.print(str(error), style="red", markup=False, soft_wrap=True)
 
 
 def _read_lines(console: Console) -> Iterator[str]:
@@ -122,22 +117,3 @@ def _read_lines(console: Console) -> Iterator[str]:
         except EOFError:
             console.print()
             return
-
-
-@contextmanager
-def _history() -> Iterator[None]:
-    """Arrow keys find the lines of this and of earlier chats. They are kept in the cache folder, for its owner only."""
-    if readline is None:
-        yield
-        return
-    path = cache_folder() / "chat_history"
-    readline.set_history_length(HISTORY_LENGTH)
-    with suppress(OSError):
-        readline.read_history_file(path)
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch(mode=0o600)
-            readline.write_history_file(path)

@@ -1,4 +1,4 @@
-"""The chat in a terminal: commands, comparison with plain decoding, Ctrl-C, history."""
+"""The chat in a terminal: commands, comparison with plain decoding, Ctrl-C."""
 
 from __future__ import annotations
 
