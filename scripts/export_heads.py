@@ -58,6 +58,12 @@ class ExportArguments:
     push_to_hub: bool = option(default=False, help="Upload the folder to the hub.")
     repo_id: str | None = option(default=None, help="Hub repository; none = the folder's name.")
 
+    def __post_init__(self) -> None:
+        if self.repo_id is not None and not self.push_to_hub:
+            raise ValueError("got --repo_id without --push_to_hub true: nothing is uploaded")
+        if self.push_to_hub and self.repo_id is None:
+            raise ValueError("--push_to_hub needs --repo_id: the model card names the repository")
+
 
 def main(argv: list[str] | None = None) -> int:
     with one_line_errors("draftsmith export"):
@@ -67,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(args: ExportArguments) -> None:
-    output = find_output(args)
+    output = check_new_folder(args.output)
     check_folder(args.heads)
     target, _ = load_target(args.target, device="cpu", keeps_dtype=True)
     heads: DraftHeads = DraftHeads.from_pretrained(args.heads, target=target)
@@ -111,36 +117,10 @@ def run(args: ExportArguments) -> None:
         upload(args, output)
 
 
-def find_output(args: ExportArguments) -> Path:
-    """The folder to write.
-
-    Raises:
-        ValueError: it holds something, or options of the upload do not fit each other. For a complete export the
-            message has the command that uploads it.
-    """
-    if args.repo_id is not None and not args.push_to_hub:
-        raise ValueError("got --repo_id without --push_to_hub true: nothing is uploaded")
-    if args.push_to_hub and args.repo_id is None:
-        raise ValueError("--push_to_hub needs --repo_id: the model card names the repository")
-    try:
-        return check_new_folder(args.output)
-    except ValueError as error:
-        folder = Path(args.output)
-        card = folder / "README.md"
-        is_export = card.is_file() and f"in the format `{args.format}`" in card.read_text(encoding="utf-8")
-        has_others = any(one.name == SCRATCH or one.is_symlink() for one in folder.glob("*"))
-        if args.push_to_hub and is_export and not has_others:
-            raise ValueError(f"{error}. To upload what is there: {upload_command(args)}") from error
-        raise
-
-
-def upload_command(args: ExportArguments) -> str:
-    return shlex.join(["hf", "upload", str(args.repo_id), args.output, "."])
-
-
 def upload(args: ExportArguments, output: Path) -> None:
     """Uploads a complete folder. The command that repeats it comes first, for an upload that fails."""
-    print(f"Uploading. If that fails, repeat it: {upload_command(args)}", flush=True)
+    command = shlex.join(["hf", "upload", str(args.repo_id), args.output, "."])
+    print(f"Uploading. If that fails, repeat it: {command}", flush=True)
     api = HfApi()
     repository = api.create_repo(str(args.repo_id), exist_ok=True).repo_id
     place = api.upload_folder(folder_path=output, repo_id=repository, ignore_patterns=[f"{SCRATCH}/*"])

@@ -50,13 +50,11 @@ class ImportArguments:
     def parse_settings(self) -> dict[str, Any]:
         parsed = {}
         for item in self.settings:
-            key, equals, value = item.partition("=")
+            key, _, value = item.partition("=")
             try:
                 parsed[key] = json.loads(value)
             except json.JSONDecodeError as error:
                 raise ValueError(f"got --settings {item}: write key=value, for example norm_output=true") from error
-            if not (key.isidentifier() and equals):
-                raise ValueError(f"got --settings {item}: write key=value, for example norm_output=true")
         return parsed
 
 
@@ -67,16 +65,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def holds_own_heads(folder: Path) -> bool:
-    """Whether a folder holds heads of this library."""
-    config = folder / "config.json"
-    return config.is_file() and "head_type" in json.loads(config.read_text(encoding="utf-8"))
-
-
 def run(args: ImportArguments) -> None:
     settings = args.parse_settings()
     check_folder(args.checkpoint)
-    if not holds_own_heads(Path(args.output)):  # an import is repeated with other settings
+    if not Path(args.output).is_dir() or read_head_type(args.output) is None:  # an import may be repeated
         check_new_folder(args.output)
     if read_head_type(args.checkpoint) is not None:
         raise ValueError(f"{args.checkpoint} holds heads of this library already: use them as they are")
