@@ -218,15 +218,13 @@ class BlockHeads(DraftHeads):
         with torch.no_grad():
             if (gain := target.final_norm_gain()) is not None:
                 self.norm.weight.copy_(gain)
-            self.mask_embedding.copy_(self._initial_mask(target))
+            if (token := self.config.mask_token_id) is None:
+                self.mask_embedding.copy_(mean_embedding(target))
+            else:
+                self.mask_embedding.copy_(target.embed_tokens(torch.tensor([token], device=target.device))[0])
             if self.markov is not None:
                 known = principal_embeddings(target, self.config.markov_rank)
                 self.markov.embedding.weight[:, : known.shape[1]] = known
-
-    def _initial_mask(self, target: Target) -> Tensor:
-        if (token := self.config.mask_token_id) is None:
-            return mean_embedding(target)
-        return cast(Tensor, target.embed_tokens(torch.tensor([token], device=target.device))[0])
 
     # Used by training and decoding.
 

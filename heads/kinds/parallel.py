@@ -157,16 +157,12 @@ class ParallelHeads(Eagle3Heads):
         token = self.config.mask_token_id
         return self.mask_embedding if token is None else self.embed_tokens.weight[token]
 
-    def mask_inputs(self) -> tuple[Tensor, Tensor]:
-        """The embedding and the g of every mask row, both [D]."""
-        return self._mask_row(), self.fuse(self.mask_hidden)
-
     def with_masks(self, embedded: Tensor, g: Tensor, num_masks: int) -> tuple[Tensor, Tensor]:
         """Embeddings and g of slots [B, W, D], each followed by M mask rows: [B, W + M, D]."""
         batch = g.shape[0]
         with_embedding, with_hidden = (
             torch.cat([rows, mask.to(rows.dtype).expand(batch, num_masks, -1)], dim=1)
-            for rows, mask in zip((embedded, g), self.mask_inputs(), strict=True)
+            for rows, mask in ((embedded, self._mask_row()), (g, self.fuse(self.mask_hidden)))
         )
         return with_embedding, with_hidden
 

@@ -72,10 +72,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             start = end
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for member in self._members:
             if isinstance(member, torch.optim.AdamW):
                 member.step()
