@@ -21,13 +21,7 @@ from torch import Tensor, nn
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import WindowedConfig
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import (
-    DecoderLayer,
-    DraftAttention,
-    DraftCache,
-    DraftLayer,
-    last_slot,
-)
+from draftsmith.heads.modules.layers import DecoderLayer, DraftAttention, DraftCache, DraftLayer, last_slot
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows
 from draftsmith.inference.targets.target import Target

@@ -25,13 +25,7 @@ from draftsmith.heads.adapter import FOLDER, StoredAdapter, is_adapted, load_ada
 from draftsmith.heads.binding import WeightCopies, WeightCopy, check_fit
 from draftsmith.heads.checkpoint import load_strictly, read_head_type, refuse_published, replace_checkpoint
 from draftsmith.heads.config import DraftHeadsConfig
-from draftsmith.heads.draft_vocabulary import (
-    COUNTS,
-    DraftVocabulary,
-    read_counts,
-    take_lm_head_rows,
-    write_counts,
-)
+from draftsmith.heads.draft_vocabulary import COUNTS, DraftVocabulary, read_counts, take_lm_head_rows, write_counts
 from draftsmith.heads.formats.published import HUB_KEYS
 from draftsmith.heads.importing import check_kind, import_heads
 from draftsmith.heads.modules.draft_step import DraftStep, unroll_documents

@@ -22,12 +22,7 @@ import torch
 from rich.console import Console
 
 from draftsmith.inference.acceptance.rules import RULES, resolve_rule
-from draftsmith.scripts.measuring.matrix import (
-    check_matrix,
-    is_faster_compiled,
-    load_subject,
-    measure_combination,
-)
+from draftsmith.scripts.measuring.matrix import check_matrix, is_faster_compiled, load_subject, measure_combination
 from draftsmith.scripts.measuring.measure import Settings
 from draftsmith.scripts.measuring.report import headline, make_report
 from draftsmith.scripts.measuring.result_formats import FORMATS, ResultFiles

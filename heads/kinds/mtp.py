@@ -46,14 +46,7 @@ from draftsmith.heads.formats.native_mtp import find_state_gain, read_native_mod
 from draftsmith.heads.formats.published import HUB_KEYS
 from draftsmith.heads.importing import build_heads
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import (
-    DecoderLayer,
-    DraftAttention,
-    DraftCache,
-    RMSNorm,
-    Rows,
-    last_slot,
-)
+from draftsmith.heads.modules.layers import DecoderLayer, DraftAttention, DraftCache, RMSNorm, Rows, last_slot
 from draftsmith.heads.modules.stock_layer import StockLayer
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState, TreeRows

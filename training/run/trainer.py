@@ -27,12 +27,7 @@ from draftsmith.training.distributed.launch import autocast, autocast_in_deepspe
 from draftsmith.training.distributed.whole_heads import gather_state, is_split
 from draftsmith.training.features.encoding import TargetStates
 from draftsmith.training.features.sharded_target import is_sharded
-from draftsmith.training.features.sources import (
-    FeatureSource,
-    OnlineFeatures,
-    ReadFeatures,
-    look_ahead,
-)
+from draftsmith.training.features.sources import FeatureSource, OnlineFeatures, ReadFeatures, look_ahead
 from draftsmith.training.losses.depth_weights import fixed_weights
 from draftsmith.training.losses.draft_loss import LossOutput, check_loss, draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
