@@ -25,8 +25,7 @@ from draftsmith.inference.text_difference import find_difference
 from draftsmith.inference.trees.static import StaticTree
 from draftsmith.scripts.benchmarks.peers.cases import CASES, PEERS, Case
 from draftsmith.scripts.benchmarks.peers.exports import write_heads, write_target
-from draftsmith.scripts.benchmarks.peers.texts import Text, mean_and_error, trim
-from draftsmith.scripts.benchmarks.peers.worker import Worker
+from draftsmith.scripts.benchmarks.peers.worker import Text, Worker, mean_and_error, trim
 from draftsmith.scripts.measuring.environment import describe_machine, describe_program, read_commit
 from draftsmith.scripts.measuring.measure import Prompt, load_prompts
 from draftsmith.scripts.measuring.table import Grid

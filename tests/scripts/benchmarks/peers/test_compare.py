@@ -15,8 +15,7 @@ from draftsmith.inference import DraftLogits, DraftSampling
 from draftsmith.scripts.benchmarks.peers import compare
 from draftsmith.scripts.benchmarks.peers.cases import AuthorsTree
 from draftsmith.scripts.benchmarks.peers.compare import make_grid
-from draftsmith.scripts.benchmarks.peers.texts import Text, mean_and_error, trim
-from draftsmith.scripts.benchmarks.peers.worker import Worker
+from draftsmith.scripts.benchmarks.peers.worker import Text, Worker, mean_and_error, trim
 from tests.conftest import CHAT_TARGET, REPOSITORY
 
 EOS = 2

@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference import Target
+from draftsmith.scripts.build_tree import measure_rank_accuracy
 from draftsmith.training.features.encoding import encode
-from draftsmith.training.losses.rank_accuracy import measure_rank_accuracy
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
 from tests.params import slow_but
-from tests.tiny_targets import VOCAB_SIZE, random_prompt
+from tests.tiny_targets import VOCAB_SIZE, random_prompt, target_of
 
 LENGTHS = (18, 11)  # the second row is padded
 NUM_RANKS = 16
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return target_of("llama")
 
 
 def make_batch(seed: int) -> dict[str, Tensor]:
