@@ -48,8 +48,7 @@ class AutoregressionConfig(WindowedConfig):
     own_embedding: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if (steps := self.ttt_steps) < 1:
-            raise ValueError(f"ttt_steps is {steps}; allowed is 1 or more (EAGLE-1 uses 1, HASS 3, EAGLE-3 7)")
+        self.check_range("ttt_steps", 1)
         super().__post_init__(**kwargs)
 
 

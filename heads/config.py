@@ -100,6 +100,11 @@ class DraftHeadsConfig(PreTrainedConfig):
         values.pop("use_cache", None)  # set by transformers' Trainer; heads have no such switch
         return values
 
+    def check_range(self, name: str, least: int, most: int | None = None) -> None:
+        """Raises ValueError for a setting that is neither in its range nor None."""
+        if (value := getattr(self, name)) is not None and (value < least or (most is not None and value > most)):
+            raise ValueError(f"{name} is {value}; allowed is {least} {'or more' if most is None else f'to {most}'}")
+
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
         """A config for heads of this kind on `target`; kinds add their own sizes, `overrides` win."""
@@ -185,9 +190,8 @@ class WindowedConfig(DecoderConfig):
     layer_types: list[str] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        self.check_range("sliding_window", 1)
         window, types = self.sliding_window, self.layer_types or []
-        if window is not None and window < 1:
-            raise ValueError(f"sliding_window is {window}; allowed is 1 or more positions, or null for all")
         if len({*types}) == 1:  # all layers are alike: the window alone says it
             if types[0] == SLIDING:
                 self.layer_types = None

@@ -104,31 +104,23 @@ class BlockConfig(WindowedConfig):
     mask_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name, value, least in (
-            ("block_size", self.block_size, 1 if self.predicts_at_anchor else 2),
-            ("num_layers", self.num_layers, 1),
-            ("num_anchors", self.num_anchors, 1),
-            ("markov_rank", self.markov_rank, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}; allowed is {least} or more")
+        self.check_range("block_size", 1 if self.predicts_at_anchor else 2)
+        self.check_range("num_layers", 1)
+        self.check_range("num_anchors", 1)
+        self.check_range("markov_rank", 0)
         super().__post_init__(**kwargs)
-        token, vocab_size = self.mask_token_id, self.target_vocab_size
-        if token is not None and vocab_size and not 0 <= token < vocab_size:
-            raise ValueError(f"mask_token_id is {token}; allowed is 0 to {vocab_size - 1}")
+        self.check_range("mask_token_id", 0, self.target_vocab_size - 1 if self.target_vocab_size else None)
         if self.target_num_layers and not self.feature_layers:
             raise ValueError("feature_layers is empty; block drafters read at least one layer (DFlash: five)")
         self.check_settings()
 
     def check_settings(self) -> None:
         """Checks the settings that may be changed between texts."""
-        threshold = self.confidence_threshold
-        if threshold is not None and not 0 <= threshold <= 1:
-            raise ValueError(f"confidence_threshold is {threshold}; allowed is 0 to 1, or null to leave nothing out")
-        if threshold is not None and not self.has_confidence:
+        self.check_range("confidence_threshold", 0, 1)
+        if self.confidence_threshold is not None and not self.has_confidence:
             raise ValueError(
-                f"confidence_threshold is {threshold}, but these heads have no confidence head: leave it out, or train "
-                "heads with has_confidence"
+                f"confidence_threshold is {self.confidence_threshold}, but these heads have no confidence head: leave "
+                "it out, or train heads with has_confidence"
             )
 
     @property

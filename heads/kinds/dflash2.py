@@ -56,14 +56,10 @@ class DFlash2Config(BlockConfig):
                 "head_type block"
             )
         super().__post_init__(**kwargs)
-        for name, value, most in (
-            ("conv_kernel_size", self.conv_kernel_size, self.block_size),
-            ("conv_group_size", self.conv_group_size, None),
-            ("selector_rank", self.selector_rank, None),
-            ("selector_top_k", self.selector_top_k, self.target_vocab_size or None),
-        ):
-            if value < 1 or (most is not None and value > most):
-                raise ValueError(f"{name} is {value}; allowed is {f'1 to {most}' if most else '1 or more'}")
+        self.check_range("conv_kernel_size", 1, self.block_size)
+        self.check_range("conv_group_size", 1)
+        self.check_range("selector_rank", 1)
+        self.check_range("selector_top_k", 1, self.target_vocab_size or None)
         if self.hidden_size % self.conv_group_size:
             raise ValueError(
                 f"conv_group_size is {self.conv_group_size}, which does not divide the hidden size {self.hidden_size}"

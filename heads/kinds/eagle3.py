@@ -66,14 +66,11 @@ class Eagle3Config(AutoregressionConfig):
     norm_before_fc: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_layers < 1:
-            raise ValueError(f"num_layers is {self.num_layers}; allowed is 1 or more (the authors use 1)")
+        self.check_range("num_layers", 1)
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc both norm the features before fc: set one of them")
         super().__post_init__(**kwargs)
-        given, size = self.draft_vocab_size, self.target_vocab_size
-        if given is not None and size and not 0 < given <= size:
-            raise ValueError(f"draft_vocab_size is {given}; allowed is 1 to the target's {size}, or null for all")
+        self.check_range("draft_vocab_size", 1, self.target_vocab_size or None)
         if self.target_num_layers and not self.feature_layers:
             raise ValueError("feature_layers is empty; EAGLE-3 reads at least one layer (the authors use three)")
 

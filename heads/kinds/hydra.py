@@ -64,10 +64,8 @@ class HydraConfig(DecoderConfig):
     dropout: float = 0.0
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_heads < 1 or self.num_layers < 1:
-            raise ValueError(
-                f"num_heads is {self.num_heads} and num_layers {self.num_layers}; allowed is 1 or more of each"
-            )
+        self.check_range("num_heads", 1)
+        self.check_range("num_layers", 1)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}; allowed is 0 (none) up to, not including, 1")
         if self.use_prefix_norm and not self.use_prefix_attention:

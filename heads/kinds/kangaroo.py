@@ -65,14 +65,10 @@ class KangarooConfig(DecoderConfig):
     confidence_threshold: float | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        exit_layer, num_layers = self.exit_layer, self.target_num_layers
-        if num_layers == 1:
+        if self.target_num_layers == 1:
             raise ValueError("this target has 1 layer; Kangaroo exits before the last layer, so it needs 2 or more")
-        if num_layers and not 0 < exit_layer < num_layers:
-            raise ValueError(
-                f"exit_layer is {exit_layer}; allowed is 1 to {num_layers - 1} for a target of {num_layers} layers"
-            )
-        self.feature_layers = self.feature_layers or [exit_layer]
+        self.check_range("exit_layer", 1, self.target_num_layers - 1 if self.target_num_layers else None)
+        self.feature_layers = self.feature_layers or [self.exit_layer]
         super().__post_init__(**kwargs)
         self.check_settings()
 
@@ -83,9 +79,7 @@ class KangarooConfig(DecoderConfig):
                 f"feature_layers is {self.feature_layers} and exit_layer {self.exit_layer}; Kangaroo reads the "
                 "exit layer's state only: set exit_layer when heads are created, and leave feature_layers out"
             )
-        threshold = self.confidence_threshold
-        if threshold is not None and not 0 <= threshold <= 1:
-            raise ValueError(f"confidence_threshold is {threshold}; allowed is 0 to 1, or null for no second exit")
+        self.check_range("confidence_threshold", 0, 1)
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:

@@ -41,10 +41,8 @@ class MedusaConfig(DraftHeadsConfig):
     shares_lm_head: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_heads < 1 or self.num_layers < 0:
-            raise ValueError(
-                f"num_heads is {self.num_heads} and num_layers {self.num_layers}; allowed are >= 1 and >= 0"
-            )
+        self.check_range("num_heads", 1)
+        self.check_range("num_layers", 0)
         super().__post_init__(**kwargs)
 
 

@@ -86,8 +86,7 @@ class MTPConfig(WindowedConfig):
     stock_layer: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps is {self.num_steps}; allowed is 1 or more drafted tokens (FastMTP trains 3)")
+        self.check_range("num_steps", 1)
         super().__post_init__(**kwargs)
         if self.sliding_window is not None and (not self.share_block or self.stock_layer or self.layer_types):
             raise ValueError(

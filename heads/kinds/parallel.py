@@ -68,23 +68,17 @@ class ParallelConfig(Eagle3Config):
             raise ValueError(
                 "ttt_steps and norm_output belong to heads that draft one depth after another: set num_depths instead"
             )
-        if self.num_depths < 2:
-            raise ValueError(
-                f"num_depths is {self.num_depths}; allowed is 2 or more (for one depth, use EAGLE-3 heads with "
-                "ttt_steps=1)"
-            )
+        self.check_range("num_depths", 2)
         for name, value in (("keep_ratio", self.keep_ratio), ("min_keep_ratio", self.min_keep_ratio)):
             if not 0 < value <= 1:
                 raise ValueError(f"{name} is {value}; allowed is a share above 0 and up to 1 (1 drops nothing)")
         super().__post_init__(**kwargs)
-        token, vocab_size = self.mask_token_id, self.target_vocab_size
-        if token is not None and not self.own_embedding:
+        if self.mask_token_id is not None and not self.own_embedding:
             raise ValueError(
-                f"mask_token_id is {token}, a row of embeddings that the heads train: set own_embedding=true, or leave "
-                "it out"
+                f"mask_token_id is {self.mask_token_id}, a row of embeddings that the heads train: set "
+                "own_embedding=true, or leave it out"
             )
-        if token is not None and vocab_size and not 0 <= token < vocab_size:
-            raise ValueError(f"mask_token_id is {token}; allowed is 0 to {vocab_size - 1}")
+        self.check_range("mask_token_id", 0, self.target_vocab_size - 1 if self.target_vocab_size else None)
 
     @classmethod
     def from_target(cls, target: Target, **overrides: Any) -> Self:
