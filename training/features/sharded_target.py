@@ -21,15 +21,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 
-def check_processes() -> None:
-    """Raises ValueError for a target that one process would share with itself."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        raise ValueError(
-            "got shard_target fsdp2 in a run of one process, which would hold the whole target anyway: "
-            "start several with accelerate launch, or leave it out"
-        )
-
-
 def split_layers(model: Any, mesh: DeviceMesh) -> None:
     """Splits the layers of a frozen, whole model over all processes, and moves it to their devices.
 

@@ -19,7 +19,7 @@ from draftsmith.inference.shared_swaps import SharedSwap
 from draftsmith.inference.targets.files import load_causal_lm, read_config
 from draftsmith.inference.targets.model_config import find_auto_class
 from draftsmith.training.distributed.waiting import one_process_at_a_time
-from draftsmith.training.features.sharded_target import check_processes, split_layers
+from draftsmith.training.features.sharded_target import split_layers
 from draftsmith.training.features.target_options import ModelArguments, PlacementArguments
 
 
@@ -49,7 +49,11 @@ def load_model(
             "(--shard_target fsdp2), or train from stored features"
         )
     if placement.shard_target == "fsdp2":
-        check_processes()
+        if num_processes == 1:
+            raise ValueError(
+                "got shard_target fsdp2 in a run of one process, which would hold the whole target anyway: start "
+                "several with accelerate launch, or leave it out"
+            )
         mesh = init_device_mesh(device.type, (num_processes,))
         with one_process_at_a_time():
             model = _load(model_args)
@@ -118,18 +122,10 @@ def load_first_layers(model_args: ModelArguments, num_layers: int, device: torch
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would warn of the layers that are left out
     try:
-        with loading_whole():
-            model: Any = load_causal_lm(
-                model_args.target,
-                auto_class=find_auto_class(config),
-                config=config,
-                dtype=model_args.target_dtype,
-                attn_implementation=model_args.attn_implementation,
-                trust_remote_code=model_args.trust_remote_code,
-            )
+        model = _load(model_args, auto_class=find_auto_class(config), config=config)
     finally:
         transformers_logging.set_verbosity(level)
-    return FirstLayers(model.requires_grad_(False).eval().to(device), whole.get_text_config())
+    return FirstLayers(model.to(device), whole.get_text_config())
 
 
 def check_placement(target: Target, device: torch.device) -> None:

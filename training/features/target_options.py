@@ -10,7 +10,7 @@ from typing import Any, Literal
 from draftsmith.heads import HEAD_TYPES
 from draftsmith.heads.formats.registry import PLACES
 from draftsmith.heads.registration import find_kind
-from draftsmith.training.data.options import option, refuse_without
+from draftsmith.training.data.options import option, refuse_without, require_positive
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -145,8 +145,7 @@ class EndpointArguments:
 
     def check_endpoint(self, switch: str) -> None:
         """Raises ValueError for options of a server without `switch`, which names the server."""
-        if self.concurrency <= 0:
-            raise ValueError(f"got concurrency {self.concurrency}: it must be above 0")
+        require_positive(self, ("concurrency",))
         refuse_without(self, switch, ("endpoint_model", "concurrency", "shared_folder"))
 
 

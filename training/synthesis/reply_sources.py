@@ -136,7 +136,11 @@ class DecodedReplies:
         alike.sort(key=lambda request: abs(len(self._waiting[request]) - length))
         batch, stop_ids = alike[: self.batch_size], self.stop_ids[first.role]
         prompts = [self._waiting.pop(request) for request in batch]
-        turns = self.write(prompts, stop_ids=stop_ids, seeds=[request.seed for request in batch])
+        seeds, tokenizer = [request.seed for request in batch], self.template.tokenizer
+        turns, stats = write_turns(
+            self.decoder, self.settings, prompts, stop_ids=stop_ids, seeds=seeds, tokenizer=tokenizer
+        )
+        self.stats += stats
         marks = self.template.marks if first.role == "assistant" else ()
         for request, token_ids in zip(batch, turns, strict=True):
             problem = find_problem(token_ids, stop_ids, self.template.special_ids, marks)
@@ -144,15 +148,6 @@ class DecodedReplies:
             written = Reply(self.template.decode(ids), len(token_ids), problem)
             replies.append((request, make_reply(self.template, request, written, ids)))
         return replies
-
-    def write(self, prompts: list[list[int]], *, stop_ids: set[int], seeds: list[int]) -> list[list[int]]:
-        """The tokens of the turn after each prompt."""
-        tokenizer = self.template.tokenizer
-        turns, stats = write_turns(
-            self.decoder, self.settings, prompts, stop_ids=stop_ids, seeds=seeds, tokenizer=tokenizer
-        )
-        self.stats += stats
-        return turns
 
     def close(self) -> None:
         pass

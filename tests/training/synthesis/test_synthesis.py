@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from draftsmith.inference import Decoder, GenerationStats
 from draftsmith.training.data.layouts import parse_record
+from draftsmith.training.synthesis import reply_sources
 from draftsmith.training.synthesis.prompts import Conversation, read_prompts
 from draftsmith.training.synthesis.reply_decoding import TurnSettings, turn_seed
 from draftsmith.training.synthesis.reply_sources import UNWRITABLE, DecodedReplies, Reply, TurnRequest
@@ -124,7 +125,7 @@ def test_marks_of_the_targets_own_are_read_back_as_they_were_written(
     prompt = [{"role": "user", "content": "Hi"}]
     ids = [*template.encode(written), 2]
     source = DecodedReplies(Decoder(model), template, {"user": {2}, "assistant": {2}}, SETTINGS)
-    monkeypatch.setattr(source, "write", lambda prompts, **_: [ids])
+    monkeypatch.setattr(reply_sources, "write_turns", lambda *_, **__: ([ids], GenerationStats()))
     (conversation,) = play(source, [Conversation("a", "s", deque([*prompt, "assistant"]))])
     assert conversation.problem == (f"assistant turn {problem}" if problem else "")
     if text is None:
