@@ -116,7 +116,7 @@ WRONG_INPUT = {
     f"chat {ABSENT} --ngrams --draft_vocab_size 512": NO_HEADS,
     f"serve {ABSENT} --ngrams --draft_vocab_data a.jsonl": NO_SIZE,
     f"serve {ABSENT} --ngrams --draft_vocab_size 512": NO_HEADS,
-    f"serve {ABSENT} --max_batch_size 0": "got --max_batch_size 0: give at least 1",
+    f"serve {ABSENT} --max_batch_size 0": "got max_batch_size 0: it must be above 0",
     f"serve {ABSENT} --tree chain": "got --tree chain without a drafter",
     f"{BENCH} --draft_vocab_size 512": NO_HEADS,
     f"{BENCH} --temperature 0 -1": "--temperature -1.0",
