@@ -154,13 +154,9 @@ class Engine:
     def advance(self) -> Emission:
         """One step of all rows."""
         state, planner, policy = self.state, self.planner, self.step.policy
-        if state.is_left_alone:
-            planner, policy = None, None
-        elif planner is not None:
+        if planner is not None:
             longest = max(row.num_committed for row in state.rows if not row.is_finished)
             policy = planner.choose(len(state.rows), longest)
-            if policy is None and state.must_catch_up and planner.is_hopeless and not self._has_joined:
-                state.is_left_alone = True
         output = self.step(
             state,
             policy,
@@ -196,7 +192,7 @@ class Engine:
             num_kept = row.emit(new)
             emission.given.append((place, row, new, new if num_kept == len(new) else new.cut(num_kept)))
             counted.append(values[end:])
-        if self.planner is not None and not output.is_first and not state.is_left_alone:
+        if self.planner is not None and not output.is_first:
             self.planner.learn(output.policy, counted)
         self.settle_rows()
         self.clock.stop("accept")

@@ -42,7 +42,6 @@ class DecodeState:
         pending_features: [B, W, F], the target's feature of the token before each of them; None if nobody reads it.
         num_pending: [B] int64, how many of each row's are real.
         pending_bound: no row has more pending tokens. Host.
-        is_left_alone: the drafter reads no more of these texts, and nothing is drafted; `num_pending` goes on. Host.
         is_whole: whether no step or prompt is under way, so that the texts are what the cache holds. Host.
     """
 
@@ -72,7 +71,7 @@ class DecodeState:
         self.rows: list[Row] = []
         self.pending_features: Tensor | None = None
         self.pending_bound = 0
-        self.is_whole = self.is_left_alone = False
+        self.is_whole = False
         self.has_media = False
         self._retired: set[int] = set()
         self._every_place = torch.arange(num_tokens + path_width, device=cache.lengths.device)
@@ -96,8 +95,7 @@ class DecodeState:
 
     def open(self, rows: Sequence[Row], *, has_media: bool = False) -> None:
         """Begins the texts of these rows: their prompts are known, and nothing has read them."""
-        self.is_whole = self.is_left_alone = False
-        self.has_media = has_media
+        self.is_whole, self.has_media = False, has_media
         self.rows, self.draft, self.pending_bound = list(rows), None, 0
         self._retired.clear()
         self._show(len(rows))
@@ -118,7 +116,7 @@ class DecodeState:
             return
         num_rows, is_static = self.cache.batch_size, self.drafter.has_static_state
         if self._own_draft is None or not is_static:
-            with torch.inference_mode(False):  # as for the buffers
+            with torch.inference_mode(False), torch.no_grad():  # as for the buffers
                 self._own_draft = self.drafter.start(
                     self.cache.max_batch_size if is_static else num_rows, self.cache.capacity, self.num_scratch
                 )
@@ -130,11 +128,6 @@ class DecodeState:
     def _share_cache(self) -> None:
         if self.drafter is not None and self.drafter.shares_target_cache:
             self.drafter.share_cache(self.draft, self.cache)
-
-    @property
-    def must_catch_up(self) -> bool:
-        """Whether the drafter has to read before another plain step."""
-        return self.pending_bound >= CATCH_UP
 
     @property
     def roots(self) -> Tensor:
@@ -168,8 +161,7 @@ class DecodeState:
         self.num_tokens += counts
         if self.drafter is None:
             return
-        # The last place takes what a drafter that is left alone does not read.
-        places = (self.num_pending[:, None] + steps).clamp(max=self.pending_ids.shape[1] - 1)
+        places = self.num_pending[:, None] + steps
         self.pending_ids.scatter_(1, places, tokens)
         if features is not None:
             assert self.pending_features is not None

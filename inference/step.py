@@ -21,7 +21,7 @@ from draftsmith.inference.cache.kv_cache import VIEW_MULTIPLE, KVCache, Span
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.noise import derive_seeds
-from draftsmith.inference.state import DecodeState
+from draftsmith.inference.state import CATCH_UP, DecodeState
 from draftsmith.inference.stats import PhaseClock
 from draftsmith.inference.targets.backbone import TargetOutput
 from draftsmith.inference.targets.probing.invariance import check_depth
@@ -254,7 +254,7 @@ class Step:
         span = state.open_step(self.path_width, shows_texts=sampler.texts is not None)
         in_view = state.cache.view_slots(span.longest)
         if policy is None:
-            if state.must_catch_up and self.drafter is not None and not state.is_left_alone:
+            if self.drafter is not None and state.pending_bound >= CATCH_UP:
                 catch_up(state, self.drafter, state.pending_bound, in_view.shape[0])
                 state.pending_bound = 0
             tree, noise = run.plant_root(state, sampler, self.target.vocab_size)

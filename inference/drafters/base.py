@@ -72,7 +72,8 @@ class Drafter(metaclass=ABCMeta):
 
     has_static_state: bool = False
     """Whether what a state holds from one `extend` to the next stays at its addresses, so that a runner can replay
-    drafts. The state is a `RowState`, or None, and `restart` begins other texts with it."""
+    drafts. The state is a `RowState`, or None. It is started with as many rows as will ever be decoded together, and
+    `restart` begins other texts with it."""
 
     def for_target(self, target: Target) -> Drafter:
         """The drafter that a decoder of this target uses. The default is the drafter itself; trained heads return a

@@ -36,13 +36,12 @@ class RowState:
         if not self._all_rows:
             names = (*self.row_fields, *self.slot_fields)
             self._all_rows = {name: one for name in names if isinstance(one := getattr(self, name), Tensor)}
-        self.show_rows(num_rows)
-        for name in (*self.row_fields, *self.slot_fields):
-            value = getattr(self, name)
-            for state in _states_in(value):
+        for name, tensor in self._all_rows.items():
+            tensor.fill_(self.begins_with.get(name, 0))
+        for name in self.row_fields:
+            for state in _states_in(getattr(self, name)):
                 state.reset(num_rows)
-            if isinstance(value, Tensor):
-                value.fill_(self.begins_with.get(name, 0))
+        self.show_rows(num_rows)
 
     def copy_rows(self, source: Any, rows: Tensor, lengths: Tensor, max_slots: int) -> None:
         """Fills this state, which may be the source: `Drafter.copy_rows`."""
@@ -79,7 +78,10 @@ class RowState:
                 tensor, last = self._all_rows.get(name, value), len(value) + len(added)
                 if last <= len(tensor):
                     tensor[len(value) : last] = added
-                setattr(self, name, tensor[:last] if last <= len(tensor) else torch.cat([value, added]))
+                else:
+                    tensor = torch.cat([value, added])
+                    self._all_rows = {**self._all_rows, name: tensor} if self._all_rows else self._all_rows
+                setattr(self, name, tensor[:last])
 
     def show_rows(self, num_rows: int) -> None:
         """From now on a state that was `reset` is that of the first `num_rows` rows, whatever these hold."""

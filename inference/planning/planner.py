@@ -63,7 +63,6 @@ class Planner:
 
     Attributes:
         is_counting: whether the present step is to tell what all policies would have accepted.
-        is_hopeless: whether no policy gains anything, with all that is hoped of it.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Planner:
         self._tokens = {kind: AcceptedTokens(tokens.get(kind, guess)) for kind in (False, True)}
         self._stored = clock()
         self._drafted: set[bool] = set()  # kinds of which a step was drafted
-        self.is_counting = self.is_hopeless = False
+        self.is_counting = False
         self._runs = [0] * len(self.policies)  # steps with each policy
         self._seen = [0.0] * len(self.policies)  # the same, of late
         self._first_seconds = [0.0] * len(self.policies)  # of the first step with each
@@ -136,7 +135,6 @@ class Planner:
             best = 0
         self._place, self._hold = best, HOLD
         hopes = [rate * (1.0 + HOPE / (1.0 + seen) ** 0.5) for rate, seen in zip(rates, self._seen, strict=True)]
-        self.is_hopeless = max(hopes[1:]) < rates[0]
         if self._seen[0] < 1.0:  # all is compared with plain decoding, so it is tried again whatever it promises
             hopes[0] = math.inf
         trial = max((i for i in range(len(rates)) if i != best), key=hopes.__getitem__)

@@ -279,6 +279,7 @@ def run(args: ResultsArguments) -> dict[str, Any]:
             vocabulary=None if args.draft_vocab_size is None else DraftVocabulary(args.draft_vocab_size, []),
         )
         measure(args, subject, cells)
+        del subject
     content = make_content(cells.conditions | describe_program(), list(cells.found.values()))
     files = {".json": render_json(content), ".md": render_page(content)}
     if content["reports"]:

@@ -85,7 +85,8 @@ class GenerateArguments:
         if not drafters and (given := find_given(self, ("tree", "acceptance", "compare", "distributed"))):
             raise ValueError(f"got --{given[0]} without --heads, --drafter_model or --ngrams: nothing is drafted")
         own = ("tree", "acceptance", "compile", "pack_weights", "batch_invariant")
-        if self.distributed and (given := find_given(self, own)):
+        given = [name for name in find_given(self, own) if getattr(self, name) is not False]
+        if self.distributed and given:
             raise ValueError(f"got --distributed with --{given[0]}: servers verify chains, exactly and eagerly")
         if self.raw and self.system is not None:
             raise ValueError("--system needs the chat template, and --raw leaves the template out: drop one of the two")

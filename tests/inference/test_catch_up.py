@@ -11,7 +11,6 @@ from torch import Tensor
 
 from draftsmith.heads import HEAD_TYPES
 from draftsmith.inference import Decoder, DynamicTree, Target, chain, generate
-from draftsmith.inference import state as state_module
 from draftsmith.inference import step as step_module
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
@@ -123,7 +122,7 @@ def test_plain_decoding_holds_nothing_for_a_drafter(states: list[tuple[DecodeSta
 @pytest.fixture
 def eager_catching_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The drafter catches up after 4 tokens, not `CATCH_UP`; notes how many it reads, then and when it drafts."""
-    monkeypatch.setattr(state_module, "CATCH_UP", 4)
+    monkeypatch.setattr(step_module, "CATCH_UP", 4)
     read: list[int] = []
     catch_up = step_module.catch_up
 
@@ -162,28 +161,3 @@ def check_next_turn(decoder: Decoder, target: Target, texts: list[Tensor], optio
     turns = pad_prompts([torch.cat([text, random_prompt(3, seed=1)[0]]) for text in texts])
     expected = generate(target, None, **turns, **options).sequences
     assert torch.equal(decoder.generate(**turns, **options, reuse_cache=True).sequences, expected)
-
-
-@pytest.mark.parametrize("name", slow_but({"eagle3", "kangaroo", "ngram"}, list(DRAFTERS)))
-def test_a_drafter_without_hope_reads_no_more(name: str, eager_catching_up: list[int], trees: list[TokenTree]) -> None:
-    """Of these texts; the next turn goes on from what it has read."""
-    target = target_of("gemma3", initializer_range=0.3)
-    drafter = DRAFTERS[name](target)
-    prompts = [random_prompt(length, seed=length) for length in (4, 11, 7)]
-    options: dict[str, Any] = {"do_sample": True, "seed": [1, 2, 3], "max_new_tokens": 60, "pad_token_id": 0}
-    ends: dict[str, Any] = {"eos_token_id": list(range(2, VOCAB_SIZE, 30))}
-    expected = generate(target, None, **pad_prompts(prompts), **options, **ends).sequences
-    decoder = scripted(target, drafter, [False])
-    assert decoder.planner is not None
-    decoder.planner.is_hopeless = True
-    for _ in range(2):
-        assert torch.equal(decoder.generate(**pad_prompts(prompts), **options, **ends).sequences, expected)
-    assert not eager_catching_up
-    decoder.planner = ScriptedChoice(decoder.policy, [True])  # type: ignore[arg-type]
-    if drafter.can_copy_rows:
-        check_next_turn(decoder, target, [row[row > 0] for row in expected], options)
-        resumed = [tree.token_ids.tolist() for tree in trees]
-        trees.clear()
-        turns = [torch.cat([row[row > 0], random_prompt(3, seed=1)[0]]) for row in expected]
-        decoder.generate(**pad_prompts(turns), **options)
-        assert resumed == [tree.token_ids.tolist() for tree in trees]

@@ -143,6 +143,15 @@ class Batch:
         self.texts, self.features = self.texts[rows], self.features[rows]
         self.ends = [self.ends[row] for row in rows]
 
+    def restart(self) -> None:
+        """Nothing of the texts has been read."""
+        self.drafter.restart(self.state, len(self.texts))
+        self.cache.reset(len(self.texts))
+        if self.drafter.shares_target_cache:
+            self.drafter.share_cache(self.state, self.cache)
+        self.ends = [0] * len(self.texts)
+        self.read_first()
+
     def add_rows(self, other: Batch) -> None:
         """The rows of another batch come after the present ones."""
         self.drafter.add_rows(self.state, other.state, max_slots=max(other.ends))
@@ -239,11 +248,15 @@ def test_kept_rows_stay_in_their_memory_and_go_on(make: Maker, tmp_path: Path) -
 
 @every_drafter
 def test_added_rows_go_on_as_if_they_had_been_there(make: Maker, tmp_path: Path) -> None:
-    """Rows join where others have left, and more than there have ever been. Their own batch goes on by itself."""
+    """Rows join where others have left, and more than there have ever been, in a state of earlier texts. Their own batch
+    goes on by itself."""
     target, drafter = make(tmp_path)
     texts = draw_texts(4, 40, seed=0)
     sizes: dict[str, Any] = {"max_length": 39, "num_scratch": 6, "has_first": True}
     batch, other = (Batch(target, drafter, part, **sizes).read_first() for part in (texts[:2], texts[2:]))
+    if drafter.has_static_state:
+        batch.draft([7, 11], seed=0)
+        batch.restart()
     batch.draft([9, 6], seed=1)
     other.draft([4, 12], seed=2)
     batch.keep_rows([1])
@@ -257,6 +270,12 @@ def test_added_rows_go_on_as_if_they_had_been_there(make: Maker, tmp_path: Path)
     alone = Batch(target, drafter, texts[2:], **sizes).read_first()
     alone.draft([4, 12], seed=6)
     assert_same_drafts(other.draft([9, 13], seed=7), alone.draft([9, 13], seed=7), [0, 1])
+    batch.keep_rows([3])
+    batch.add_rows(other)
+    fresh = Batch(target, drafter, batch.texts, **sizes).read_first()
+    ends = [8, 10, 14]
+    fresh.draft([7, 9, 13], seed=8)
+    assert_same_drafts(batch.draft(ends, seed=9), fresh.draft(ends, seed=9), [0, 1, 2])
 
 
 def find_memory(state: Any) -> set[int]:
