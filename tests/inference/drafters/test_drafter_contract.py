@@ -248,8 +248,8 @@ def test_kept_rows_stay_in_their_memory_and_go_on(make: Maker, tmp_path: Path) -
 
 @every_drafter
 def test_added_rows_go_on_as_if_they_had_been_there(make: Maker, tmp_path: Path) -> None:
-    """Rows join where others have left, and more than there have ever been, in a state of earlier texts. Their own batch
-    goes on by itself."""
+    """Rows join where others have left, and more than there have ever been; the state has held other texts. The rows'
+    own batch goes on by itself."""
     target, drafter = make(tmp_path)
     texts = draw_texts(4, 40, seed=0)
     sizes: dict[str, Any] = {"max_length": 39, "num_scratch": 6, "has_first": True}
