@@ -50,14 +50,14 @@ def test_a_rehearsal_with_four_libraries(tmp_path: Path) -> None:
     link_libraries(libraries, "torch", "transformers", "safetensors", "tokenizers", without=without)
     words = ["scripts/benchmarks/gpu.py", "--device", "cpu", "--tiny", "--minutes", "6", "--output", str(record)]
     parts = [part for part in PARTS if part not in ("1B", "tests", "compiled")]
-    environment = {**os.environ, "PYTHONPATH": str(libraries), "HF_HUB_OFFLINE": "1"}
+    # Threads that wait for each other take long beside other tests.
+    environment = {**os.environ, "PYTHONPATH": str(libraries), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-S", *words, "--parts", *parts],
         cwd=REPOSITORY, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     found = json.loads(record.read_text())
-    is_done = all(part["state"] == "done" for part in found.values())
-    assert done.returncode == (0 if is_done else 1), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert list(found) == parts
     assert all(part["state"] in ("done", "cut off") for part in found.values()), "cut off: on a slow machine"
     assert not [line for part in found.values() for line in part["lines"].values() if "failed" in line]
