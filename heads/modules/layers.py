@@ -226,13 +226,12 @@ class DraftCache(RowState):
         self.show_rows(len(rows))
         self.lengths.copy_(lengths)
         self.begins.copy_(begins)
+        every_row = torch.arange(len(rows), device=device)[:, None]
         for plane, found in zip((self.keys, self.values), planes, strict=True):
             if self.window is None:
                 plane.narrow(2, self.num_scratch, width).copy_(found)
             else:
-                plane[torch.arange(len(rows), device=device)[:, None], :, self.num_scratch + slots % self.num_held] = (
-                    found
-                )
+                plane[every_row, :, self.num_scratch + slots % self.num_held] = found
 
     def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Fills columns [W] or [B, W], and returns keys and values up to the last column in view."""
