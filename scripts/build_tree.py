@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.modules.host_tensors import read_on_host, send
 from draftsmith.inference import StaticTree

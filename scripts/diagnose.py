@@ -18,6 +18,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 import torch
 import yaml
 from torch import Tensor

@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.checkpoint import SCRATCH, replace_checkpoint
 from draftsmith.heads.config import is_hub_id, public_name

@@ -21,6 +21,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from pathlib import Path
+
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from draftsmith.training.features.extraction import NOT_FROM_FILE, OPTION_CLASSES, extract_features
 from draftsmith.training.options.command_line import parse_arguments

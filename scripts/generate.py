@@ -20,6 +20,10 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import closing
+from pathlib import Path
+
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from rich.console import Console
 

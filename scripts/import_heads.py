@@ -17,6 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 from draftsmith.heads.checkpoint import read_head_type
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import recognize

@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if not __package__:  # launched as a file
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
 from draftsmith.inference.targets.files import read_config, read_tokenizer
 from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.training.data.options import DataArguments, option
