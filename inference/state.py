@@ -111,7 +111,8 @@ class DecodeState:
         self.num_pending.zero_()
 
     def start_drafter(self) -> None:
-        """The drafter has read nothing of the rows in the cache. Its state stays where it is, if that is possible."""
+        """Gives the drafter a state that has read nothing of the rows in the cache: with `has_static_state` always the
+        same one."""
         if self.drafter is None:
             return
         num_rows, is_static = self.cache.batch_size, self.drafter.has_static_state

@@ -90,7 +90,7 @@ class Drafter(metaclass=ABCMeta):
         all levels together."""
 
     def restart(self, state: Any, num_rows: int) -> None:
-        """Makes a used state as new, in place, with `has_static_state`.
+        """Begins other texts with a state, in place: it forgets what it has read. Called only with `has_static_state`.
 
         Args:
             num_rows: at most as many as it was started with.
