@@ -73,8 +73,9 @@ class Decoder:
         is_coupled: at temperature > 0 and with exact acceptance, let the drafter read the target's own Gumbel noise.
             More drafts are accepted, and the text is the same either way.
         batch_invariant: compute every token's scores in the same way, bit by bit, in passes of any number of tokens and
-            rows. Then drafted text equals plain text of this mode in bfloat16 and float16, too. A step takes
-            some percent longer (`Target.batch_invariant`).
+            rows. Then drafted text equals plain text of this mode in bfloat16 and float16, too. A step takes some
+            percent longer. None: in these dtypes on a CPU in eager steps, where it can be proved
+            (`Target.prefer_batch_invariant`).
         is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` holds the true time
             of each phase.
         compile: compile drafting, verification, acceptance and commits with torch.compile. The first steps of a process
@@ -109,7 +110,7 @@ class Decoder:
         tree: TreeOption | None = None,
         acceptance: AcceptanceRule | str = "exact",
         is_coupled: bool = True,
-        batch_invariant: bool = False,
+        batch_invariant: bool | None = None,
         is_synchronised: bool = False,
         compile: bool | Decoder = False,  # noqa: A002
         pack_weights: bool = False,
@@ -129,7 +130,9 @@ class Decoder:
         self.target = Target.of(target).with_packed_weights() if pack_weights else Target.of(target)
         if batch_invariant:
             self.target = self.target.batch_invariant()
-        if compile and self.target.min_pass_tokens > 1:
+        elif batch_invariant is None and not compile:
+            self.target = self.target.prefer_batch_invariant()
+        if compile and self.target.is_batch_invariant:
             check_compiling(self.target)
         self.drafter = None if drafter is None else drafter.for_target(self.target)
         rule = resolve_rule(acceptance)
@@ -444,8 +447,9 @@ class Decoder:
 
 def _check_switches(**switches: object) -> None:
     for name, value in switches.items():
-        if not isinstance(value, (bool, Decoder) if name == "compile" else bool):
-            also = ", or a compiled Decoder," if name == "compile" else ""
+        also = {"compile": ", or a compiled Decoder,", "batch_invariant": ", or None,"}.get(name, "")
+        other = {"compile": isinstance(value, Decoder), "batch_invariant": value is None}.get(name, False)
+        if not (isinstance(value, bool) or other):
             raise TypeError(f"{name} is {value!r}; True or False{also} is expected")
 
 

@@ -113,7 +113,7 @@ def judge(
         place: of the tokens in the texts.
     """
     request.keeps_logits = request.keeps_scores = True
-    output = Decoder(target).decode(request, seed=seed)
+    output = Decoder(target, batch_invariant=False).decode(request, seed=seed)
     assert output.logits is not None
     assert output.scores is not None
     ids = torch.tensor(tokens, device=target.device)
@@ -131,7 +131,7 @@ def judge(
         tokens,
         log_probs=(first, second),
         gap=gap if math.isfinite(gap) else None,
-        resolution=0.0 if target.min_pass_tokens > 1 else step,
+        resolution=0.0 if target.is_batch_invariant else step,
         dtype=str(target.dtype).removeprefix("torch."),
     )
 

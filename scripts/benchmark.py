@@ -103,7 +103,7 @@ class BenchmarkArguments:
     batch_invariant: bool = option(
         default=False,
         help="Score tokens alike in passes of any width. Texts are compared with plain decoding's; the same without "
-        "this mode is timed beside it.",
+        "this mode is timed beside it. Unlike elsewhere, off by default.",
     )
     seed: int = option(default=0, help="Prompt i is sampled with the seed SEED + i.")
     repeats: int = option(default=3, help="Rounds over all prompts.")

@@ -72,8 +72,11 @@ class ServeArguments:
     dtype: str = option(default="auto", help=DTYPE_HELP, metadata={"choices": list(DTYPES)})
     device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
     pack_weights: bool | None = option(default=None, help=PACK_HELP, metadata={"nargs": "?", "const": True})
-    batch_invariant: bool = option(
-        default=False, help="Score tokens alike in passes of any width: other rows then change no bit. It is slower."
+    batch_invariant: bool | None = option(
+        default=None,
+        help="Score tokens alike in passes of any width: other rows then change no bit; none = in bfloat16 and float16 "
+        "on a CPU.",
+        metadata={"nargs": "?", "const": True},
     )
     host: str = option(default="127.0.0.1", help="Address; 0.0.0.0 = all networks (give an --api_key).")
     port: int = option(default=8000, help="Port; 0 = any free one.")
@@ -156,7 +159,10 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     if packs_weights(target, args.pack_weights):
         _note("packing the weights")
         target = target.with_packed_weights()
-    target = target.batch_invariant() if args.batch_invariant else target
+    if args.batch_invariant is None:
+        target = target.prefer_batch_invariant()
+    elif args.batch_invariant:
+        target = target.batch_invariant()
     length = min(args.max_length, target.max_length or args.max_length)
     limits = Limits(args.max_batch_size, length, args.max_queue, args.max_lanes)
     _note("allocating the caches")

@@ -34,7 +34,6 @@ REPEATED = "repeated_rows"  # of a mask that nobody changes: a dict for its rows
 LONG_PASS = 128  # in passes of this many tokens, repeating the mask costs more than repeating the keys
 # The ids of configs whose models run in grouped attention anyway.
 _HELD: ContextVar[tuple[int, ...]] = ContextVar("held", default=())
-EXACT_ROWS = 64  # tokens that attend_exactly computes at a time, which bounds its memory in prompts
 
 
 def attend_grouped(
@@ -55,13 +54,7 @@ def attend_grouped(
         [B, N, H, d]. transformers' own function computes everything but grouped attention under such a mask.
     """
     if attention_mask is not None and attention_mask.dtype == torch.float64:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        is_call = torch.compiler.is_compiling() and not (query.dtype == torch.bfloat16 and has_bfloat16_alone())
-        attend = _attend_exactly if is_call else attend_exactly
-        if query.shape[2] <= EXACT_ROWS:
-            return attend(query, key, value, attention_mask, scale), None
-        parts = zip(query.split(EXACT_ROWS, dim=2), attention_mask.split(EXACT_ROWS, dim=2), strict=True)
-        return torch.cat([attend(rows, key, value, mask, scale) for rows, mask in parts], dim=1), None
+        return attend_exactly(query, key, value, attention_mask, scaling), None
     num_heads, num_groups = query.shape[1], key.shape[1]
     get = kwargs.get
     is_plain = not dropout and get("position_bias") is None and get("s_aux") is None and get("softcap") is None
@@ -159,41 +152,22 @@ def _attend_by_member(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     return attended.flatten(1, 2)
 
 
-def attend_exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention whose result does not depend on the order of the keys, or on masked slots between and after them.
+def attend_exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
+    """Attention whose result does not depend on the order of the keys, on masked slots between and after them, or on
+    the other queries.
 
     The branches of a tree leave gaps between the slots of a path, so a path's keys are added in another order than a
-    text's. In float64 the order changes the sums by 1e-16, which rounding to the model's dtype hides. A score is a
-    product of one query and one key, so its order is fixed already.
+    text's. In float64 the order changes the sums by 1e-16, which rounding to the model's dtype hides.
 
     Args:
-        query, key, value: as in `attend_masked`.
+        query, key, value, scale: as in `attend_masked`.
         mask: [B, 1, N, S] float64, additive.
-        scale: factor of the scores.
 
     Returns:
         [B, N, H, d of the values], contiguous.
     """
-    batch, num_heads, num_tokens, size = query.shape
-    num_slots = key.shape[2]
-    grouped = query.reshape(batch * key.shape[1], -1, size)  # [B * G, H / G * N, d]
-    scores = torch.bmm(grouped, key.flatten(0, 1).transpose(1, 2)).view(batch, num_heads, num_tokens, num_slots)
-    weights = torch.add(mask, scores, alpha=scale).softmax(dim=-1)
-    attended = torch.bmm(weights.view(*grouped.shape[:2], num_slots), value.flatten(0, 1).double())
-    by_token = attended.view(batch, num_heads, num_tokens, -1).transpose(1, 2)
-    return by_token.to(value.dtype, copy=True, memory_format=torch.contiguous_format)
-
-
-# One call in graphs: inductor's own kernels, where nothing else is allowed, have no products in float64.
-_attend_exactly = torch.library.custom_op(
-    "draftsmith::attend_exactly",
-    attend_exactly,
-    mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor mask, float scale) -> Tensor",
-)
-_attend_exactly.register_fake(
-    lambda query, key, value, mask, scale: query.new_empty(*query.transpose(1, 2).shape[:-1], value.shape[-1])
-)
+    attended = attend_masked(query.double(), key.double(), value.double(), mask, scale=scale)
+    return attended.transpose(1, 2).to(value.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 AttentionInterface.register(GROUPED, attend_grouped)

@@ -6,6 +6,7 @@ On a CPU a product gets a few rows at a time; on CUDA it is a Triton kernel (`tr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
@@ -16,14 +17,12 @@ from torch.nn import functional as F
 from draftsmith.inference.kernels.attention import can_use_kernel
 from draftsmith.inference.kernels.packed_weights import PackedLinear, PackedMatrix, make_twin, split_evenly
 
-# Sizes of a tile, largest first, None = any number of rows; with the numbers of rows that are compared. Passes have
-# four rows at least.
-_TILES: dict[int | None, Sequence[int]] = {
-    None: (4, 5, 8, 9, 12, 16, 17, 32, 33, 64, 129),
-    32: (4, 5, 8, 9, 12, 15, 16, 17, 24, 31, 32),
-    8: (4, 5, 6, 7, 8),
-}
-_SHAPES = ((256, 256), (704, 256), (576, 1536), (1536, 576), (1024, 1024))  # inputs and outputs
+# Most rows of a product, None = any number, with the least that are tried: products are split evenly.
+_TILES: dict[int | None, Sequence[int]] = {None: (1, 2, 4, 8, 12, 16), 32: (1, 2, 4, 8, 12, 16), 8: (1, 2, 4)}
+_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 31, 32, 33, 64, 129)  # rows that are compared
+_BLOCKS = 4  # products of each number of rows
+_SHAPES = frozenset({(256, 256), (704, 256), (576, 1536), (1536, 576), (1024, 1024)})  # inputs and outputs
+_MOST_WEIGHTS = 1 << 22  # of a matrix that is tried: larger ones with fewer outputs
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -41,15 +40,23 @@ class SplitLinear(nn.Linear):
         return torch.cat(parts).view(*input.shape[:-1], -1)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Numbers of rows of a product with which no row depends on their number; most: None = any number."""
+
+    least: int
+    most: int | None
+
+
 def fix_rows(module: M, dtype: torch.dtype, device: torch.device) -> M | None:
-    """A twin of `module` in which no row of a product depends on their number; None = the module's own are like this,
-    or nothing here can replace them."""
+    """A twin of `module` in which no row of a product depends on their number, if there are enough of them; None = the
+    module's own are like this, or nothing here can replace them."""
     if can_use_kernel(device):
         from draftsmith.inference.kernels import triton_linear
 
         return triton_linear.use_triton(module)
-    tile = find_tile(dtype, device.type)
-    return None if tile is None else split_rows(module, tile)
+    most = find_rows(module, dtype).most if device.type == "cpu" else None
+    return None if most is None else split_rows(module, most)
 
 
 def split_rows(module: M, most_rows: int) -> M:
@@ -70,25 +77,42 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and "forward" not in vars(module)
 
 
+def find_rows(module: nn.Module, dtype: torch.dtype) -> Rows:
+    """What the linear layers of a module on this CPU need. Packed weights are multiplied by enough rows anyway."""
+    layers = [part for part in module.modules() if isinstance(part, nn.Linear) and not isinstance(part, PackedLinear)]
+    shapes = ((layer.in_features, layer.out_features) for layer in layers)
+    cut = frozenset((inputs, min(outputs, _MOST_WEIGHTS // inputs)) for inputs, outputs in shapes)
+    return _find_rows(dtype, cut, torch.get_num_threads())
+
+
+def has_one_kernel(dtype: torch.dtype) -> bool:
+    """Whether products of many rows on this CPU need not be split."""
+    return _find_rows(dtype, _SHAPES, torch.get_num_threads()).most is None
+
+
 @cache
-def find_tile(dtype: torch.dtype, device: str) -> int | None:
-    """How many rows at most a product on this type of device may have, so that no row depends on their number; None =
-    any number."""
-    if device != "cpu":
-        return None
-    return next((tile for tile, counts in _TILES.items() if _is_one_kernel(dtype, counts)), min(filter(None, _TILES)))
+def _find_rows(dtype: torch.dtype, shapes: frozenset[tuple[int, int]], num_threads: int) -> Rows:
+    """num_threads: torch's, which choose other kernels."""
+    tried = [Rows(least, most) for most, leasts in _TILES.items() for least in leasts]
+    return next((rows for rows in tried if all(_are_alike(dtype, rows, *shape) for shape in shapes)), tried[-1])
 
 
-def _is_one_kernel(dtype: torch.dtype, counts: Sequence[int]) -> bool:
-    """Sums of numbers that cancel each other show another order."""
+def _are_alike(dtype: torch.dtype, rows: Rows, inputs: int, outputs: int) -> bool:
+    """Whether products with so many rows are alike in every row. Sums of numbers that cancel each other show whenever
+    they are added in another order."""
     generator = torch.Generator().manual_seed(0)
-    large = 2.0**15 if dtype == torch.float16 else 2.0**40
-    for inputs, outputs in _SHAPES:
-        weight = torch.ones(outputs, inputs, dtype=dtype)
-        rows = torch.randn(max(counts), inputs, generator=generator)
-        rows[:, torch.randperm(inputs, generator=generator)[:2]] = torch.tensor([large, -large])
-        rows = rows.to(dtype)
-        first, *others = (F.linear(rows[:count], weight)[: counts[0]] for count in counts)
-        if not all(torch.equal(one, first) for one in others):
-            return False
-    return True
+    counts = [count for count in _COUNTS if rows.least <= count <= (rows.most or count)]
+    third = inputs // 3
+    large, small = torch.randn(counts[-1], inputs - third, generator=generator).split([third, inputs - 2 * third], 1)
+    values = torch.cat([512 * large, -512 * large, small / 64], dim=1).to(dtype)
+    own, rest = torch.randn(outputs, inputs - third, generator=generator).split([third, inputs - 2 * third], 1)
+    weight = torch.cat([own, own, rest], dim=1).to(dtype)
+    order = torch.randperm(inputs, generator=generator)
+    values, weight = values[:, order].contiguous(), weight[:, order].contiguous()
+    products = F.linear(values, weight)
+    return all(
+        torch.equal(F.linear(block, weight), expected)
+        for count in counts
+        for block, expected in list(zip(values.split(count), products.split(count), strict=True))[:_BLOCKS]
+        if len(block) == count
+    )

@@ -40,7 +40,7 @@ def memory_file(target: Target, drafter: Any, policies: Sequence[TreePolicy], ru
         _describe_machine(target.device),
         type(target.model).__name__,
         target.is_packed,
-        target.min_pass_tokens,
+        target.is_batch_invariant,
         _digest(target.text_config),
         _sample_weights(target.model),
         str(target.dtype),

@@ -1,7 +1,12 @@
-"""Rows that are added to products of few rows in graphs with packed weights, as `PackedLinear` does it."""
+"""Rows that are added to products of few rows in graphs with packed weights, as `PackedLinear` does it.
+
+The sum of a product and what a layer adds to it (the residual) gets them too: oneDNN adds it before it rounds, in every
+graph or in none, so that graphs of few rows and of many compute the same.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +15,7 @@ from torch import fx
 from draftsmith.inference.kernels.packed_weights import LEAST_ROWS
 
 _PRODUCTS = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}  # and the place of the rows
+_VIEW, _ADD = torch.ops.aten.view.default, torch.ops.aten.add.Tensor
 
 
 def add_rows(graph: fx.Graph) -> None:
@@ -22,13 +28,48 @@ def add_rows(graph: fx.Graph) -> None:
             if place and node.args[0].meta["val"].ndim > 1:  # a bias for each row
                 continue
             with graph.inserting_before(node):
-                rows = _call(
-                    graph, torch.ops.aten.constant_pad_nd.default, node.args[place], [0, 0, 0, LEAST_ROWS - size]
-                )
+                rows = _pad(graph, node.args[place], size)
                 wide = _call(graph, product, *node.args[:place], rows, *node.args[place + 1 :], **node.kwargs)
+            views = _find_views(node)
+            total = next(iter(views[-1].users))
+            if len(views[-1].users) == 1 and _adds_rows(total):
+                with graph.inserting_before(total):
+                    terms = [
+                        wide if term is views[-1] else _pad(graph, _view(graph, term, (size, -1)), size)
+                        for term in total.args
+                    ]
+                    wide = _call(graph, _ADD, *terms)
+                views.append(total)
+            with graph.inserting_after(wide):
                 cut = _call(graph, torch.ops.aten.slice.Tensor, wide, 0, 0, size)
-            node.replace_all_uses_with(cut)
-            graph.erase_node(node)
+            with graph.inserting_after(cut):
+                views[-1].replace_all_uses_with(_view(graph, cut, views[-1].meta["val"].shape))
+            for one in reversed(views):
+                graph.erase_node(one)
+
+
+def _find_views(node: fx.Node) -> list[fx.Node]:
+    """The node, and the views of it that nothing else reads."""
+    views = [node]
+    while len(views[-1].users) == 1 and (user := next(iter(views[-1].users))).target is _VIEW:
+        views.append(user)
+    return views
+
+
+def _adds_rows(node: fx.Node) -> bool:
+    """Whether it adds two tensors of one shape and dtype."""
+    if node.target is not _ADD or node.kwargs or not all(isinstance(term, fx.Node) for term in node.args):
+        return False
+    first, second = (term.meta["val"] for term in node.args)
+    return node.args[0] is not node.args[1] and (first.shape, first.dtype) == (second.shape, second.dtype)
+
+
+def _pad(graph: fx.Graph, rows: fx.Node, size: int) -> fx.Node:
+    return _call(graph, torch.ops.aten.constant_pad_nd.default, rows, [0, 0, 0, LEAST_ROWS - size])
+
+
+def _view(graph: fx.Graph, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+    return _call(graph, torch.ops.aten.reshape.default, node, [*shape])
 
 
 def _call(graph: fx.Graph, function: Any, *args: Any, **kwargs: Any) -> fx.Node:

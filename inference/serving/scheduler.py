@@ -240,7 +240,13 @@ class Scheduler:
             del self._lanes[min(idle, key=lambda other: self._lanes[other].last_used)]
         drafter, tree = self.drafters.get(name[0]), name[1] or self.tree
         learner = self.learner if name[0] == self.default_name else None
-        decoder = Decoder(self.target, drafter, tree=tree if drafter is not None else None, learner=learner)
+        decoder = Decoder(
+            self.target,
+            drafter,
+            tree=tree if drafter is not None else None,
+            batch_invariant=False,
+            learner=learner,
+        )
         lane = Lane(decoder, max_rows=self.limits.max_rows, max_length=self.limits.max_length)
         self._lanes[name] = lane
         return lane

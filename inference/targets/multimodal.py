@@ -82,7 +82,7 @@ def prepare_media(
     causal_lm = target.backbone.causal_lm
     if min(counts) < input_ids.shape[1]:
         target.refuse_recurrent(f"rows with {', '.join(sorted(names))} cannot have padding", "decode them one by one")
-    if target.min_pass_tokens > 1:
+    if target.is_batch_invariant:
         raise ValueError(
             f"{', '.join(sorted(names))} cannot be read with batch_invariant=True: the model's own pass over them "
             "depends on the other rows; leave batch_invariant out"

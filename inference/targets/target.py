@@ -10,6 +10,7 @@ are numbered.
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -47,12 +48,19 @@ from draftsmith.inference.targets.parts import (
     run_frozen,
     take_first_layers,
 )
-from draftsmith.inference.targets.probing.invariance import check_invariance, check_supported, count_min_pass_tokens
+from draftsmith.inference.targets.probing.invariance import (
+    find_difference,
+    find_min_pass_tokens,
+    find_obstacle,
+    find_price,
+)
 from draftsmith.inference.targets.probing.known_models import describe_model, find_known
 from draftsmith.inference.targets.probing.probe import Capabilities, probe_encoder_decoder, probe_model
 from draftsmith.inference.targets.recurrent.finding import find_recurrence
 from draftsmith.inference.targets.recurrent.proving import check_rollback
 from draftsmith.inference.targets.recurrent.replayable_layers import ReplayableLayers
+
+logger = logging.getLogger(__name__)
 
 
 class Target:
@@ -71,7 +79,8 @@ class Target:
         num_embeddings: number of token ids the model knows.
         embed_tokens, lm_head: the model's own modules.
         masks: makes the model's attention masks.
-        min_pass_tokens: a pass has at least this many tokens per row of the batch (see `batch_invariant`).
+        is_batch_invariant: whether this is the target in batch-invariant mode (see `batch_invariant`).
+        min_pass_tokens: a pass has at least this many tokens per row of the batch; 1 outside of that mode.
         is_encoder_decoder: caches need a source (`read_source`) before the first token, and there are no features.
         max_length: positions for which the target is exact, or None; `length_limit_reason` says where it comes from.
         capabilities: what the passes of construction found.
@@ -103,7 +112,7 @@ class Target:
         self.masks = TreeMasks(
             find_layer_windows(self.text_config), self.dtype, find_types_without_attention(self.text_config)
         )
-        self.min_pass_tokens = 1
+        self.is_batch_invariant, self.min_pass_tokens = False, 1
         self._placed = PlacedDecoder(self._causal_lm) if self._causal_lm.config.is_encoder_decoder else None
         recurrence = find_recurrence(self._causal_lm, self.device) if capabilities is None else capabilities.recurrence
         self._recurrent_layers = None if recurrence is None else ReplayableLayers(self._causal_lm, recurrence)
@@ -160,7 +169,7 @@ class Target:
                 "pack_weights packs linear layers on a CPU, in float32, and in bfloat16 with AVX-512; this target "
                 f"({type(self.model).__name__}, {self.dtype} on {self.device}) has none: leave the option out"
             )
-        return packed.batch_invariant() if self.min_pass_tokens > 1 else packed
+        return packed.batch_invariant() if self.is_batch_invariant else packed
 
     def _probe(self) -> Capabilities:
         if self._placed is not None:
@@ -204,19 +213,45 @@ class Target:
         Raises:
             ValueError: the model's attention cannot be replaced, or its scores still depend on other tokens.
         """
-        if self.min_pass_tokens > 1:
+        mode, reason = self._find_mode()
+        if mode is None:
+            raise ValueError(f"batch_invariant=True cannot be kept: {reason}. Leave batch_invariant out")
+        return mode
+
+    def prefer_batch_invariant(self) -> Target:
+        """`batch_invariant()` where drafts could change texts and the mode costs some percent of a step: in bfloat16
+        and float16 on a CPU. Where it cannot be kept, this target, and the log says why, once."""
+        if self.is_batch_invariant or self.device.type != "cpu" or self.dtype not in (torch.bfloat16, torch.float16):
             return self
-        check_supported(self._causal_lm)
+        known = self.capabilities.is_known_invariant
+        reason = None if known else find_price(self)
+        if reason is None and known != [False]:
+            mode, reason = self._find_mode()
+            if mode is not None:
+                return mode
+        if reason is not None:
+            known.append(False)
+            logger.warning("drafts may change a text at near-ties of two tokens in %s: %s", self.dtype, reason)
+        return self
+
+    def _find_mode(self) -> tuple[Target | None, str | None]:
+        """This target in batch-invariant mode, or None and the reason."""
+        if self.is_batch_invariant:
+            return self, None
+        if (reason := find_obstacle(self._causal_lm)) is not None:
+            return None, reason
         mode = copy.copy(self)
         if (twin := fix_rows(self.model, self.dtype, self.device)) is not None:
             mode = Target(twin, capabilities=self.capabilities.of_a_twin())
         if not mode.masks.packs_all:  # the Triton kernels, whose numbers do not depend on the rest of the pass
             mode.masks = TreeMasks(self.masks.windows, torch.float64, self.masks.without)
-        mode.min_pass_tokens = count_min_pass_tokens(self._causal_lm)
-        if not mode.capabilities.is_known_invariant:
-            check_invariance(mode)
+        mode.is_batch_invariant = True
+        mode.min_pass_tokens = find_min_pass_tokens(mode)
+        if True not in mode.capabilities.is_known_invariant:
+            if (reason := find_difference(mode)) is not None:
+                return None, reason
             mode.capabilities.is_known_invariant.append(True)
-        return mode
+        return mode, None
 
     def check_again(self) -> None:
         """Refuses (ValueError) adapters and autocast that construction would refuse and that came later."""

@@ -42,9 +42,11 @@ class GenerateArguments:
     device: str | None = option(default=None, help="Device; none = cuda if there is one, else cpu.")
     compile: bool = option(default=False, help="Compile the decoding: a slow start, then faster steps.")
     pack_weights: bool | None = option(default=None, help=PACK_HELP, metadata={"nargs": "?", "const": True})
-    batch_invariant: bool = option(
-        default=False,
-        help="Score tokens alike in passes of any width, so that drafts change no bit of a text. It is slower.",
+    batch_invariant: bool | None = option(
+        default=None,
+        help="Score tokens alike in passes of any width, so that drafts change no bit of a text; none = in bfloat16 "
+        "and float16 on a CPU, without --compile.",
+        metadata={"nargs": "?", "const": True},
     )
     compare: bool = option(
         default=False, help="Decode each reply a second time without drafts, and compare texts and speeds."

@@ -213,7 +213,8 @@ class ChatSession:
         if self._plain is None:
             beside = self.decoder  # whose weights it reads, packed or not, and whose graphs
             is_local = isinstance(beside, Decoder)
-            self._plain = Decoder(beside.target if is_local else self.target, compile=self.args.compile and beside)
+            target = beside.target if is_local else self.target
+            self._plain = Decoder(target, compile=self.args.compile and beside, batch_invariant=False)
         found = compare_with_plain(self._last, self._plain, self.tokenizer)
         self._plain_speed = speed_of(found.stats)
         keeps_text = self.args.acceptance == "exact" or not self._last.options["do_sample"]

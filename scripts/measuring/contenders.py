@@ -113,7 +113,7 @@ class OurDecoding:
         is_compiled: bool | Decoder = False,
         **options: Any,
     ) -> None:
-        self.decoder = Decoder(target, drafter, tree=tree, compile=is_compiled, **options)
+        self.decoder = Decoder(target, drafter, tree=tree, compile=is_compiled, batch_invariant=False, **options)
 
     def __call__(
         self,

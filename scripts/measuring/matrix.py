@@ -141,7 +141,7 @@ def load_subject(
 def is_faster_compiled(target: Target) -> bool:
     """Whether a step is mostly dispatch, which compiling saves: true for small weights on a CPU. Not in batch-invariant
     mode, which some CPUs cannot compile."""
-    is_free = target.device.type == "cpu" and target.min_pass_tokens == 1
+    is_free = target.device.type == "cpu" and not target.is_batch_invariant
     return is_free and count_weight_bytes(target.model) < SMALL_BYTES
 
 

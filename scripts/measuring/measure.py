@@ -203,7 +203,8 @@ def follow_turns(prompts: Sequence[Prompt], tokenizer: Any, target: Target, sett
     """The prompts, each with one more for every later user turn of its conversation. The replies between them are plain
     decoding's, and so those of all exact contenders. A conversation ends before a turn that leaves no room for a reply,
     or that the chat template rejects; a warning tells of these."""
-    decoder, found, problems = Decoder(target, None), list[Prompt](), list[str]()
+    found, problems = list[Prompt](), list[str]()
+    decoder = Decoder(target, None, batch_invariant=False)
     for prompt in prompts:
         found.append(replace(prompt, index=len(found)))
         messages, *later = [[]] if prompt.conversation is None else prompt.conversation.given_turns()

@@ -149,9 +149,9 @@ def test_refused_options(options: dict[str, Any], match: str) -> None:
 @pytest.mark.parametrize(
     "name", ["is_coupled", "batch_invariant", "is_synchronised", "compile", "pack_weights", "graphs", "reuse_cache"]
 )
-@pytest.mark.parametrize("value", ["yes", None, 1])
+@pytest.mark.parametrize("value", ["yes", 0, 1])
 def test_switches_are_true_or_false(name: str, value: Any) -> None:
-    also = ", or a compiled Decoder," if name == "compile" else ""
+    also = {"compile": ", or a compiled Decoder,", "batch_invariant": ", or None,"}.get(name, "")
     with pytest.raises(TypeError, match=f"^{name} is {value!r}; True or False{also} is expected"):
         generate(MODEL, None, PROMPT, **GREEDY, **{name: value})
 

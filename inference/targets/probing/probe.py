@@ -65,7 +65,7 @@ class Capabilities:
         takes_packed_masks: whether it hands packed masks to its layers, and their attention reads them.
         takes_inference_mode: whether it runs under torch.inference_mode. Some quantised weights do not.
         first_layers: the model's first layers as models of their own, by number of layers; filled on demand.
-        is_known_invariant: not empty once the model has passed the check of batch-invariant mode.
+        is_known_invariant: whether the model has passed the check of batch-invariant mode, once it was asked.
         recurrence: its recurrent layers; None if it has none.
         proven_media: sets of arguments of images, video or audio after which its text was proven (`prove_media`).
     """

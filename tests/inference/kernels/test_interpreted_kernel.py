@@ -159,7 +159,7 @@ def test_batch_invariant_mode(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
 
 @interpreted
 def test_deep_trees_are_refused_in_batch_invariant_mode() -> None:
-    mode = SimpleNamespace(min_pass_tokens=4, masks=SimpleNamespace(packs_all=True))
+    mode = SimpleNamespace(is_batch_invariant=True, masks=SimpleNamespace(packs_all=True))
     check_depth(mode, 64)
     with pytest.raises(ValueError, match=r"65 levels deep.* at most 64: choose a smaller tree"):
         check_depth(mode, 65)

@@ -33,3 +33,23 @@ def test_products_have_enough_rows(num_rows: int) -> None:
     assert sorted(sizes[torch.ops.aten.addmm.default]) == sorted(
         [enough, num_rows]
     )  # with a bias for each row: as it was
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_what_a_layer_adds_is_added_to_all_rows(is_first: bool) -> None:
+    """Or oneDNN would add it before it rounds in graphs of many rows only."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(1, 2, 8), torch.randn(8, 8)
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        product = (hidden.view(2, 8) @ weight).view(1, 2, 8)
+        return product + hidden if is_first else hidden + product
+
+    traced = make_fx(layer, tracing_mode="fake", _allow_non_fake_inputs=True)(hidden)
+    wanted = traced(hidden)
+    add_rows(traced.graph)
+    traced.graph.lint()
+    traced.recompile()
+    torch.testing.assert_close(traced(hidden), wanted)
+    (total,) = traced.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+    assert total.meta["val"].shape == (LEAST_ROWS, 8)
