@@ -49,7 +49,7 @@ def find_price(target: Any) -> str | None:
     if causal_lm.config.get_text_config() is not causal_lm.config:
         return f"{type(causal_lm).__name__} also reads images or sounds, which the mode refuses"
     if find_rows(target.model, target.dtype).most is not None:
-        return "products on this CPU (AMX) depend on the number of rows, and prompts would take longer"
+        return "products on this CPU must be split for it, so prompts would take longer"
     return None
 
 
