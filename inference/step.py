@@ -255,7 +255,10 @@ class Step:
         in_view = state.cache.view_slots(span.longest)
         if policy is None:
             if self.drafter is not None and state.pending_bound >= CATCH_UP:
-                catch_up(state, self.drafter, state.pending_bound, in_view.shape[0])
+                if self.drafter.reads_last_only:
+                    state.num_pending.zero_()
+                else:
+                    catch_up(state, self.drafter, state.pending_bound, in_view.shape[0])
                 state.pending_bound = 0
             tree, noise = run.plant_root(state, sampler, self.target.vocab_size)
         else:

@@ -210,6 +210,10 @@ class HydraHeads(DraftHeads):
 
     # Decoding.
 
+    @property
+    def reads_last_only(self) -> bool:  # type: ignore[override]
+        return self.prefix is None
+
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> HydraState:
         cache = None
         if self.prefix is not None:

@@ -81,6 +81,7 @@ class MedusaHeads(DraftHeads):
 
     config_class = MedusaConfig
     has_static_state = True
+    reads_last_only = True
     default_loss = "cross_entropy"
     default_learning_rate = 1e-3  # of the paper, for MLPs and LM heads that start from the target's (appendix B)
 

@@ -61,6 +61,9 @@ class Drafter(metaclass=ABCMeta):
     reads_first_token: bool = False
     """Whether it needs a text's first token, which no slot holds. The loop then calls `read_first`."""
 
+    reads_last_only: bool = False
+    """Whether a draft depends on the last token and its features only. Then those before it are not read."""
+
     shares_target_cache: bool = False
     """Whether it runs layers of the target itself, in the target's cache (Kangaroo). The loop then calls
     `share_cache`."""

@@ -151,7 +151,7 @@ def test_texts_while_drafting_stops_and_goes_on(
     decoder = scripted(target, drafter, [True, *[False] * 7, True, *[False] * 12])
     assert torch.equal(decoder.generate(**pad_prompts(prompts), **options, **ends).sequences, expected)
     assert max(eager_catching_up) == 4
-    assert len(eager_catching_up) > len(trees) + 1
+    assert drafter.reads_last_only or len(eager_catching_up) > len(trees) + 1
     if can_leave:
         check_next_turn(decoder, target, [row[row > 0] for row in expected], options)
 
