@@ -279,7 +279,8 @@ class CapturedFunctions:
             finally:
                 cache.offsets = before
 
-        return self.graphs["draft"].run((policy, len(in_view), parts.key), run, (cache.offsets, parts.values))
+        key = policy, len(in_view), parts.key, getattr(state.draft, "threshold", None)
+        return self.graphs["draft"].run(key, run, (cache.offsets, parts.values))
 
     def _plant_root(self, state: DecodeState, sampler: Sampler, vocab_size: int) -> Any:
         self._own(state)

@@ -218,6 +218,30 @@ def test_batch_invariant_steps() -> None:
     assert not recorded.eager
 
 
+def test_another_threshold_takes_other_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_for("kangaroo-1")
+    heads = tiny_heads("kangaroo", target)
+    decoder, eager = (Decoder(target, heads, tree=chain(3)) for _ in range(2))
+    recorded, call = capture(decoder), Step.__call__
+    trees: list[list[Any]] = []
+
+    def note(step: Step, *args: Any, **options: Any) -> Any:
+        output = call(step, *args, **options)
+        trees[-1].append(output.tree.token_ids.tolist())
+        return output
+
+    monkeypatch.setattr(Step, "__call__", note)
+    for threshold in (None, 0.9, None):
+        for one in (eager, decoder, decoder):
+            assert one.drafter is not None
+            one.drafter.config.confidence_threshold = threshold
+            trees.append([])
+            one.generate(random_prompt(9), max_new_tokens=20, **GREEDY)
+        assert trees[-1] == trees[-2] == trees[-3]
+    assert trees[0] == trees[-1] != trees[3]
+    assert not recorded.eager
+
+
 def test_another_batch_size_takes_other_graphs() -> None:
     target = Target(tiny_target("llama"))
     decoder = Decoder(target, tiny_heads("eagle3", target), tree=chain(2))
