@@ -224,7 +224,7 @@ class Target:
         if self.is_batch_invariant or self.device.type != "cpu" or self.dtype not in (torch.bfloat16, torch.float16):
             return self
         known = self.capabilities.is_known_invariant
-        reason = None if known else find_price(self)
+        reason = None if known else find_obstacle(self._causal_lm) or find_price(self)
         if reason is None and known != [False]:
             mode, reason = self._find_mode()
             if mode is not None:
