@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
 from draftsmith.inference.kernels.attention import can_use_kernel
 from draftsmith.inference.kernels.packed_weights import PackedLinear, PackedMatrix, make_twin, split_evenly
@@ -80,7 +81,8 @@ def _is_plain(module: nn.Module) -> bool:
 def find_rows(module: nn.Module, dtype: torch.dtype) -> Rows:
     """What the linear layers of a module on this CPU need. Packed weights are multiplied by enough rows anyway."""
     layers = [part for part in module.modules() if isinstance(part, nn.Linear) and not isinstance(part, PackedLinear)]
-    shapes = ((layer.in_features, layer.out_features) for layer in layers)
+    shapes = [(layer.in_features, layer.out_features) for layer in layers]
+    shapes += [(part.nx, part.nf) for part in module.modules() if isinstance(part, Conv1D)]
     cut = frozenset((inputs, min(outputs, _MOST_WEIGHTS // inputs)) for inputs, outputs in shapes)
     return _find_rows(dtype, cut, torch.get_num_threads())
 

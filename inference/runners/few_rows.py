@@ -36,7 +36,7 @@ def add_rows(graph: fx.Graph) -> None:
                 with graph.inserting_before(total):
                     terms = [
                         wide if term is views[-1] else _pad(graph, _view(graph, term, (size, -1)), size)
-                        for term in total.args
+                        for term in total.all_input_nodes
                     ]
                     wide = _call(graph, _ADD, *terms)
                 views.append(total)
@@ -58,10 +58,11 @@ def _find_views(node: fx.Node) -> list[fx.Node]:
 
 def _adds_rows(node: fx.Node) -> bool:
     """Whether it adds two tensors of one shape and dtype."""
-    if node.target is not _ADD or node.kwargs or not all(isinstance(term, fx.Node) for term in node.args):
+    terms = [term for term in node.args if isinstance(term, fx.Node)]
+    if node.target is not _ADD or node.kwargs or len(terms) < 2 or terms[0] is terms[1]:
         return False
-    first, second = (term.meta["val"] for term in node.args)
-    return node.args[0] is not node.args[1] and (first.shape, first.dtype) == (second.shape, second.dtype)
+    first, second = (term.meta["val"] for term in terms)
+    return bool((first.shape, first.dtype) == (second.shape, second.dtype))
 
 
 def _pad(graph: fx.Graph, rows: fx.Node, size: int) -> fx.Node:
