@@ -75,7 +75,7 @@ class Decoder:
         batch_invariant: compute every token's scores in the same way, bit by bit, in passes of any number of tokens and
             rows. Then drafted text equals plain text of this mode in bfloat16 and float16, too. A step takes some
             percent longer. None: in these dtypes on a CPU in eager steps, where it can be proved
-            (`Target.prefer_batch_invariant`).
+            (`Target.prefer_batch_invariant`); a `Target` in this mode stays in it.
         is_synchronised: wait for the accelerator at every phase boundary, so that `stats.seconds` holds the true time
             of each phase.
         compile: compile drafting, verification, acceptance and commits with torch.compile. The first steps of a process
@@ -131,7 +131,7 @@ class Decoder:
         if batch_invariant:
             self.target = self.target.batch_invariant()
         elif batch_invariant is None and not compile:
-            self.target = self.target.prefer_batch_invariant()
+            self.target = self.target.prefer_batch_invariant(warns=drafter is not None)
         if compile and self.target.is_batch_invariant:
             check_compiling(self.target)
         self.drafter = None if drafter is None else drafter.for_target(self.target)

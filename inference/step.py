@@ -286,7 +286,7 @@ class Step:
 
     def verify(self, cache: KVCache, tree: TokenTree, span: Span) -> TargetOutput:
         """One forward pass over all nodes, in new slots."""
-        cache.open_slots(max(tree.num_nodes, self.min_pass_tokens), span)
+        cache.open_slots(max(tree.num_nodes, self.target.min_pass_tokens), span)
         return self.runner.verify(self, cache, tree)
 
     def active(self) -> AbstractContextManager[None]:
@@ -306,14 +306,9 @@ class Step:
         return StepOutput(None, tree, read, accepted, emitted, is_first=True)
 
     @property
-    def min_pass_tokens(self) -> int:
-        """The target's, except in graphs that give products of one row more rows (`runners/few_rows.py`)."""
-        return 1 if self.runner.reads_prompts else self.target.min_pass_tokens
-
-    @property
     def num_slots_after(self) -> int:
         """Cache slots that a step may write to after a row's committed tokens."""
-        num_nodes = max(self.num_nodes, self.min_pass_tokens)
+        num_nodes = max(self.num_nodes, self.target.min_pass_tokens)
         if self.policy is None or self.drafter is None or not self.drafter.shares_target_cache:
             return num_nodes
         # Drafting may begin on rows that have just emitted more than their text's length.

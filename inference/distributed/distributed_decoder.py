@@ -68,7 +68,7 @@ class DistributedDecoder:
             raise TypeError(f"drafter is {type(drafter).__name__}; a Drafter is expected, since rank 0 drafts")
         if max_ahead < 1 or (lookahead is not None and lookahead < 1):
             raise ValueError(f"lookahead is {lookahead} and max_ahead {max_ahead}: give 1 or more drafts")
-        self.target = Target.of(target)
+        self.target = Target.of(target).prefer_batch_invariant(warns=False)
         if self.target.is_encoder_decoder:
             raise ValueError(
                 f"{type(self.target.model).__name__} is an encoder-decoder model, and servers are given no sources: "

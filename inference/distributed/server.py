@@ -26,7 +26,7 @@ class TargetServer:
     """
 
     def __init__(self, target: Target | nn.Module) -> None:
-        self.target = Target.of(target)
+        self.target = Target.of(target).prefer_batch_invariant()
         self._cache: KVCache | None = None
 
     def begin(self, prompt: Prompt) -> None:

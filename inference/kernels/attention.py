@@ -31,6 +31,7 @@ STOCK = "sdpa"
 GROUPED = "sdpa_grouped_rows"
 MAX_ROW_BYTES = 512  # of a key or value in the Triton kernels
 REPEATED = "repeated_rows"  # of a mask that nobody changes: a dict for its rows as the heads of a group read them
+MOST_COPIED = 1 << 18  # numbers that `attend_exactly` copies at once: more do not stay in a processor's caches
 LONG_PASS = 128  # in passes of this many tokens, repeating the mask costs more than repeating the keys
 # The ids of configs whose models run in grouped attention anyway.
 _HELD: ContextVar[tuple[int, ...]] = ContextVar("held", default=())
@@ -166,8 +167,14 @@ def attend_exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     Returns:
         [B, N, H, d of the values], contiguous.
     """
-    attended = attend_masked(query.double(), key.double(), value.double(), mask, scale=scale)
-    return attended.transpose(1, 2).to(value.dtype, copy=True, memory_format=torch.contiguous_format)
+    is_large = not torch.compiler.is_compiling() and key.numel() > MOST_COPIED
+    num_parts = key.shape[1] if is_large else 1
+    parts = (plane.tensor_split(num_parts, dim=1) for plane in (query, key, value))
+    attended = [
+        attend_masked(q.double(), k.double(), v.double(), mask, scale=scale) for q, k, v in zip(*parts, strict=True)
+    ]
+    joined = attended[0] if num_parts == 1 else torch.cat(attended, dim=1)
+    return joined.transpose(1, 2).to(value.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 AttentionInterface.register(GROUPED, attend_grouped)

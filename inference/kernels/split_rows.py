@@ -13,13 +13,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
 from draftsmith.inference.kernels.attention import can_use_kernel
 from draftsmith.inference.kernels.packed_weights import PackedLinear, PackedMatrix, make_twin, split_evenly
 
 # Most rows of a product, None = any number, with the least that are tried: products are split evenly.
-_TILES: dict[int | None, Sequence[int]] = {None: (1, 2, 4, 8, 12, 16), 32: (1, 2, 4, 8, 12, 16), 8: (1, 2, 4)}
+_TILES: dict[int | None, Sequence[int]] = {None: (1, 2, 4, 8, 12, 16, 32), 32: (1, 2, 4, 8, 12, 16), 8: (1, 2, 4)}
 _COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 31, 32, 33, 64, 129)  # rows that are compared
 _BLOCKS = 4  # products of each number of rows
 _SHAPES = frozenset({(256, 256), (704, 256), (576, 1536), (1536, 576), (1024, 1024)})  # inputs and outputs
@@ -56,8 +55,8 @@ def fix_rows(module: M, dtype: torch.dtype, device: torch.device) -> M | None:
         from draftsmith.inference.kernels import triton_linear
 
         return triton_linear.use_triton(module)
-    most = find_rows(module, dtype).most if device.type == "cpu" else None
-    return None if most is None else split_rows(module, most)
+    rows = find_rows(module, dtype) if device.type == "cpu" else None
+    return None if rows is None or rows.most is None else split_rows(module, rows.most)
 
 
 def split_rows(module: M, most_rows: int) -> M:
@@ -78,25 +77,35 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and "forward" not in vars(module)
 
 
-def find_rows(module: nn.Module, dtype: torch.dtype) -> Rows:
-    """What the linear layers of a module on this CPU need. Packed weights are multiplied by enough rows anyway."""
-    layers = [part for part in module.modules() if isinstance(part, nn.Linear) and not isinstance(part, PackedLinear)]
-    shapes = [(layer.in_features, layer.out_features) for layer in layers]
-    shapes += [(part.nx, part.nf) for part in module.modules() if isinstance(part, Conv1D)]
-    cut = frozenset((inputs, min(outputs, _MOST_WEIGHTS // inputs)) for inputs, outputs in shapes)
-    return _find_rows(dtype, cut, torch.get_num_threads())
+def find_rows(module: nn.Module, dtype: torch.dtype) -> Rows | None:
+    """What the products with a module's matrices need on this CPU; None = rows depend on their number in any case."""
+    shapes, packed = set[tuple[int, int]](), set[tuple[int, int]]()
+    for part in module.modules():
+        for weight in part.parameters(recurse=False):
+            if weight.dim() == 2 and weight.is_floating_point() and not isinstance(part, nn.Embedding):
+                outputs, inputs = weight.shape
+                own = packed if isinstance(part, PackedLinear) else shapes
+                own.add((inputs, min(outputs, _MOST_WEIGHTS // inputs)))
+                if not isinstance(part, nn.Linear):  # such as GPT-2's, the other way round
+                    own.add((outputs, min(inputs, _MOST_WEIGHTS // outputs)))
+    rows = _find_rows(dtype, frozenset(shapes), torch.get_num_threads())
+    if rows is None or not packed:
+        return rows
+    split = _find_rows(dtype, frozenset(packed), torch.get_num_threads())  # enough rows are there in any case
+    return split and Rows(rows.least, rows.most or split.most)
 
 
 def has_one_kernel(dtype: torch.dtype) -> bool:
     """Whether products of many rows on this CPU need not be split."""
-    return _find_rows(dtype, _SHAPES, torch.get_num_threads()).most is None
+    rows = _find_rows(dtype, _SHAPES, torch.get_num_threads())
+    return rows is not None and rows.most is None
 
 
 @cache
-def _find_rows(dtype: torch.dtype, shapes: frozenset[tuple[int, int]], num_threads: int) -> Rows:
+def _find_rows(dtype: torch.dtype, shapes: frozenset[tuple[int, int]], num_threads: int) -> Rows | None:
     """num_threads: torch's, which choose other kernels."""
-    tried = [Rows(least, most) for most, leasts in _TILES.items() for least in leasts]
-    return next((rows for rows in tried if all(_are_alike(dtype, rows, *shape) for shape in shapes)), tried[-1])
+    tried = (Rows(least, most) for most, leasts in _TILES.items() for least in leasts)
+    return next((rows for rows in tried if all(_are_alike(dtype, rows, *shape) for shape in shapes)), None)
 
 
 def _are_alike(dtype: torch.dtype, rows: Rows, inputs: int, outputs: int) -> bool:

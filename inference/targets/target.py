@@ -218,20 +218,26 @@ class Target:
             raise ValueError(f"batch_invariant=True cannot be kept: {reason}. Leave batch_invariant out")
         return mode
 
-    def prefer_batch_invariant(self) -> Target:
+    def prefer_batch_invariant(self, *, warns: bool = True) -> Target:
         """`batch_invariant()` where drafts could change texts and the mode costs some percent of a step: in bfloat16
-        and float16 on a CPU. Where it cannot be kept, this target, and the log says why, once."""
+        and float16 on a CPU. Where it cannot be kept, this target, and the log says why, once, if it `warns`."""
         if self.is_batch_invariant or self.device.type != "cpu" or self.dtype not in (torch.bfloat16, torch.float16):
             return self
-        known = self.capabilities.is_known_invariant
-        reason = None if known else find_obstacle(self._causal_lm) or find_price(self)
-        if reason is None and known != [False]:
-            mode, reason = self._find_mode()
+        obstacles = self.capabilities.obstacles
+        if not obstacles:
+            reason = find_obstacle(self._causal_lm) or find_price(self)
+            mode, reason = (None, reason) if reason is not None else self._find_mode()
             if mode is not None:
                 return mode
-        if reason is not None:
-            known.append(False)
-            logger.warning("drafts may change a text at near-ties of two tokens in %s: %s", self.dtype, reason)
+            obstacles.append(str(reason))
+        if warns and not self.capabilities.told:
+            self.capabilities.told.append(True)
+            logger.warning(
+                "drafts may change a text at near-ties of two tokens in %s: %s. Load the target in float32 to exclude "
+                "it, or give batch_invariant=False to accept it",
+                str(self.dtype).removeprefix("torch."),
+                obstacles[0],
+            )
         return self
 
     def _find_mode(self) -> tuple[Target | None, str | None]:
@@ -246,8 +252,10 @@ class Target:
         if not mode.masks.packs_all:  # the Triton kernels, whose numbers do not depend on the rest of the pass
             mode.masks = TreeMasks(self.masks.windows, torch.float64, self.masks.without)
         mode.is_batch_invariant = True
-        mode.min_pass_tokens = find_min_pass_tokens(mode)
-        if True not in mode.capabilities.is_known_invariant:
+        if (least := find_min_pass_tokens(mode)) is None:
+            return None, "on this CPU a row of a product with its matrices depends on the number of rows in any case"
+        mode.min_pass_tokens = least
+        if not mode.capabilities.is_known_invariant:
             if (reason := find_difference(mode)) is not None:
                 return None, reason
             mode.capabilities.is_known_invariant.append(True)

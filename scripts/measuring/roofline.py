@@ -164,7 +164,7 @@ def count_round(
     Args:
         drafter, policy: as in `Decoder`; both None for plain decoding.
     """
-    decoder = Decoder(target, drafter, tree=policy)
+    decoder = Decoder(target, drafter, tree=policy, batch_invariant=False)
     models = [target.model, *([decoder.drafter] if isinstance(decoder.drafter, nn.Module) else [])]
     marks: list[Work] = []  # after the prefill, after the first round, ...
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False, "stop_strings": []}

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, Drafter, NgramDrafter, Target
-from draftsmith.inference.kernels.split_rows import find_rows, fix_rows, has_one_kernel
+from draftsmith.inference.kernels import split_rows
+from draftsmith.inference.kernels.packed_weights import PackedLinear
+from draftsmith.inference.kernels.split_rows import Rows, find_rows, fix_rows, has_one_kernel
 from draftsmith.inference.runners.compiled import Compiler
+from draftsmith.inference.targets import target as target_module
 from draftsmith.inference.targets.probing import invariance
 from draftsmith.inference.targets.probing.invariance import check_compiling, find_difference
 from tests.lossless.test_real_heads import TRAINED, chat_prompts, chat_target
@@ -92,6 +96,7 @@ def test_products_have_one_kernel(dtype: torch.dtype, width: int) -> None:
     generator = torch.Generator().manual_seed(1)
     layer = nn.Linear(width, 48, bias=False, dtype=dtype)
     few = find_rows(layer, dtype)
+    assert few is not None
     half = torch.randn(140, width // 2, generator=generator)
     rows = torch.cat([256 * half, -256 * half], dim=1).to(dtype)
     rows[:, ::7] += torch.randn(rows[:, ::7].shape, generator=generator).to(dtype)
@@ -111,9 +116,44 @@ def test_low_precision_has_the_mode_by_default(caplog: pytest.LogCaptureFixture)
     assert not Decoder(tiny_target("llama")).target.is_batch_invariant
     assert not caplog.records or not is_free
     mixture = tiny_target("mixtral", dtype=torch.bfloat16)
-    assert not any(Decoder(mixture).target.is_batch_invariant for _ in range(2))
-    (said,) = [one.message for one in caplog.records if "MixtralForCausalLM" in one.message]
-    assert said.startswith("drafts may change a text at near-ties of two tokens in torch.bfloat16: an expert of")
+    assert not Decoder(mixture).target.is_batch_invariant
+    assert not caplog.records
+    assert not any(Decoder(mixture, NgramDrafter()).target.is_batch_invariant for _ in range(2))
+    (said,) = [one.message for one in caplog.records]
+    assert said.startswith("drafts may change a text at near-ties of two tokens in bfloat16: an expert of Mixtral")
+
+
+def test_what_is_asked_for_once_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target("llama", dtype=torch.bfloat16)
+    monkeypatch.setattr(target_module, "find_price", lambda target: "it costs much")
+    for choice, expected in ((None, False), (True, True), (None, False)):
+        assert Decoder(model, batch_invariant=choice).target.is_batch_invariant == expected
+
+
+def test_packed_products_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with AMX."""
+    monkeypatch.setattr(split_rows, "_find_rows", lambda _, shapes, __: Rows(1, 32 if shapes else None))
+    target = Target.of(tiny_target("llama")).with_packed_weights()
+    twin = target.batch_invariant()
+    packed = [part for part in twin.model.modules() if isinstance(part, PackedLinear)]
+    assert packed
+    assert {part.matrix.most_rows for part in packed} == {32}
+
+
+def test_layers_that_are_not_linear() -> None:
+    """GPT-2's, whose wide ones have another kernel for one row."""
+    size = {"n_layer": 3, "n_embd": 384, "n_head": 6, "n_positions": 128, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=VOCAB_SIZE, bos_token_id=1, eos_token_id=1, **size)
+    target = Target(GPT2LMHeadModel(config).to(torch.bfloat16).eval())
+    prompts, settings = [random_prompt(length, seed=length) for length in (30, 9)], {"max_new_tokens": 20}
+    settings |= {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    tokens, scores = decode_plainly(target, prompts, batch_invariant=True, **settings)
+    texts = [torch.cat([prompt[0], new]) for prompt, new in zip(prompts, tokens, strict=True)]
+    drafter = ScriptedDrafter(texts, VOCAB_SIZE, num_candidates=8)
+    found = decode(target, drafter, prompts, tree=TREES[1], batch_invariant=True, **settings)
+    assert torch.equal(found[0], tokens)
+    assert torch.equal(found[1], scores)
 
 
 def test_scores_differ_without_the_mode() -> None:

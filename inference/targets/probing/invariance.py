@@ -8,6 +8,7 @@ Legend: B batch, N tree nodes, V target vocabulary.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from draftsmith.inference.targets.refusals import draw_ids
 SUM_ROWS = 16  # on CUDA, torch adds up a row of numbers (in a norm) in one order from so many rows on (Reduce.cuh)
 _NUM_NODES = 24
 _MANY_ROWS = 24
-_PATH = [0, 9, 22]  # far apart, and not in the first slots
+_PATH = [0, 3, 9, 16, 22]  # far apart, and not in the first slots
 
 
 def find_obstacle(causal_lm: Any) -> str | None:
@@ -48,9 +49,10 @@ def find_price(target: Any) -> str | None:
     causal_lm = target.backbone.causal_lm
     if causal_lm.config.get_text_config() is not causal_lm.config:
         return f"{type(causal_lm).__name__} also reads images or sounds, which the mode refuses"
-    if find_rows(target.model, target.dtype).most is not None:
-        return "products on this CPU must be split for it, so prompts would take longer"
-    return None
+    rows = find_rows(target.model, target.dtype)
+    if rows is None or rows.most is None:  # None: `find_difference` says so
+        return None
+    return "products on this CPU must be split for it, so prompts would take longer"
 
 
 def check_compiling(target: Any) -> None:
@@ -80,11 +82,15 @@ def check_depth(target: Any, depth: int) -> None:
         )
 
 
-def find_min_pass_tokens(target: Any) -> int:
-    """The smallest number of tokens of a pass with which no row of a product depends on their number."""
+def find_min_pass_tokens(target: Any) -> int | None:
+    """The smallest number of tokens of a pass with which no row of a product depends on their number; None = there is
+    none."""
     if target.device.type == "cuda":  # where these are no slower than one row
         return SUM_ROWS
-    return find_rows(target.model, target.dtype).least if target.device.type == "cpu" else 1
+    if target.device.type != "cpu":
+        return 1
+    rows = find_rows(target.model, target.dtype)
+    return None if rows is None else rows.least
 
 
 def find_difference(target: Any) -> str | None:
@@ -102,29 +108,32 @@ def find_difference(target: Any) -> str | None:
 
 @torch.no_grad()
 def _score_both(target: Any) -> tuple[Tensor, Tensor]:
-    """The scores [P, V] of a chain, token by token, and as a path of a tree in a batch."""
+    """The scores [P, V] of a chain: token by token after a prompt in parts, and as a path of a tree in a batch."""
     prompt = draw_ids(target.model, 1, target.device)
-    tokens = prompt[:, : len(_PATH)]
+    tokens = prompt.repeat(1, 2)[:, : len(_PATH)]
     crowd = prompt.repeat(1, _NUM_NODES // prompt.shape[1])
     crowd[:, _PATH] = tokens
     batch = 2 if target.device.type == "cpu" else _MANY_ROWS  # cuBLAS has more kernels than CPUs' libraries
     parents = [-1] + [0] * (_NUM_NODES - 1)
     for parent, node in itertools.pairwise(_PATH):
         parents[node] = parent
-    beside = _score(target, prompt.expand(batch, -1), plant(crowd.expand(batch, -1), parents))
-    return _score(target, prompt, *(plant(token, [-1]) for token in tokens.split(1, dim=1))), beside[_PATH]
+    beside = _score(target, [prompt.expand(batch, -1)], plant(crowd.expand(batch, -1), parents))
+    parts = prompt.split([1, prompt.shape[1] - 1], dim=1)
+    return _score(target, parts, *(plant(token, [-1]) for token in tokens.split(1, dim=1))), beside[_PATH]
 
 
-def _score(target: Any, prompts: Tensor, *passes: Nodes) -> Tensor:
+def _score(target: Any, prompt: Sequence[Tensor], *passes: Nodes) -> Tensor:
     """The scores [P, V] of the last row's nodes in all passes; the first node of a pass is committed.
 
     Args:
-        prompts: [B, L] long.
+        prompt: its parts, [B, L] long.
     """
-    batch, length = prompts.shape
-    counts = prompts.new_ones(batch)
-    cache = target.new_cache(batch, 64)
-    target.prefill(cache, prompts, length * counts)
+    counts = prompt[0].new_ones(len(prompt[0]))
+    cache = target.new_cache(len(counts), 64)
+    length = 0
+    for part in prompt:
+        target.prefill(cache, part, part.shape[1] * counts, span=Span(length, length))
+        length += part.shape[1]
     scores = []
     for nodes in passes:
         cache.open_slots(max(nodes.token_ids.shape[1], target.min_pass_tokens), Span(length, length))

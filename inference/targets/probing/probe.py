@@ -65,7 +65,8 @@ class Capabilities:
         takes_packed_masks: whether it hands packed masks to its layers, and their attention reads them.
         takes_inference_mode: whether it runs under torch.inference_mode. Some quantised weights do not.
         first_layers: the model's first layers as models of their own, by number of layers; filled on demand.
-        is_known_invariant: whether the model has passed the check of batch-invariant mode, once it was asked.
+        is_known_invariant: not empty once the model has passed the check of batch-invariant mode.
+        obstacles: why that mode is not its default; told: not empty once the log has said so.
         recurrence: its recurrent layers; None if it has none.
         proven_media: sets of arguments of images, video or audio after which its text was proven (`prove_media`).
     """
@@ -78,12 +79,14 @@ class Capabilities:
     takes_packed_masks: bool = False
     first_layers: dict[int, nn.Module] = field(default_factory=dict, compare=False)
     is_known_invariant: list[bool] = field(default_factory=list, compare=False)
+    obstacles: list[str] = field(default_factory=list, compare=False)
+    told: list[bool] = field(default_factory=list, compare=False)
     recurrence: Recurrence | None = None
     proven_media: set[frozenset[str]] = field(default_factory=set, compare=False)
 
     def of_a_twin(self) -> Capabilities:
         """Those of a model with the same weights whose layers compute in another way."""
-        return replace(self, first_layers={}, is_known_invariant=[])
+        return replace(self, first_layers={}, is_known_invariant=[], obstacles=[])
 
 
 def probe_model(

@@ -131,7 +131,8 @@ class Comparison:
 
     def make_ours(self, case: Case, temperature: float, **options: Any) -> Callable[[Prompt, int], Text]:
         """Decodes with a `Decoder` of these options."""
-        decoder = Decoder(self.target, load_heads(str(Path(self.args.heads) / case.heads), self.target), **options)
+        heads = load_heads(str(Path(self.args.heads) / case.heads), self.target)
+        decoder = Decoder(self.target, heads, batch_invariant=False, **options)
         settings: dict[str, Any] = {"max_new_tokens": self.args.max_new_tokens, "do_sample": temperature > 0}
         if temperature:
             settings |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}

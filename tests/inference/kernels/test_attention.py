@@ -9,6 +9,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from draftsmith.inference import Target
+from draftsmith.inference.kernels import attention
 from draftsmith.inference.kernels.attention import (
     GROUPED,
     LONG_PASS,
@@ -99,8 +100,12 @@ def test_exact_attention_is_attention() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_exact_attention_does_not_see_gaps_or_other_rows(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+def test_exact_attention_does_not_see_gaps_or_other_rows(
+    dtype: torch.dtype, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keys with gaps between them, as on a path of a tree, and with other queries; other attention shows both."""
+    monkeypatch.setattr(attention, "MOST_COPIED", 300 * 2 * 64 if is_large else 1 << 20)
     num_keys, num_slots = 300, 512
     query, key, value = (torch.randn(1, heads, num_slots, 64).to(dtype) for heads in (4, 2, 2))
     lowest = torch.finfo(dtype).min
