@@ -9,8 +9,6 @@ are numbered.
 
 from __future__ import annotations
 
-import copy
-import logging
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -26,7 +24,6 @@ from draftsmith.inference.cache.source import Source, SourceMemory
 from draftsmith.inference.cache.tree_rows import TreeRowsCache
 from draftsmith.inference.kernels.attention import can_use_kernel, fits_kernel
 from draftsmith.inference.kernels.packed_weights import is_packed, pack
-from draftsmith.inference.kernels.split_rows import fix_rows
 from draftsmith.inference.targets.backbone import Backbone, PassOutput, TargetOutput
 from draftsmith.inference.targets.encoder_decoder import PlacedDecoder
 from draftsmith.inference.targets.masks import Nodes, TreeMasks
@@ -48,19 +45,12 @@ from draftsmith.inference.targets.parts import (
     run_frozen,
     take_first_layers,
 )
-from draftsmith.inference.targets.probing.invariance import (
-    find_difference,
-    find_min_pass_tokens,
-    find_obstacle,
-    find_price,
-)
+from draftsmith.inference.targets.probing.invariance import find_mode, prefer_mode
 from draftsmith.inference.targets.probing.known_models import describe_model, find_known
 from draftsmith.inference.targets.probing.probe import Capabilities, probe_encoder_decoder, probe_model
 from draftsmith.inference.targets.recurrent.finding import find_recurrence
 from draftsmith.inference.targets.recurrent.proving import check_rollback
 from draftsmith.inference.targets.recurrent.replayable_layers import ReplayableLayers
-
-logger = logging.getLogger(__name__)
 
 
 class Target:
@@ -213,53 +203,16 @@ class Target:
         Raises:
             ValueError: the model's attention cannot be replaced, or its scores still depend on other tokens.
         """
-        mode, reason = self._find_mode()
-        if mode is None:
-            raise ValueError(f"batch_invariant=True cannot be kept: {reason}. Leave batch_invariant out")
+        mode: Target | str = find_mode(self)
+        if isinstance(mode, str):
+            raise ValueError(f"batch_invariant=True cannot be kept: {mode}. Leave batch_invariant out")
         return mode
 
     def prefer_batch_invariant(self, *, warns: bool = True) -> Target:
         """`batch_invariant()` where drafts could change texts and the mode costs some percent of a step: in bfloat16
         and float16 on a CPU. Where it cannot be kept, this target, and the log says why, once, if it `warns`."""
-        if self.is_batch_invariant or self.device.type != "cpu" or self.dtype not in (torch.bfloat16, torch.float16):
-            return self
-        obstacles = self.capabilities.obstacles
-        if not obstacles:
-            reason = find_obstacle(self._causal_lm) or find_price(self)
-            mode, reason = (None, reason) if reason is not None else self._find_mode()
-            if mode is not None:
-                return mode
-            obstacles.append(str(reason))
-        if warns and not self.capabilities.told:
-            self.capabilities.told.append(True)
-            logger.warning(
-                "drafts may change a text at near-ties of two tokens in %s: %s. Load the target in float32 to exclude "
-                "it, or give batch_invariant=False to accept it",
-                str(self.dtype).removeprefix("torch."),
-                obstacles[0],
-            )
-        return self
-
-    def _find_mode(self) -> tuple[Target | None, str | None]:
-        """This target in batch-invariant mode, or None and the reason."""
-        if self.is_batch_invariant:
-            return self, None
-        if (reason := find_obstacle(self._causal_lm)) is not None:
-            return None, reason
-        mode = copy.copy(self)
-        if (twin := fix_rows(self.model, self.dtype, self.device)) is not None:
-            mode = Target(twin, capabilities=self.capabilities.of_a_twin())
-        if not mode.masks.packs_all:  # the Triton kernels, whose numbers do not depend on the rest of the pass
-            mode.masks = TreeMasks(self.masks.windows, torch.float64, self.masks.without)
-        mode.is_batch_invariant = True
-        if (least := find_min_pass_tokens(mode)) is None:
-            return None, "on this CPU a row of a product with its matrices depends on the number of rows in any case"
-        mode.min_pass_tokens = least
-        if not mode.capabilities.is_known_invariant:
-            if (reason := find_difference(mode)) is not None:
-                return None, reason
-            mode.capabilities.is_known_invariant.append(True)
-        return mode, None
+        mode: Target = prefer_mode(self, warns=warns)
+        return mode
 
     def check_again(self) -> None:
         """Refuses (ValueError) adapters and autocast that construction would refuse and that came later."""

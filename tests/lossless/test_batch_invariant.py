@@ -20,7 +20,6 @@ from draftsmith.inference.kernels import split_rows
 from draftsmith.inference.kernels.packed_weights import PackedLinear
 from draftsmith.inference.kernels.split_rows import Rows, find_rows, fix_rows, has_one_kernel
 from draftsmith.inference.runners.compiled import Compiler
-from draftsmith.inference.targets import target as target_module
 from draftsmith.inference.targets.probing import invariance
 from draftsmith.inference.targets.probing.invariance import check_compiling, find_difference
 from tests.lossless.test_real_heads import TRAINED, chat_prompts, chat_target
@@ -125,7 +124,7 @@ def test_low_precision_has_the_mode_by_default(caplog: pytest.LogCaptureFixture)
 
 def test_what_is_asked_for_once_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_target("llama", dtype=torch.bfloat16)
-    monkeypatch.setattr(target_module, "find_price", lambda target: "it costs much")
+    monkeypatch.setattr(invariance, "find_price", lambda target: "it costs much")
     for choice, expected in ((None, False), (True, True), (None, False)):
         assert Decoder(model, batch_invariant=choice).target.is_batch_invariant == expected
 

@@ -1,4 +1,4 @@
-"""Checks that a target in batch-invariant mode keeps its promise, on this machine and with this model.
+"""Batch-invariant mode of a target, and the checks that it keeps its promise, on this machine and with this model.
 
 Whether a row of a product depends on the number of rows is a matter of the library that computes it, and of the layer.
 
@@ -7,7 +7,9 @@ Legend: B batch, N tree nodes, V target vocabulary.
 
 from __future__ import annotations
 
+import copy
 import itertools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,15 +17,62 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.cache.kv_cache import Span
-from draftsmith.inference.kernels.split_rows import find_rows, has_one_kernel
-from draftsmith.inference.targets.masks import Nodes, plant
+from draftsmith.inference.kernels.split_rows import find_rows, fix_rows, has_one_kernel
+from draftsmith.inference.targets.masks import Nodes, TreeMasks, plant
 from draftsmith.inference.targets.model_config import chooses_experts, find_attention, has_attention_interface
 from draftsmith.inference.targets.refusals import draw_ids
+
+logger = logging.getLogger(__name__)
 
 SUM_ROWS = 16  # on CUDA, torch adds up a row of numbers (in a norm) in one order from so many rows on (Reduce.cuh)
 _NUM_NODES = 24
 _MANY_ROWS = 24
 _PATH = [0, 3, 9, 16, 22]  # far apart, and not in the first slots
+
+
+def find_mode(target: Any) -> Any:
+    """The target in batch-invariant mode, or the reason why there is none."""
+    if target.is_batch_invariant:
+        return target
+    causal_lm = target.backbone.causal_lm
+    if (reason := find_obstacle(causal_lm)) is not None:
+        return reason
+    mode = copy.copy(target)
+    if (twin := fix_rows(target.model, target.dtype, target.device)) is not None:
+        mode = type(target)(twin, capabilities=target.capabilities.of_a_twin())
+    if not mode.masks.packs_all:  # the Triton kernels, whose numbers do not depend on the rest of the pass
+        mode.masks = TreeMasks(target.masks.windows, torch.float64, target.masks.without)
+    mode.is_batch_invariant = True
+    if (least := find_min_pass_tokens(mode)) is None:
+        return "on this CPU a row of a product with its matrices depends on the number of rows in any case"
+    mode.min_pass_tokens = least
+    if not mode.capabilities.is_known_invariant:
+        if (reason := find_difference(mode)) is not None:
+            return reason
+        mode.capabilities.is_known_invariant.append(True)
+    return mode
+
+
+def prefer_mode(target: Any, *, warns: bool) -> Any:
+    """See `Target.prefer_batch_invariant`."""
+    is_low = target.dtype in (torch.bfloat16, torch.float16)
+    if target.is_batch_invariant or target.device.type != "cpu" or not is_low:
+        return target
+    obstacles, told = target.capabilities.obstacles, target.capabilities.told
+    if not obstacles:
+        found = find_obstacle(target.backbone.causal_lm) or find_price(target) or find_mode(target)
+        if not isinstance(found, str):
+            return found
+        obstacles.append(found)
+    if warns and not told:
+        told.append(True)
+        logger.warning(
+            "drafts may change a text at near-ties of two tokens in %s: %s. Load the target in float32 to exclude it, "
+            "or give batch_invariant=False to accept it",
+            str(target.dtype).removeprefix("torch."),
+            obstacles[0],
+        )
+    return target
 
 
 def find_obstacle(causal_lm: Any) -> str | None:
