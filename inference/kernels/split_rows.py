@@ -79,20 +79,22 @@ def _is_plain(module: nn.Module) -> bool:
 
 def find_rows(module: nn.Module, dtype: torch.dtype) -> Rows | None:
     """What the products with a module's matrices need on this CPU; None = rows depend on their number in any case."""
-    shapes, packed = set[tuple[int, int]](), set[tuple[int, int]]()
+    linear, packed, others = set[tuple[int, int]](), set[tuple[int, int]](), set[tuple[int, int]]()
     for part in module.modules():
+        kind = packed if isinstance(part, PackedLinear) else linear if isinstance(part, nn.Linear) else others
         for weight in part.parameters(recurse=False):
             if weight.dim() == 2 and weight.is_floating_point() and not isinstance(part, nn.Embedding):
                 outputs, inputs = weight.shape
-                own = packed if isinstance(part, PackedLinear) else shapes
-                own.add((inputs, min(outputs, _MOST_WEIGHTS // inputs)))
-                if not isinstance(part, nn.Linear):  # such as GPT-2's, the other way round
-                    own.add((outputs, min(inputs, _MOST_WEIGHTS // outputs)))
-    rows = _find_rows(dtype, frozenset(shapes), torch.get_num_threads())
-    if rows is None or not packed:
-        return rows
-    split = _find_rows(dtype, frozenset(packed), torch.get_num_threads())  # enough rows are there in any case
-    return split and Rows(rows.least, rows.most or split.most)
+                kind.add((inputs, outputs))
+                if kind is others:  # such as GPT-2's, which are the other way round
+                    kind.add((outputs, inputs))
+    own, of_packed, other = (
+        _find_rows(dtype, frozenset(shapes), torch.get_num_threads()) for shapes in (linear, packed, others)
+    )
+    if own is None or of_packed is None or other is None or other.most is not None:  # only linear layers are split
+        return None
+    least = max(own.least, other.least)  # products with packed weights have enough rows in any case
+    return Rows(least, own.most or of_packed.most)
 
 
 def has_one_kernel(dtype: torch.dtype) -> bool:
@@ -111,6 +113,7 @@ def _find_rows(dtype: torch.dtype, shapes: frozenset[tuple[int, int]], num_threa
 def _are_alike(dtype: torch.dtype, rows: Rows, inputs: int, outputs: int) -> bool:
     """Whether products with so many rows are alike in every row. Sums of numbers that cancel each other show whenever
     they are added in another order."""
+    outputs = min(outputs, _MOST_WEIGHTS // inputs)
     generator = torch.Generator().manual_seed(0)
     counts = [count for count in _COUNTS if rows.least <= count <= (rows.most or count)]
     third = inputs // 3

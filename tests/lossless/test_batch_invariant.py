@@ -108,7 +108,8 @@ def test_products_have_one_kernel(dtype: torch.dtype, width: int) -> None:
 
 def test_low_precision_has_the_mode_by_default(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_target("llama", dtype=torch.bfloat16)
-    is_free = has_one_kernel(torch.bfloat16)
+    rows = find_rows(model, torch.bfloat16)
+    is_free = rows is not None and rows.most is None
     assert Decoder(model).target.is_batch_invariant == is_free
     assert not Decoder(model, batch_invariant=False).target.is_batch_invariant
     assert not Decoder(model, compile=True).target.is_batch_invariant
@@ -145,6 +146,8 @@ def test_layers_that_are_not_linear() -> None:
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=VOCAB_SIZE, bos_token_id=1, eos_token_id=1, **size)
     target = Target(GPT2LMHeadModel(config).to(torch.bfloat16).eval())
+    if find_rows(target.model, target.dtype) is None:
+        pytest.skip("products of such layers depend on the number of rows on this CPU, and the mode is refused")
     prompts, settings = [random_prompt(length, seed=length) for length in (30, 9)], {"max_new_tokens": 20}
     settings |= {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     tokens, scores = decode_plainly(target, prompts, batch_invariant=True, **settings)

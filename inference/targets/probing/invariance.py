@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.inference.cache.kv_cache import Span
+from draftsmith.inference.kernels.attention import has_bfloat16_alone
 from draftsmith.inference.kernels.split_rows import find_rows, fix_rows, has_one_kernel
 from draftsmith.inference.targets.masks import Nodes, TreeMasks, plant
 from draftsmith.inference.targets.model_config import chooses_experts, find_attention, has_attention_interface
@@ -24,6 +25,7 @@ from draftsmith.inference.targets.refusals import draw_ids
 
 logger = logging.getLogger(__name__)
 
+GRAPH_ROWS = 4  # from so many rows on, inductor's own products are alike; with bfloat16 alone they are oneDNN's
 SUM_ROWS = 16  # on CUDA, torch adds up a row of numbers (in a norm) in one order from so many rows on (Reduce.cuh)
 _NUM_NODES = 24
 _MANY_ROWS = 24
@@ -139,7 +141,10 @@ def find_min_pass_tokens(target: Any) -> int | None:
     if target.device.type != "cpu":
         return 1
     rows = find_rows(target.model, target.dtype)
-    return None if rows is None else rows.least
+    if rows is None:
+        return None
+    is_onednn = target.dtype == torch.bfloat16 and has_bfloat16_alone()
+    return rows.least if is_onednn else max(rows.least, GRAPH_ROWS)
 
 
 def find_difference(target: Any) -> str | None:
