@@ -21,7 +21,6 @@ from draftsmith.inference.kernels.packed_weights import PackedLinear, PackedMatr
 _TILES: dict[int | None, Sequence[int]] = {None: (1, 2, 4, 8, 12, 16, 32), 32: (1, 2, 4, 8, 12, 16), 8: (1, 2, 4)}
 _COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 31, 32, 33, 64, 129)  # rows that are compared
 _BLOCKS = 4  # products of each number of rows
-_SHAPES = frozenset({(256, 256), (704, 256), (576, 1536), (1536, 576), (1024, 1024)})  # inputs and outputs
 _MOST_WEIGHTS = 1 << 22  # of a matrix that is tried: larger ones with fewer outputs
 M = TypeVar("M", bound=nn.Module)
 
@@ -95,12 +94,6 @@ def find_rows(module: nn.Module, dtype: torch.dtype) -> Rows | None:
         return None
     least = max(own.least, other.least)  # products with packed weights have enough rows in any case
     return Rows(least, own.most or of_packed.most)
-
-
-def has_one_kernel(dtype: torch.dtype) -> bool:
-    """Whether products of many rows on this CPU need not be split."""
-    rows = _find_rows(dtype, _SHAPES, torch.get_num_threads())
-    return rows is not None and rows.most is None
 
 
 @cache

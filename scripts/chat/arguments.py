@@ -87,7 +87,7 @@ class GenerateArguments:
         if not drafters and (given := find_given(self, ("tree", "acceptance", "compare", "distributed"))):
             raise ValueError(f"got --{given[0]} without --heads, --drafter_model or --ngrams: nothing is drafted")
         own = ("tree", "acceptance", "compile", "pack_weights", "batch_invariant")
-        given = [name for name in find_given(self, own) if getattr(self, name) is not False]
+        given = [name for name in find_given(self, own) if getattr(self, name) or name == "batch_invariant"]
         if self.distributed and given:
             raise ValueError(f"got --distributed with --{given[0]}: servers verify chains, exactly and eagerly")
         if self.raw and self.system is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.kernels.attention import has_bfloat16_alone
-from draftsmith.inference.kernels.split_rows import find_rows, fix_rows, has_one_kernel
+from draftsmith.inference.kernels.split_rows import find_rows, fix_rows
 from draftsmith.inference.targets.masks import Nodes, TreeMasks, plant
 from draftsmith.inference.targets.model_config import chooses_experts, find_attention, has_attention_interface
 from draftsmith.inference.targets.refusals import draw_ids
@@ -113,7 +113,8 @@ def check_compiling(target: Any) -> None:
             f"batch_invariant=True cannot be kept with compile=True on {target.device}: inductor makes other kernels "
             "for other numbers of rows. Leave compile out; graphs=True captures the mode's own kernels"
         )
-    if target.dtype != torch.float32 and not has_one_kernel(target.dtype):
+    rows = find_rows(target.model, target.dtype)
+    if target.dtype != torch.float32 and (rows is None or rows.most is not None):
         raise ValueError(
             f"batch_invariant=True cannot be kept with compile=True in {target.dtype} on this CPU, whose compiled "
             "products (AMX) depend on the number of rows: leave compile out, or load the target in float32"
