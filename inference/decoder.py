@@ -287,7 +287,14 @@ class Decoder:
         state, hit = self._get_state(request, reuse_cache=reuse_cache)
         engine = Engine(self.step, state, clock, planner=self.planner, records_probabilities=records_probabilities)
         reading = prefill(
-            state, self.step, request.rows, clock.stats, source=request.source, media=request.media, hit=hit
+            state,
+            self.step,
+            request.rows,
+            clock.stats,
+            source=request.source,
+            media=request.media,
+            hit=hit,
+            may_wait=self.planner is not None,
         )
         del hit  # with an earlier call's cache
         read = finish(reading)

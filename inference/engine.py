@@ -156,7 +156,7 @@ class Engine:
         state, planner, policy = self.state, self.planner, self.step.policy
         if planner is not None:
             longest = max(row.num_committed for row in state.rows if not row.is_finished)
-            policy = planner.choose(len(state.rows), longest)
+            policy = planner.choose(len(state.rows), longest, state.pending_bound)
         output = self.step(
             state,
             policy,

@@ -21,7 +21,7 @@ from draftsmith.inference.prefix_cache import PrefixHit, count_shared
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats
-from draftsmith.inference.step import VERIFIED_CHUNK, Step
+from draftsmith.inference.step import VERIFIED_CHUNK, Step, read_pending
 from draftsmith.inference.targets.backbone import TargetOutput
 from draftsmith.inference.targets.multimodal import Media, read_media
 from draftsmith.inference.trees.token_tree import TokenTree
@@ -40,6 +40,7 @@ def prefill(
     source: Source | None = None,
     media: Media | None = None,
     hit: PrefixHit | None = None,
+    may_wait: bool = False,
 ) -> Generator[int, None, TargetOutput]:
     """Reads the prompts of rows, with room for them in the state. Yields the size of each chunk after it was read.
 
@@ -47,12 +48,13 @@ def prefill(
         source: of the rows of an encoder-decoder target.
         media: the prompts with their images, video or audio.
         hit: the part that need not be read; its cache may be the state's.
+        may_wait: let the drafter read when it drafts, if it does, where there is room until then.
 
     Returns:
         logits [B, 1, V] after each prompt, and features [B, 1, F] of its last token, which the drafter has not read.
     """
     prompts = [row.prompt for row in rows]
-    state.open(rows, has_media=media is not None)
+    state.open(rows, has_media=media is not None, may_wait=may_wait)
     if media is not None:
         return (yield from _read_media(state, step, prompts, stats, media))
     if hit is None and source is None:
@@ -189,6 +191,15 @@ def _hand_over(
     if drafter is not None and any(following):
         next_ids, num_slots = _pad(following, size, device)
         view = cache.view_slots(longest).shape[0]
+        if state.may_wait and len(following) == len(state.rows) and state.has_room(size):
+            if output.features is not None:
+                state.hold_features(output.features)
+            state.let_wait(next_ids, num_slots, output.features)
+            state.pending_bound += size
+            size = 0
+        elif state.pending_bound:
+            read_pending(state, drafter, state.pending_bound, view)
+            state.pending_bound = 0
         for start in range(0, size, PREFILL_CHUNK):  # more than one where the target reads all of a prompt at once
             part = slice(start, start + PREFILL_CHUNK)
             features = None if output.features is None else output.features[:, part]

@@ -46,6 +46,7 @@ def match(
     shared = [[count_shared([text, prompt]) for text in texts] for prompt in prompts]
     if max((count for row in shared for count in row), default=0) < least:
         return None
+    state.catch_up(state.cache.view_slots(max(row.num_committed for row in state.rows)).shape[0])
     committed = state.cache.lengths.tolist()  # 0 of rows that have forgotten theirs
     read = committed if state.drafter is None else (state.cache.lengths - state.num_pending).tolist()
     rows, kept = [], []

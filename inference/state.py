@@ -18,8 +18,9 @@ from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.request.token_history import TokenHistory
 
-# Tokens of a row that may wait for the drafter while nothing is drafted: it costs one pass in so many plain steps.
-CATCH_UP = 16
+# Tokens of a row, prompt included, that may wait for the drafter. It reads them when it drafts, so a text of which
+# nothing is drafted costs it one pass in so many tokens, or none.
+CATCH_UP = 256
 
 
 class DecodeState:
@@ -42,6 +43,7 @@ class DecodeState:
         pending_features: [B, W, F], the target's feature of the token before each of them; None if nobody reads it.
         num_pending: [B] int64, how many of each row's are real.
         pending_bound: no row has more pending tokens. Host.
+        may_wait: whether prompts may be pending, too. Host.
         is_whole: whether no step or prompt is under way, so that the texts are what the cache holds. Host.
     """
 
@@ -72,7 +74,7 @@ class DecodeState:
         self.pending_features: Tensor | None = None
         self.pending_bound = 0
         self.is_whole = False
-        self.has_media = False
+        self.has_media = self.may_wait = False
         self._retired: set[int] = set()
         self._every_place = torch.arange(num_tokens + path_width, device=cache.lengths.device)
         num_rows = cache.max_batch_size
@@ -93,9 +95,9 @@ class DecodeState:
         places = self._every_place
         self.history = TokenHistory(self.tokens, self.num_tokens, self.limits, self.indices, places, places)
 
-    def open(self, rows: Sequence[Row], *, has_media: bool = False) -> None:
+    def open(self, rows: Sequence[Row], *, has_media: bool = False, may_wait: bool = False) -> None:
         """Begins the texts of these rows: their prompts are known, and nothing has read them."""
-        self.is_whole, self.has_media = False, has_media
+        self.is_whole, self.has_media, self.may_wait = False, has_media, may_wait
         self.rows, self.draft, self.pending_bound = list(rows), None, 0
         self._retired.clear()
         self._show(len(rows))
@@ -160,9 +162,12 @@ class DecodeState:
         steps = self._every_place[: tokens.shape[1]]
         self.tokens.scatter_(1, self.num_tokens[:, None] + steps, tokens)
         self.num_tokens += counts
-        if self.drafter is None:
-            return
-        places = self.num_pending[:, None] + steps
+        if self.drafter is not None:
+            self.let_wait(tokens, counts, features)
+
+    def let_wait(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
+        """Adds tokens, as in `append`, to what the drafter has not read."""
+        places = self.num_pending[:, None] + self._every_place[: tokens.shape[1]]
         self.pending_ids.scatter_(1, places, tokens)
         if features is not None:
             assert self.pending_features is not None
@@ -178,6 +183,30 @@ class DecodeState:
             with torch.inference_mode(False):
                 self._buffers["pending_features"] = torch.zeros(shape, dtype=like.dtype, device=like.device)
             self.pending_features = self._buffers["pending_features"][: len(self.rows)]
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Whether so many more tokens of each row may wait for the drafter."""
+        return self.pending_bound + num_tokens <= CATCH_UP
+
+    def catch_up(self, max_slots: int) -> None:
+        """The drafter reads all that waits but each row's newest token, with which a draft begins.
+
+        Args:
+            max_slots: as in `Drafter.extend`.
+        """
+        if self.drafter is None or self.pending_bound < 2:
+            return  # the newest only
+        newest = (self.num_pending - 1).clamp(min=0)
+        if not self.drafter.reads_last_only:
+            width = self.pending_bound
+            features = None if self.pending_features is None else self.pending_features[:, :width]
+            self.drafter.extend(self.draft, features, self.pending_ids[:, :width], newest, max_slots=max_slots)
+        every_row = torch.arange(len(newest), device=newest.device)
+        for waiting in (self.pending_ids, self.pending_features):
+            if waiting is not None:
+                waiting[:, 0] = waiting[every_row, newest]
+        self.num_pending.clamp_(max=1)
+        self.pending_bound = 1
 
     def retire(self, places: Sequence[int]) -> None:
         """Finished rows stay and no longer grow. They forget their tokens, so that no view has to reach them."""

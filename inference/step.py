@@ -21,7 +21,7 @@ from draftsmith.inference.cache.kv_cache import VIEW_MULTIPLE, KVCache, Span
 from draftsmith.inference.drafters.base import Drafter, DraftLogits
 from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.noise import derive_seeds
-from draftsmith.inference.state import CATCH_UP, DecodeState
+from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import PhaseClock
 from draftsmith.inference.targets.backbone import TargetOutput
 from draftsmith.inference.targets.probing.invariance import check_depth
@@ -59,7 +59,7 @@ class StepOutput:
     is_first: bool = False
 
 
-def catch_up(state: DecodeState, drafter: Drafter, width: int, max_slots: int) -> DraftLogits:
+def read_pending(state: DecodeState, drafter: Drafter, width: int, max_slots: int) -> DraftLogits:
     """The drafter reads the pending tokens, `width` columns of them, and scores the children of the roots."""
     features = None if state.pending_features is None else state.pending_features[:, :width]
     scores = drafter.extend(state.draft, features, state.pending_ids[:, :width], state.num_pending, max_slots=max_slots)
@@ -76,7 +76,7 @@ def begin_draft(
     num_depths: int,
     vocab_size: int,
 ) -> tuple[Tensor, DraftLogits, Tensor | None]:
-    """`catch_up`, with what else a draft begins with.
+    """`read_pending`, with what else a draft begins with.
 
     Args:
         in_view: [S], of which only the shape matters.
@@ -85,7 +85,7 @@ def begin_draft(
         the roots [B], their children's scores, and the step's noise [B, num_depths, V] (None when greedy).
     """
     noise = sampler.draw_noise(state.cache.lengths, num_depths, vocab_size)
-    return state.roots, catch_up(state, drafter, width, in_view.shape[0]), noise
+    return state.roots, read_pending(state, drafter, width, in_view.shape[0]), noise
 
 
 def plant_root(state: DecodeState, sampler: Sampler, vocab_size: int) -> tuple[TokenTree, Tensor | None]:
@@ -254,12 +254,8 @@ class Step:
         span = state.open_step(self.path_width, shows_texts=sampler.texts is not None)
         in_view = state.cache.view_slots(span.longest)
         if policy is None:
-            if self.drafter is not None and state.pending_bound >= CATCH_UP:
-                if self.drafter.reads_last_only:
-                    state.num_pending.zero_()
-                else:
-                    catch_up(state, self.drafter, state.pending_bound, in_view.shape[0])
-                state.pending_bound = 0
+            if self.drafter is not None and not state.has_room(1):
+                state.catch_up(in_view.shape[0])
             tree, noise = run.plant_root(state, sampler, self.target.vocab_size)
         else:
             width = max(state.pending_bound, self.path_width if run.has_fixed_rows else 1)
@@ -301,7 +297,7 @@ class Step:
         tree = TokenTree.from_root(state.roots)
         accepted = accept_exact(sampler, tree, read.logits, state.cache.lengths - 1)
         state.append(accepted.next_tokens.clamp(min=0), accepted.counts, read.features)
-        state.pending_bound = 1
+        state.pending_bound += 1
         emitted = torch.cat([accepted.next_tokens, accepted.counts[:, None]], dim=1)
         return StepOutput(None, tree, read, accepted, emitted, is_first=True)
 

@@ -78,6 +78,11 @@ class StepCosts:
         """Whether the present speed is known, so that a trial tells something."""
         return len(self._units) > 1
 
+    @property
+    def plain_seconds(self) -> float:
+        """What a plain step takes at present."""
+        return median(self._units)
+
     def learn(self, place: int, seconds: float) -> None:
         """Takes in a step's time. The first steps after those of another policy tell what the policy in this place
         costs beside that one; later ones tell the present speed."""

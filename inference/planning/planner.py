@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
 from statistics import median
 
-from draftsmith.inference.planning.costs import StepCosts
+from draftsmith.inference.planning.costs import NUM_KEPT, StepCosts
 from draftsmith.inference.planning.memory import load_learned, store_learned
 from draftsmith.inference.trees.policy import TreePolicy
 
@@ -21,8 +22,9 @@ MIN_GAIN = 0.03  # drafting must be expected to gain this much over plain decodi
 # few steps. Trials may cost this share of the time, and FIRST_TRIALS plain steps at the beginning.
 HOPE, TRIAL_SHARE, FIRST_TRIALS = 0.3, 0.01, 1.0
 FEW = 10.0  # a first step that takes so many plain steps more makes no graphs: it is slow by chance
-# A batch takes as long as the row that ends last, which accepts this share less for each doubling of the rows.
-LAG = 0.05
+# A batch takes as long as the row that ends last. For each doubling of the rows it is behind the others by this much of
+# the spread of what a step accepts, about the root of the accepted tokens. Measured with texts of 64 tokens.
+LAG = 0.06
 TOKENS_PER_DOUBLING = 0.4  # a first guess: what twice as many nodes accept more
 PRIOR_ROWS = 4.0  # that the first guess of accepted tokens weighs as much as
 STORE_SECONDS = 10.0  # of a long text what was learned is stored this often
@@ -86,6 +88,7 @@ class Planner:
         self._seen = [0.0] * len(self.policies)  # the same, of late
         self._first_seconds = [0.0] * len(self.policies)  # of the first step with each
         self._begun: dict[int, float] = {}  # by policy, plain steps that its first step took more than later ones
+        self._readings = deque([0.0], maxlen=NUM_KEPT)  # what a token costs that has waited for a draft, in plain steps
         self._place = self._last = 0  # this step's policy; the last step's
         self._hold = 0  # steps for which the choice holds
         self._allowance = FIRST_TRIALS  # what trials may cost now, in plain steps
@@ -105,12 +108,14 @@ class Planner:
         self._costs.enter(do_sample=do_sample, num_rows=num_rows, length=length)
         return [*self._costs.expect()]
 
-    def choose(self, num_rows: int, length: int) -> TreePolicy | None:
+    def choose(self, num_rows: int, length: int, num_waiting: int = 0) -> TreePolicy | None:
         """The next step's policy; None = plain decoding.
 
         Args:
             num_rows: rows in the batch; length: tokens in the longest of them.
+            num_waiting: tokens of a row that the drafter will have to read before it drafts.
         """
+        self._num_waiting = num_waiting
         self._costs.enter(do_sample=self._do_sample, num_rows=num_rows, length=length)
         if self._hold == 0:
             self._decide(num_rows)
@@ -123,7 +128,7 @@ class Planner:
     def _decide(self, num_rows: int) -> None:
         tokens, costs = self._tokens[self._do_sample].expect(), self._costs.expect()
         lag = 0.0 if self._is_served else LAG * math.log2(num_rows)
-        tokens = [number - lag * (number - 1.0) for number in tokens]
+        tokens = [number - lag * math.sqrt(number - 1.0) for number in tokens]
         # What the first step with a policy takes more must pay within a fifth of the steps that were taken so far.
         # Plain decoding, with which all is compared, is always tried.
         first = median(self._begun.values()) if self._begun else 0.0
@@ -140,6 +145,8 @@ class Planner:
         trial = max((i for i in range(len(rates)) if i != best), key=hopes.__getitem__)
         num_steps = 2 if self._is_warm(trial) else 3
         price = num_steps * (costs[trial] - tokens[trial] / rates[best])
+        if best == 0:
+            price += max(0.0, median(self._readings)) * self._num_waiting
         if self._costs.is_ready and hopes[trial] > rates[best] and price <= self._allowance:
             self._allowance -= max(0.0, price)
             self._place, self._hold = trial, num_steps
@@ -162,6 +169,9 @@ class Planner:
             if place not in self._begun and seconds > 0.0:
                 self._begun[place] = (self._first_seconds[place] / seconds - 1.0) * self._costs.expect()[place]
             self._costs.learn(place, seconds)
+        elif place and self._last == 0 and self._is_warm(place) and self._costs.is_ready:
+            more = seconds / self._costs.plain_seconds - self._costs.expect()[place]
+            self._readings.append(more / max(1, self._num_waiting))
         if self._runs[place] == 0:
             self._first_seconds[place] = seconds
         self._last = place

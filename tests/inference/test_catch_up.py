@@ -11,13 +11,14 @@ from torch import Tensor
 
 from draftsmith.heads import HEAD_TYPES
 from draftsmith.inference import Decoder, DynamicTree, Target, chain, generate
-from draftsmith.inference import step as step_module
+from draftsmith.inference import state as state_module
+from draftsmith.inference.cache.kv_cache import KVCache
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.engine import Engine
-from draftsmith.inference.state import CATCH_UP, DecodeState
+from draftsmith.inference.state import DecodeState
 from draftsmith.inference.step import Step, StepOutput
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.heads.tiny_heads import tiny_heads
@@ -32,13 +33,21 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "small model": lambda target: SmallModelDrafter(rough_copy(target.model)),
     "staged": lambda target: StagedDrafter(SmallModelDrafter(rough_copy(target.model))),
 }
+CATCH_UP = 16
 PLAIN_STEPS = 2 * CATCH_UP + 7
 
 
-def scripted(target: Target, drafter: Drafter, is_drafting: Sequence[bool]) -> Decoder:
-    tree: Any = chain(3) if drafter.drafts_chains_only else DynamicTree(3, 2, 6)
-    decoder = Decoder(target, drafter, tree=tree)
-    decoder.planner = ScriptedChoice(decoder.policy, is_drafting)
+@pytest.fixture(autouse=True)
+def less_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter catches up after `CATCH_UP` tokens."""
+    monkeypatch.setattr(state_module, "CATCH_UP", CATCH_UP)
+
+
+def scripted(target: Target, drafter: Drafter, is_drafting: Sequence[bool] | None = None) -> Decoder:
+    """A decoder that drafts in these steps, or in all."""
+    decoder = Decoder(target, drafter, tree=chain(3) if drafter.drafts_chains_only else DynamicTree(3, 2, 6))
+    if is_drafting is not None:
+        decoder.planner = ScriptedChoice(decoder.policy, is_drafting)
     return decoder
 
 
@@ -58,12 +67,16 @@ def trees(monkeypatch: pytest.MonkeyPatch) -> list[TokenTree]:
     return found
 
 
+@pytest.mark.parametrize("longest", [CATCH_UP - 2, CATCH_UP + 1])
 @pytest.mark.parametrize("name", slow_but({"eagle3", "kangaroo", "ngram", "small model"}, list(DRAFTERS)))
-def test_after_plain_steps_it_drafts_what_it_would_draft_after_a_prompt(name: str, trees: list[TokenTree]) -> None:
-    """A prompt is a full recompute. Two rows of two lengths, of which the drafter reads the plain steps in parts."""
+def test_after_plain_steps_it_drafts_what_it_would_draft_after_a_prompt(
+    name: str, longest: int, trees: list[TokenTree]
+) -> None:
+    """A prompt is a full recompute. Two rows of two lengths, of which the drafter reads the plain steps in parts, with
+    the prompts or after them."""
     target, num_new = target_of("llama", initializer_range=0.3), PLAIN_STEPS + 40
     drafter = DRAFTERS[name](target)
-    prompts = [random_prompt(length, seed=length) for length in (17, 9)]
+    prompts = [random_prompt(length, seed=length) for length in (longest, 9)]
     free = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     resumed = scripted(target, drafter, [*[False] * PLAIN_STEPS, *[True] * num_new])
     output = resumed.generate(**pad_prompts(prompts), **free, max_new_tokens=num_new)
@@ -73,14 +86,35 @@ def test_after_plain_steps_it_drafts_what_it_would_draft_after_a_prompt(name: st
     found = trees[:3]
     trees.clear()
     texts = [
-        torch.cat([prompt[0], row[17 : 17 + PLAIN_STEPS]])
+        torch.cat([prompt[0], row[longest : longest + PLAIN_STEPS]])
         for prompt, row in zip(prompts, output.sequences, strict=True)
     ]
-    scripted(target, drafter, [True]).generate(**pad_prompts(texts), **free, max_new_tokens=40)
+    scripted(target, drafter).generate(**pad_prompts(texts), **free, max_new_tokens=40)
     for one, other in zip(found, trees[:3], strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         torch.testing.assert_close(one.log_probs, other.log_probs, atol=1e-4, rtol=1e-4)
     assert len(found) == 3
+
+
+@pytest.mark.parametrize("name", slow_but({"eagle3", "small model"}, list(DRAFTERS)))
+def test_a_next_turn_goes_on_from_a_text_that_waited_whole(
+    name: str, trees: list[TokenTree], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    advance = KVCache.advance
+    monkeypatch.setattr(KVCache, "advance", lambda *given: (read.append(int(given[1].sum())), advance(*given)))
+    target = target_of("llama", initializer_range=0.3)
+    decoder = scripted(target, DRAFTERS[name](target), [*[False] * 3, True])
+    free: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+    text = decoder.generate(random_prompt(9), **free, max_new_tokens=4).sequences
+    turn = torch.cat([text, random_prompt(5, seed=1)], dim=1)
+    assert not trees
+    decoder.generate(turn, **free, max_new_tokens=8, reuse_cache=True)
+    assert read == [9, 5 + 2], "the question, the last token, and one whose feature was the newest"
+    drafted, trees[:] = trees[:1], []
+    scripted(target, DRAFTERS[name](target)).generate(turn, **free, max_new_tokens=8)
+    assert drafted[0].token_ids.tolist() == trees[0].token_ids.tolist()
+    torch.testing.assert_close(drafted[0].log_probs, trees[0].log_probs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.fixture
@@ -121,17 +155,17 @@ def test_plain_decoding_holds_nothing_for_a_drafter(states: list[tuple[DecodeSta
 
 @pytest.fixture
 def eager_catching_up(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The drafter catches up after 4 tokens, not `CATCH_UP`; notes how many it reads, then and when it drafts."""
-    monkeypatch.setattr(step_module, "CATCH_UP", 4)
-    read: list[int] = []
-    catch_up = step_module.catch_up
+    """The drafter catches up after 4 tokens; notes how many waited then."""
+    monkeypatch.setattr(state_module, "CATCH_UP", 4)
+    waited: list[int] = []
+    catch_up = DecodeState.catch_up
 
-    def note(state: DecodeState, drafter: Drafter, width: int, max_slots: int) -> Any:
-        read.append(width)
-        return catch_up(state, drafter, width, max_slots)
+    def note(state: DecodeState, max_slots: int) -> None:
+        waited.append(state.pending_bound)
+        catch_up(state, max_slots)
 
-    monkeypatch.setattr(step_module, "catch_up", note)
-    return read
+    monkeypatch.setattr(DecodeState, "catch_up", note)
+    return waited
 
 
 @pytest.mark.parametrize("name", slow_but({"eagle3", "kangaroo", "staged"}, list(DRAFTERS)))
@@ -151,7 +185,7 @@ def test_texts_while_drafting_stops_and_goes_on(
     decoder = scripted(target, drafter, [True, *[False] * 7, True, *[False] * 12])
     assert torch.equal(decoder.generate(**pad_prompts(prompts), **options, **ends).sequences, expected)
     assert max(eager_catching_up) == 4
-    assert drafter.reads_last_only or len(eager_catching_up) > len(trees) + 1
+    assert len(eager_catching_up) > 3
     if can_leave:
         check_next_turn(decoder, target, [row[row > 0] for row in expected], options)
 

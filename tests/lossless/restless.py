@@ -33,7 +33,7 @@ class RestlessPlanner(Planner):
         self.taken: set[TreePolicy | None] = set()
         self.newest: TreePolicy | None = None
 
-    def choose(self, num_rows: int, length: int) -> TreePolicy | None:
+    def choose(self, num_rows: int, length: int, num_waiting: int = 0) -> TreePolicy | None:
         if self.resting:
             self.resting -= 1
             place = 0

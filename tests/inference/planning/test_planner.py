@@ -101,6 +101,22 @@ def test_the_first_text_of_a_machine_is_hardly_slower_than_plain(chances: str) -
     assert tokens / seconds > 0.98 * plain.tokens / plain.seconds
 
 
+@pytest.mark.parametrize("chances", ["medusa", "mtp"])
+def test_trials_pay_for_what_a_drafter_must_read_first(chances: str) -> None:
+    """16 rows, of which nothing drafted gains anything: reading a prompt takes as long as two plain steps."""
+    costs, tokens, seconds = steps_of(0.2, 0.06, 0.06), 0, 0.0
+    for seed in range(6):
+        simulation = Simulation(TREES, costs, CHANCES[chances], seed=seed, reading=0.1)
+        for number in range(30):
+            simulation.decode(16)
+            if number == 5:
+                tokens, seconds = tokens - simulation.tokens, seconds - simulation.seconds
+        tokens, seconds = tokens + simulation.tokens, seconds + simulation.seconds
+    fixed = Simulation(TREES, costs, CHANCES[chances])
+    fixed.decode(16, fixed=0)
+    assert tokens / seconds > 0.97 * fixed.tokens / fixed.seconds
+
+
 def test_trees_whose_graphs_take_longer_than_all_that_was_decoded_are_not_tried() -> None:
     """A graph takes as long as thousands of steps. Plain decoding and the tree of the first guess have theirs."""
     simulation = Simulation(TREES, COSTS["compiled"], CHANCES["mtp"], extra=3000.0)

@@ -138,7 +138,7 @@ def test_a_drafter_that_reads_on_the_host_runs_eagerly(name: str, caplog: pytest
 @pytest.mark.parametrize("kind", slow_but({"mtp"}, ["mtp", "kangaroo", "block"]))
 def test_trees_of_all_sizes_and_steps_without_the_drafter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that wait for the drafter outlive the replays that made them; the drafter catches up now and then."""
-    monkeypatch.setattr("draftsmith.inference.step.CATCH_UP", 5)
+    monkeypatch.setattr("draftsmith.inference.state.CATCH_UP", 5)
     target, prompt = Target(tiny_target("llama", num_hidden_layers=2)), random_prompt(9).repeat(1, 3)
     drafter = tiny_heads(kind, target)
     expected = Decoder(target).generate(prompt, max_new_tokens=70, **SAMPLED).sequences

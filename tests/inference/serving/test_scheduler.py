@@ -20,7 +20,7 @@ from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.serving.errors import RequestError
 from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
-from draftsmith.inference.state import CATCH_UP, DecodeState
+from draftsmith.inference.state import DecodeState
 from draftsmith.inference.step import Step
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.serving.arrivals import SECONDS, Arrival, draw_options, end, serve
@@ -142,6 +142,7 @@ def test_rows_draft_now_and_then(oracle: Scheduler, monkeypatch: pytest.MonkeyPa
 def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows join and leave all the time. The drafter reads what waits for it, and its rows stay those of the batch."""
     target, held = target_of("llama", num_hidden_layers=2), []
+    monkeypatch.setattr("draftsmith.inference.state.CATCH_UP", 16)
     set_costs(monkeypatch, most_rows=0)
     append = DecodeState.append
 
@@ -158,8 +159,8 @@ def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: py
     serve(scheduler, arrivals, num_first=3, chance=0.0)
     end(scheduler)
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
-    assert len(held) > 4 * CATCH_UP
-    assert max(held) == CATCH_UP
+    assert len(held) > 4 * 16
+    assert max(held) == 16
     assert all(one.row is not None and not one.row.drafts for one in arrivals)
 
 
