@@ -17,6 +17,7 @@ from draftsmith.inference.request.generate_arguments import make_request
 from draftsmith.inference.serving.reply import Piece, Reply, StopStrings
 from draftsmith.inference.serving.scheduler import LaneName, Scheduler
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
+from tests.tiny_targets import random_prompt
 
 SECONDS = 60  # nothing here takes so long, unless it hangs
 
@@ -109,6 +110,18 @@ def draw_options(draws: random.Random, number: int) -> dict[str, Any]:
     if number % 5 == 3:
         options["eos_token_id"] = [draws.randrange(2, 128) for _ in range(20)]
     return options
+
+
+def draw_arrivals(target: Target, count: int, **settings: Any) -> list[Arrival]:
+    """Rows of all options, whose prompts begin alike or not."""
+    draws = random.Random(1)
+    common = random_prompt(40, seed=9)[0].tolist()  # long enough to be reused
+    arrivals = []
+    for number in range(count):
+        prompt = random_prompt(draws.choice([1, 3, 17]), seed=number)[0].tolist()
+        prompt = [*common, *prompt] if number % 3 == 0 else prompt
+        arrivals.append(Arrival(target, prompt, draw_options(draws, number), seed=number, **settings))
+    return arrivals
 
 
 def end(scheduler: Scheduler) -> None:

@@ -23,7 +23,7 @@ from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.step import Step
 from tests.heads.tiny_heads import tiny_heads
-from tests.inference.serving.arrivals import SECONDS, Arrival, draw_options, end, serve
+from tests.inference.serving.arrivals import SECONDS, Arrival, draw_arrivals, end, serve
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 
@@ -48,17 +48,6 @@ def oracle() -> Iterator[Scheduler]:
     yield scheduler
     if scheduler.is_running:
         end(scheduler)
-
-
-def draw_arrivals(target: Target, count: int, **settings: Any) -> list[Arrival]:
-    draws = random.Random(1)
-    common = random_prompt(40, seed=9)[0].tolist()  # long enough to be reused
-    arrivals = []
-    for number in range(count):
-        prompt = random_prompt(draws.choice([1, 3, 17]), seed=number)[0].tolist()
-        prompt = [*common, *prompt] if number % 3 == 0 else prompt
-        arrivals.append(Arrival(target, prompt, draw_options(draws, number), seed=number, **settings))
-    return arrivals
 
 
 @pytest.mark.parametrize("name", slow_but({"plain", "oracle", "ngrams", "eagle3"}, list(DRAFTERS)))

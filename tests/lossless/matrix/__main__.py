@@ -18,7 +18,15 @@ from draftsmith.scripts.measuring.environment import describe_machine
 from draftsmith.training.whole_files import write_text
 from tests.conftest import REPOSITORY
 from tests.lossless.matrix import render
-from tests.lossless.matrix.cells import Cell, bfloat16_cells, greedy_cells, pair_cells, recurrent_cells, trained_cells
+from tests.lossless.matrix.cells import (
+    Cell,
+    bfloat16_cells,
+    greedy_cells,
+    pair_cells,
+    recurrent_cells,
+    served_cells,
+    trained_cells,
+)
 from tests.lossless.matrix.results import DIFFERENT, Result, find_gaps, run_cell
 from tests.tiny_targets import LEFT_OUT
 
@@ -28,6 +36,7 @@ PARTS = {
     "trained": trained_cells,
     "recurrent": recurrent_cells,
     "bfloat16": bfloat16_cells,
+    "served": served_cells,
 }
 PUBLISHED = ("greedy", "pairs", "trained")  # what a whole run has
 PAGE = REPOSITORY / "docs" / "lossless.md"

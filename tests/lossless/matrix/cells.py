@@ -21,12 +21,14 @@ NUM_SEEDS = 3  # of the targets' weights
 LONG, SHORT = 64, 32  # new tokens of greedy and of sampled texts
 # Prompts of 3 to 40 tokens: below and beyond the windows of 8 that some targets have.
 ROWS = tuple(Row(3 + (11 * index) % 38, index) for index in range(max(BATCHES)))
+AT_ONCE = 4  # rows that a server decodes together
+SERVED = ("ngram", "small model", "eagle3", "mtp", "medusa")
 WIDE_SAMPLING = ("greedy", "T=0.7")  # batches of 32 have only these: their references take longest
 
 
 @dataclass(frozen=True)
 class Cell:
-    """part: "greedy" (the complete part), "pairs", "trained", "recurrent" or "bfloat16"."""
+    """part: "greedy" (the complete part), "pairs", "trained", "recurrent", "bfloat16" or "served"."""
 
     part: str
     batch: int
@@ -166,6 +168,18 @@ def bfloat16_cells() -> list[Cell]:
         Cell("bfloat16", cell.batch, replace(cell.case, dtype=torch.bfloat16))
         for cell in cells
         if _is_batch_invariant(*cell.case.source)
+    ]
+
+
+def served_cells() -> list[Cell]:
+    """Rows that come to a server at random, in both dtypes."""
+    return [
+        Cell("served", AT_ONCE, Case(family, (), drafter=drafter, policy=policy, dtype=dtype))
+        for family, drafters in {**dict.fromkeys(FAMILIES, SERVED), CHAT: TRAINED}.items()
+        for drafter in drafters
+        for policy in ("dynamic:3,2,6", "auto")
+        for dtype in (torch.float32, torch.bfloat16)
+        if dtype == torch.float32 or _is_batch_invariant(family, "sdpa", 0)
     ]
 
 

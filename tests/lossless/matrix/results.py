@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tests.lossless.matrix.cases import Outcome, run_case
 from tests.lossless.matrix.cells import BATCHES, RECURRENT_BATCHES, Cell
 from tests.lossless.matrix.drafters import DEPTH, STATIC_PATHS
+from tests.lossless.matrix.served import run_served
 
 SAME, NEAR_TIE, DIFFERENT = "identical", "near-tie", "DIFFERENT"
 TOKENS_AT_LEAST = 500_000  # compared by a whole run
@@ -28,7 +29,7 @@ class Result:
 def run_cell(cell: Cell) -> Result:
     """Runs one cell. A cell that fails is reported, not raised: the other cells still run."""
     try:
-        outcome = run_case(cell.case)
+        outcome = run_served(cell) if cell.part == "served" else run_case(cell.case)
     except AssertionError as error:
         return Result(cell, DIFFERENT, reason=str(error))
     except Exception as error:  # noqa: BLE001  a crash is a failure of this cell, and is reported as one
