@@ -1,7 +1,5 @@
 """Chat templates in the shapes of well-known models', each with a conversation and what it becomes, written by hand."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

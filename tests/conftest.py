@@ -1,7 +1,5 @@
 """Fixtures shared by every test. Nothing here reaches the network: the hub is switched off before it is imported."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import multiprocessing

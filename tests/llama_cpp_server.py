@@ -1,7 +1,5 @@
 """llama.cpp's server, in this process: the bindings xllamacpp come prebuilt."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

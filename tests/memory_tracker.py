@@ -4,8 +4,6 @@
 does not see what a kernel allocates and frees internally.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters of tests of which only some are quick enough for `make test`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Processes: Python from its start, or clean copies of one that has imported everything, alone or as ranks."""
 
-from __future__ import annotations
-
 import multiprocessing.connection
 import os
 import resource

@@ -1,7 +1,5 @@
 """Families with recurrent layers for `tiny_target`: transformers' names, and what differs from the usual shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import CONFIG_MAPPING, cache_utils

@@ -6,8 +6,6 @@ each position a schedule says at which rank the true token stands among the cand
 Legend: B batch, R texts, T positions of the longest text and one more, W frontier nodes, C candidates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The house rules that a reader can rely on: import direction, names, sizes, and one file per head kind."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Every file in configs/ loads, by whoever reads it in earnest."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

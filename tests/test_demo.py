@@ -1,7 +1,5 @@
 """`make demo` with tiny budgets, and its parts."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

@@ -1,7 +1,5 @@
 """`import draftsmith`, from a checkout, an installed wheel, and beside a user's own folders."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The notebook `examples/quickstart.ipynb` from top to bottom, with a few tokens and training steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 A block after `<!-- not tested: REASON -->` is left out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

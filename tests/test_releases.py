@@ -1,7 +1,5 @@
 """docs/targets.md promises the releases of transformers that CI runs: the oldest allowed, and the pinned one."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

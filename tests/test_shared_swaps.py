@@ -1,7 +1,5 @@
 """What is replaced for the whole process while a thread needs it: threads that overlap leave nothing behind."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

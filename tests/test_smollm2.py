@@ -1,8 +1,6 @@
 """SmolLM2-135M-Instruct, where it is installed: its texts in float32 are transformers', here and in llama.cpp; heads
 train, and load."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

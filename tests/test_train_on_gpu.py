@@ -1,7 +1,5 @@
 """examples/smollm2-135m/train_on_gpu.sh, rehearsed on a CPU with chat-13m and two steps of each kind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """examples/chat-13m/train.py: short runs."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,8 +1,6 @@
 """docs/your-model.md from top to bottom: its commands and its Python, with a tiny Qwen3 in the place of Qwen3-8B, and
 with a server and a hub on this machine."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

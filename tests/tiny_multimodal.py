@@ -1,7 +1,5 @@
 """Random targets that see or hear, small enough for a test, and prompts for them: no processor, no network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any

@@ -4,8 +4,6 @@ Their weights are large on purpose. At the usual 0.02 a random model repeats one
 returns anything at all would pass; here greedy text keeps changing and depends on its whole prefix.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from functools import cache

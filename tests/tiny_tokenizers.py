@@ -1,7 +1,5 @@
 """Small tokenizers of several kinds, without training or files."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

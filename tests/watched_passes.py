@@ -1,7 +1,5 @@
 """What a test notes of every cached pass of a target."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """What this library drafts, step by step, and how one engine's drafts are compared with it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

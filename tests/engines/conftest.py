@@ -1,7 +1,5 @@
 """The embedded target with prompts and its own texts, and vLLM in an environment of its own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Heads whose drafts are often accepted: trained ones, and ones that learn the texts of a test by heart in a minute."""
 
-from __future__ import annotations
-
 import torch
 
 from draftsmith.heads import DraftHeads

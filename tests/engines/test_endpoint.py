@@ -3,8 +3,6 @@
 `make test-engines` makes vLLM's environment and runs these; elsewhere VLLM_PYTHON names a Python that has vLLM.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shlex

@@ -1,7 +1,5 @@
 """llama.cpp's server decodes with our exported heads: its texts, and how much it drafts and accepts, are ours."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from dataclasses import dataclass

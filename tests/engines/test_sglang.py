@@ -3,8 +3,6 @@
 `make test-engines` makes its environment and runs these; elsewhere SGLANG_PYTHON names a Python that has it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 `make test-engines` makes vLLM's environment and runs these; elsewhere VLLM_PYTHON names a Python that has vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM's load client with our server: the drafting that it reports is what our decoder counts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The target is tiny and random, of a family whose MTP modules vLLM runs on a CPU.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

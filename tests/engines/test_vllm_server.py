@@ -1,7 +1,5 @@
 """vLLM's OpenAI-compatible server with our exported heads: eight clients stream at the same time."""
 
-from __future__ import annotations
-
 import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor

@@ -3,8 +3,6 @@
 tests/training/run/test_imported_heads.py goes the same way with tiny heads, without vLLM.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The device of these tests: CUDA where there is one, with all kinds; else a CPU, as a rehearsal, with one kind."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

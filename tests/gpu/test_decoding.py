@@ -1,8 +1,6 @@
 """Texts on a GPU, compared with plain decoding on the same GPU, and what a step may not do there. In float32,
 except in batch-invariant mode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """The Triton kernels on a GPU, where `tests/inference/kernels/test_interpreted_kernel.py` has only the interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

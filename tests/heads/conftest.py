@@ -1,7 +1,5 @@
 """A target and saved heads that several test files share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

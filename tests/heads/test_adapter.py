@@ -1,8 +1,6 @@
 """Heads that belong to an adapter of their target: stored beside them, applied by one call, and then decoding is the
 adapted target's own."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import shutil

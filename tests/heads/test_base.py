@@ -1,7 +1,5 @@
 """DraftHeads and its config: what is refused, and that a save is complete or did not happen."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Which targets heads are bound to, which they refuse, and how they read an LM head that has no plain weight."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

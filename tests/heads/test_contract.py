@@ -3,8 +3,6 @@
 Legend: B batch, L prefix length (the last token is the root), W frontier nodes, C draft vocabulary, F feature width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Folders whose code transformers runs: custom_generate="FOLDER", trust_remote_code=True."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads of any kind score only the most frequent tokens: no bit of the text changes, and nothing else of the heads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A kind of an outsider: one class, one config and one registration are all it takes."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

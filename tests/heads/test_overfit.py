@@ -3,8 +3,6 @@
 Legend: T text length, K depths.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

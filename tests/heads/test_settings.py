@@ -1,7 +1,5 @@
 """Settings that a kind of heads refuses: messages name the option and the value."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How new heads start: with the target's final norm and its LM head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

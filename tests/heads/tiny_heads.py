@@ -1,8 +1,6 @@
 """Random heads of every kind, far from how training starts: zero blocks and copied LM heads would hide mistakes. And
 what tests of several kinds ask of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

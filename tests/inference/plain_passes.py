@@ -1,7 +1,5 @@
 """The slow and obvious way to what `Target` computes: the model's own cache-less forward, one pass per path."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`TokenHistory` of different lengths, from lists."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

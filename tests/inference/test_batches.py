@@ -1,7 +1,5 @@
 """Batches: rows that end leave, prompts that begin alike are read once, a decoder goes on with what its cache holds."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

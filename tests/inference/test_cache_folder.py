@@ -1,7 +1,5 @@
 """Where compiled kernels are kept."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Steps without drafting: the drafter catches up in time, and drafts as if it had drafted all along."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

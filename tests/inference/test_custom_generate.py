@@ -1,7 +1,5 @@
 """A drafter inside transformers' own generate: what it returns, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

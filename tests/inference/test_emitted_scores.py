@@ -1,7 +1,5 @@
 """Scores and logits of the emitted tokens: what transformers' generate returns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

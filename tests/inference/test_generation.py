@@ -1,7 +1,5 @@
 """generate(): the options of transformers' generate, what is counted, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

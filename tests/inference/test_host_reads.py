@@ -1,7 +1,5 @@
 """Inside a step nothing may ask the device for a value: on a GPU each such question waits for all queued work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

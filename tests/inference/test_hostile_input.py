@@ -1,7 +1,5 @@
 """Hostile input: a clear error or the right text, never a hang, and nothing stale for the next call."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What a call holds at most: target, heads, one cache, the drafter's state, and the activations of one step."""
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable

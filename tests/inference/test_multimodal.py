@@ -1,7 +1,5 @@
 """Prompts with images and sounds: the text after them is that of transformers' `generate`, with every drafter."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The noise's distribution, independence and reproducibility, against a slow hash written with Python integers."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OpenMP's workers end with the work of a thread."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """transformers' text-generation pipeline with a drafter: the same results."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

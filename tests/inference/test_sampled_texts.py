@@ -4,8 +4,6 @@ Each test draws 20,000 rows, whose second and third new tokens are compared, and
 1e-6 (cells of fewer than 5 expected rows are pooled).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where two texts differ, and what counts as a near-tie."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Random encoder-decoder models, small enough for a test, whose text keeps changing and depends on its prefix."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

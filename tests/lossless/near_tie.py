@@ -4,8 +4,6 @@ tokens have nearly equal scores in a plain pass, and nothing else scores higher.
 Legend: L tokens of a text, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`tree="auto"` and `tree="gamma"` made to do everything they can: all sizes in turn, and steps without the drafter."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Legend: B batch, T new tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any

@@ -4,8 +4,6 @@ The cases are the same each time. LOSSLESS_EXAMPLES is how many (`make lossless`
 others.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

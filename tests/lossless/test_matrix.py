@@ -1,7 +1,5 @@
 """A small part of the lossless matrix: all families, drafters, policies and rules; `make lossless` runs the whole."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """Trained heads on real targets: greedy text is transformers' token for token, sampled text is plain decoding's."""
 
-from __future__ import annotations
-
 import json
 import os
 from functools import cache

@@ -1,7 +1,5 @@
 """Targets with recurrent layers: greedy text is transformers', sampled text is plain decoding's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

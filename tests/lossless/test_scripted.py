@@ -1,7 +1,5 @@
 """The scripted drafter through every policy: greedy text is transformers', sampled text is plain decoding's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

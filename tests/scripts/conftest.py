@@ -1,7 +1,5 @@
 """What programs that measure are given: a small target, and prompts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The benchmark's numbers against numbers worked out by hand, and a small run from prompts to files."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

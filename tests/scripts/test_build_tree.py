@@ -1,7 +1,5 @@
 """From conversations and heads to a tree file that a decoder takes; options that cannot work say so at once."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

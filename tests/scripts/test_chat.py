@@ -1,7 +1,5 @@
 """The chat in a terminal: commands, comparison with plain decoding, Ctrl-C."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

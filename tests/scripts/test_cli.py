@@ -1,7 +1,5 @@
 """`draftsmith NAME`: every program under one command, its help, and errors of one line."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import os

@@ -1,7 +1,5 @@
 """`draftsmith diagnose` with planted faults: each is found, and named first. Without one, nothing is reported."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

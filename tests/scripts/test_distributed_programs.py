@@ -1,7 +1,5 @@
 """`draftsmith chat --distributed`: two processes, one program."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Formats whose folders are not config.json and one safetensors file, through the programs."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

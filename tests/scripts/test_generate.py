@@ -1,7 +1,5 @@
 """The terminal program: text appears whole, drafted tokens in colour, and options that cannot work say so."""
 
-from __future__ import annotations
-
 import io
 import re
 import sys

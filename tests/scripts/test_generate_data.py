@@ -1,7 +1,5 @@
 """The program that writes data: the same from any number of processes, with any heads, and after any interruption."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -3,8 +3,6 @@
 The target is the embedded one with its trained heads, so that acceptance lengths mean something.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import json

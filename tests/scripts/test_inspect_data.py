@@ -1,7 +1,5 @@
 """What inspect_data.py shows and counts."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,8 +1,6 @@
 """Programs apply the adapter that heads bring, limit the tokens that heads score, and refuse heads that need another
 target."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

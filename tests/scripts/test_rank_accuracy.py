@@ -1,7 +1,5 @@
 """The measured accuracy of each rank against a loop over single positions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The program that serves, as a process of its own."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -4,8 +4,6 @@
 an empty reply) or "reply".
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A tiny chat target, conversations for it, and a runner that trains on them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversations, chat templates and files for tests of what training reads."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What tests of stored features share: rows, and a store of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Training runs in processes of their own: one that kills itself at a given moment, one whose disk is full, ...; kept
 apart so that such a process can import them."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """What tests of whole training runs share: conversations, and a runner with options as on the command line."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A local server that gives hidden states as vLLM's does: in files, which it writes after its answer."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import threading

@@ -3,8 +3,6 @@
 vLLM's server imports it (`kv_connector_module_path`).
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Programs of this folder that run in an engine's own environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Runs an engine's server on the CPU."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

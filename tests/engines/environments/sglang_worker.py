@@ -12,8 +12,6 @@ kernel only: stand-ins take their places.
 
 # ruff: noqa: E402
 
-from __future__ import annotations
-
 import json
 import os
 import socket

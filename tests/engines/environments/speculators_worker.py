@@ -7,8 +7,6 @@ num_steps of the unroll, and, to train, train_steps and saved (a folder for the 
 logits of each step, [num_steps, T, Vd], before training. The names of the model's tensors go to RESULT.json beside it.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

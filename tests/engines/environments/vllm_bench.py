@@ -3,8 +3,6 @@
 python vllm_bench.py OPTION ...
 """
 
-from __future__ import annotations
-
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 

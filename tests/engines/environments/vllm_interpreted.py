@@ -8,8 +8,6 @@ place. DFlash 2 is drafted by the second runner only.
 
 # ruff: noqa: E402
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -7,8 +7,6 @@ max_new_tokens, options (of `speculative_config`), engine (further arguments of 
 draft with the request it belongs to, and the accepted tokens per position as vLLM's metrics count them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What tests of every format ask: heads come back bit for bit, draft as before, and damage is named."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

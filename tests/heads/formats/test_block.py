@@ -1,7 +1,5 @@
 """DFlash and DSpark in their published formats, against DFlash's forward pass written out here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

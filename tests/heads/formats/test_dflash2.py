@@ -1,7 +1,5 @@
 """DFlash 2 in its published layouts, against its forward pass written out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """EAGLE-3 in GGUF: what llama.cpp reads, written out here, and the way back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

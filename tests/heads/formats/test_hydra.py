@@ -1,7 +1,5 @@
 """Hydra in the authors' format, against modules built as theirs are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

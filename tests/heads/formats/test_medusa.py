@@ -1,7 +1,5 @@
 """Medusa under the authors' and vLLM's names, against the forward pass of each project written out here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

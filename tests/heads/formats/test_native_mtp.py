@@ -4,8 +4,6 @@ against transformers' own MTP model.
 Legend: B batch, T sequence length, D hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """A published config that says something else than its tensors, or than heads here can be, is refused: the message
 names the key and its value, the tensor that no longer fits, or what is allowed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints are opened where they lie: in subfolders and revisions, sharded, of old and new torch, damaged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints of other projects are told apart by what their folders hold, and never mistaken."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ What a format cannot express is refused with a reason, never written; a damaged 
 their names.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """MTP heads in a checkpoint of their target: the target's tensors stay, its modules are replaced."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

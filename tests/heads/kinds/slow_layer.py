@@ -3,8 +3,6 @@
 Legend: D hidden size, H query heads, d head size, T context length, N block size.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 Legend: B batch, T sequence length, N block size, K depths, D hidden size.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DFlash 2: its convolutions, its start from DFlash, and the trees of its candidates."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 Legend: B batch, T sequence length, K unroll steps, D hidden size.
 """
 
-from __future__ import annotations
-
 from functools import cache, partial
 from typing import Any
 

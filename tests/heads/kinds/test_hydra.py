@@ -3,8 +3,6 @@
 Legend: B batch, T sequence length, K heads, D hidden size.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

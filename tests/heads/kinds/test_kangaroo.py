@@ -3,8 +3,6 @@
 Legend: B batch, T sequence length, D hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref

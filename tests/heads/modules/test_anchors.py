@@ -1,7 +1,5 @@
 """Slots that training draws."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

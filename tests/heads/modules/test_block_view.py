@@ -1,7 +1,5 @@
 """The attention of drafted blocks, on a CPU and in the form for CUDA, against one softmax over a written-out mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Documents that share rows: how they are grouped, and that a target reads each by itself."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

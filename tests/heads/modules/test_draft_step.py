@@ -1,8 +1,6 @@
 """Drafting steps: reading ahead, and packed batches, in which documents that share rows learn as in rows of their
 own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The blocks of draft layers against slow references: rotary positions, norms, the draft cache."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

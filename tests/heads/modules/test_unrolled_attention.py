@@ -1,7 +1,5 @@
 """The attention of the training-time test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from unittest.mock import MagicMock

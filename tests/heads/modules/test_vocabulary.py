@@ -1,7 +1,5 @@
 """The reduced draft vocabulary: which tokens are chosen, and the map between the two numberings."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Acceptance against a walk in plain Python that knows nothing of batches, depths or noise tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

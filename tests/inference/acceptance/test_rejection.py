@@ -6,8 +6,6 @@ correct rule with a chance of 1e-6 (cells of fewer than 5 expected draws are poo
 whole texts.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What a KVCache holds and shows. `test_target.py` has passes after branching commits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """RecurrentStates: what copied rows take over, and what they forget."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """A link to servers in the same process, which delivers answers late and in a random order. Each message goes through
 its frame of bytes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

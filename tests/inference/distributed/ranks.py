@@ -3,8 +3,6 @@
 Every message is delayed by a random time. In the middle of two more texts the server of rank 2 dies.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The protocol, without tensors: a target that is a function of the whole text, and drafts that are right at random."""
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections.abc import Callable

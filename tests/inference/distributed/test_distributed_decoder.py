@@ -1,7 +1,5 @@
 """Texts of a `DistributedDecoder` with servers in this process, whose answers come late and in a random order."""
 
-from __future__ import annotations
-
 import random
 import re
 from functools import cache, partial

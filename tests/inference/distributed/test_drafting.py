@@ -1,7 +1,5 @@
 """The drafter's states: every draft of a chain is the one that a fresh drafter makes from the whole text."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Logits processors after their way to a server."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Messages come through their bytes as they were, and what is no message is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The n-gram drafter against a search with Python lists."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

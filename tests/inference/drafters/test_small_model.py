@@ -1,7 +1,5 @@
 """A small model that drafts, against the model's own forward without cache, one pass per path."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A staged drafter drafts the same as its small model, in fewer passes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks of the Triton kernels that run interpreted, on the CPU, and on a GPU. Inputs and references are on the CPU."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

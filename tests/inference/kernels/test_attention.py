@@ -1,7 +1,5 @@
 """Grouped attention under a tree mask: the numbers of transformers' own function, without repeated keys and values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The Triton kernels compile for GPUs that are not here, and fit; whether they are right is not shown."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The interpreter has to be chosen before Triton is imported, so `test_the_others_
 other tests. The interpreter does not show how a GPU rounds inside a product, nor races or speed.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Packed masks stand for the additive masks that a tree and a prompt had before."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed weights: the same numbers up to rounding, and a model that stays as it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Pipelined decoding of models with tied layers gives the text of plain decoding, whatever is dropped on the way."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

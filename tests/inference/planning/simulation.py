@@ -1,7 +1,5 @@
 """Texts decoded by a planner without models: costs are functions, and acceptance is drawn from a generator."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """StepCosts: ratios from the times of steps."""
 
-from __future__ import annotations
-
 import pytest
 
 from draftsmith.inference import Decoder, NgramDrafter

@@ -1,7 +1,5 @@
 """Planner: what it chooses, when costs are functions and acceptance is drawn; and what one step tells about trees."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

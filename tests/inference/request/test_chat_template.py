@@ -1,7 +1,5 @@
 """What a chat template cannot write is refused with its reason, and what it writes is what the messages say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

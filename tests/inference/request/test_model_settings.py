@@ -1,7 +1,5 @@
 """What a call takes from the generation config of its model, and what it does not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

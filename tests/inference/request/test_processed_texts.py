@@ -1,7 +1,5 @@
 """Whole texts with processors that read the text: transformers' own, and plain decoding that calls its classes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

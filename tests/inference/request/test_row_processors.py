@@ -1,7 +1,5 @@
 """Processors and stopping criteria in batches: each row gets the text it gets by itself, or in transformers' batch."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable

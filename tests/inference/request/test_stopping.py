@@ -1,7 +1,5 @@
 """Stopping criteria after every token, against transformers' criteria on the whole text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

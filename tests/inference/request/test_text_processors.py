@@ -1,7 +1,5 @@
 """Processors that read the text, at every node of random trees, against transformers' classes for each text."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from typing import Any

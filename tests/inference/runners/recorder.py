@@ -5,8 +5,6 @@ capturing has no effect; and the function must not need the host. What only pass
 all graphs share, so a replay leaves nonsense there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 

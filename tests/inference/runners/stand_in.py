@@ -6,8 +6,6 @@ devices, reads on the host, and shapes that depend on values. The lints refuse w
 index tensors on the CPU, copies between devices, tensors made of Python numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

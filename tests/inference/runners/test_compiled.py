@@ -1,8 +1,6 @@
 """Compiled steps: the text of the eager ones, no compiling beyond what new shapes need, and what happens where
 torch.compile fails."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace

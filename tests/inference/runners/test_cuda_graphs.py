@@ -1,7 +1,5 @@
 """Captured steps: the text of eager ones, from graphs that a tape stands for; and states that never move."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace

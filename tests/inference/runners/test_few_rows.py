@@ -1,7 +1,5 @@
 """Products of few rows in a graph: they get more, and give the same."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -1,8 +1,6 @@
 """A decode step keeps a GPU's discipline: one device, no read on the host, no shape that depends on values, no tensor
 made of Python numbers. The whole step runs on a stand-in device, without the engine's one host read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows that arrive while others run, and the texts that they get by themselves."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A server on a loopback port, with a tiny random target, whose drafts are the target's own."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a server says where two replies differ."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

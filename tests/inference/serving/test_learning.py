@@ -1,7 +1,5 @@
 """A server whose heads learn from its replies."""
 
-from __future__ import annotations
-
 import time
 
 import httpx

@@ -1,7 +1,5 @@
 """The chat page in a headless Chromium: the embedded target with EAGLE-3 heads streams, compares and stops."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """What a server refuses: in OpenAI's shape, without a traceback, and without harm to others."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

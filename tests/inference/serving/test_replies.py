@@ -1,7 +1,5 @@
 """What OpenAI's own client gets from a server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Texts that arrive in pieces, and the samplers of several rows as one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Rows of many requests in one batch: each gets its own text, whoever else is there."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading

@@ -1,7 +1,5 @@
 """A server for a long time: no memory grows, no row is left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """StepTokens: which tokens of a step were drafted, at what depth, and how probable the drafter found them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

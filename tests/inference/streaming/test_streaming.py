@@ -1,7 +1,5 @@
 """Streams: tokens step by step, with for and async for, stopped, cancelled, from several threads."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Texts and bytes of single tokens, by kind of tokenizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

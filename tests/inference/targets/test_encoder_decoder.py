@@ -3,8 +3,6 @@
 `tests/lossless` holds the same for decoder-only targets; here every cell is one with a source.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

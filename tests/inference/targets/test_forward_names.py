@@ -1,7 +1,5 @@
 """The names of a forward's arguments, in this release of transformers and in others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

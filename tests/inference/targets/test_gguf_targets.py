@@ -1,7 +1,5 @@
 """A GGUF file is a target like any other: its weights dequantized, its tokenizer, its place in the heads' config."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

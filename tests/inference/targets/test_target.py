@@ -1,7 +1,5 @@
 """Target against plain passes: trees, prefill, encoding, masks and what a cache keeps."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

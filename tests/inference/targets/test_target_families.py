@@ -1,7 +1,5 @@
 """Whole texts of every family in half precision and at the limits of positions; `tests/lossless` has the others."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

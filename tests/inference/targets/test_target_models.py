@@ -1,7 +1,5 @@
 """Target on models that go their own way: adapters, more than an LM head, position limits; and `Target.of`."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Targets with quantised or offloaded weights, on several devices, or split over processes: what a CPU can show."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Iterable, Sequence

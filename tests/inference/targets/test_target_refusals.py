@@ -1,7 +1,5 @@
 """What Target refuses, and with which reason."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Tree policies against a slow reference that writes every path out."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

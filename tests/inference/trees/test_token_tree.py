@@ -1,7 +1,5 @@
 """Trees against walks from node to parent."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -3,8 +3,6 @@
 Exits with 1 if a cell differs or a required place was not reached.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import sys

@@ -3,8 +3,6 @@
 Legend: B batch, N tree nodes, P path length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The combinations of the matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Pairwise covering designs: a small set of combinations in which every two values of every two factors meet."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The drafters of the matrix by name, and the trees they can draft."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

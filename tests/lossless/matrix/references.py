@@ -4,8 +4,6 @@ References are made once per process and shared by all cells. They run beyond th
 EOS, and are cut: so the scripted drafter knows what would follow a text's end, and steps overshoot it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

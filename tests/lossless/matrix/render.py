@@ -1,7 +1,5 @@
 """The generated part of docs/lossless.md, from a whole run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tests.lossless.matrix.cells import Cell

@@ -1,7 +1,5 @@
 """The results of the cells, and what all cells together must reach."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 

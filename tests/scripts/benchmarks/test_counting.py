@@ -1,7 +1,5 @@
 """Targets that count, and trees whose drafts are right to a given depth."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

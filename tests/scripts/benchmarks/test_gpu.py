@@ -1,7 +1,5 @@
 """gpu.py, rehearsed on the CPU: its parts, their time, and the record that they share."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """llama.cpp as a contender: a server in a process of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

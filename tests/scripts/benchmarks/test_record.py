@@ -1,7 +1,5 @@
 """The recording: pieces of text with their times, broken into lines, drawn as an SVG that animates itself."""
 
-from __future__ import annotations
-
 from xml.etree import ElementTree
 
 from draftsmith.scripts.benchmarks.record import draw

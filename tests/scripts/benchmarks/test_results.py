@@ -1,7 +1,5 @@
 """results.py: every decoded prompt is kept, the same command goes on, and what is made of the numbers."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batch sizes as an axis of benchmark.py: how batches are made, and what their numbers say."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedModel

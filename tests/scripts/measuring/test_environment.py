@@ -1,7 +1,5 @@
 """What is written beside measured numbers."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

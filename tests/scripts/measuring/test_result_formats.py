@@ -1,7 +1,5 @@
 """Results in the files of other projects, from runs whose steps are known."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections import deque

@@ -1,7 +1,5 @@
 """What a step could be: counted work against numbers made by hand, and the columns that follow from it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

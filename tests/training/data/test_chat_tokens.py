@@ -1,7 +1,5 @@
 """The mask of the assistant's tokens, down to the token."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

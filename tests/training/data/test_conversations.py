@@ -1,7 +1,5 @@
 """Reading conversations from files, folders and hub ids."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

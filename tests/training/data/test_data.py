@@ -1,7 +1,5 @@
 """Training rows: what is cut and what is dropped; batches of rows; counts of tokens; what is learned and held out."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Records of well-known sets, in their own columns, as conversations."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which replies are learned: not those that the template does not write, and not those that the data exclude."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

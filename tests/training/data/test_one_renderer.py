@@ -1,7 +1,5 @@
 """Conversations are rendered alike everywhere: the same tokens in training rows and in the prompts of every program."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

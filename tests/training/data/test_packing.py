@@ -1,7 +1,5 @@
 """Packing: which conversations share a row, what the collator makes of them, and that runs learn the same."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """The mask against the templates written out by hand, over conversations of every kind."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from typing import Any
 

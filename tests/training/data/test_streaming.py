@@ -1,7 +1,5 @@
 """Streams of conversations: who reads what, in which order, and what a resumed run sees."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """Several processes on the CPUs of one machine, launched with the files in configs/accelerate."""
 
-from __future__ import annotations
-
 import json
 from importlib.util import find_spec
 from pathlib import Path

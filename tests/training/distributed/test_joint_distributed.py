@@ -1,7 +1,5 @@
 """Adapters of the target with two processes on the CPUs of one machine."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

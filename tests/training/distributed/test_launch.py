@@ -1,7 +1,5 @@
 """The launch as requested, and as accelerate made it: a run that differs from its launch is refused."""
 
-from __future__ import annotations
-
 import os
 import time
 from datetime import timedelta

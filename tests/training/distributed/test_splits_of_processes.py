@@ -1,7 +1,5 @@
 """The loss and the gradient of an optimizer step of two processes equal those of one big batch, for every kind."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Heads under FSDP and ZeRO-3; `tests/training/distributed/test_distributed.py` runs them."""
 
-from __future__ import annotations
-
 import pytest
 from torch.distributed.fsdp import FSDPModule
 

@@ -1,7 +1,5 @@
 """A server of the target's states, for a module's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 tests/engines/test_endpoint.py does the same with vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

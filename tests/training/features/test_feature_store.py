@@ -1,7 +1,5 @@
 """Stored features on disk: reading, sizes, damage, a full disk."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

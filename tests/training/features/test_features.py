@@ -1,7 +1,5 @@
 """Features online and from disk: the same states."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Whole runs on stored features: extracted, trained from, refused."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The self-check finds states that are not the target's, and says what is likely wrong with them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

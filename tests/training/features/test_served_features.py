@@ -1,7 +1,5 @@
 """Runs whose states a server computes while the heads train: as online, resumable, with clear errors."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

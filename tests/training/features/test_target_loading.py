@@ -1,7 +1,5 @@
 """Targets that are spread over devices while heads train on one: what one CPU can show."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny targets that see, each saved with a processor, and conversations about squares of one colour."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How records name images, and where they stand in turns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

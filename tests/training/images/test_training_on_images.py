@@ -1,7 +1,5 @@
 """Heads train on conversations with images: rows, masks, features, whole runs, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

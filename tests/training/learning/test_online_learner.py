@@ -1,7 +1,5 @@
 """Heads that learn while they draft: the text stays, the weights get better, and a folder keeps them."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Weights of drafting steps: fixed ones, and D-PACE against loops over slots."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

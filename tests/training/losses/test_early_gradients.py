@@ -1,7 +1,5 @@
 """Gradients that are computed with the loss: what the backward pass does with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 Legend: M positions, C draft vocabulary, D hidden size.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Legend: B batch, T sequence length, C draft vocabulary, V target vocabulary, D hidden size.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

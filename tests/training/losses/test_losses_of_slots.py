@@ -1,7 +1,5 @@
 """The losses of steps with drawn slots, as block drafters hand them over, and of their confidence."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

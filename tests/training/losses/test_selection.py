@@ -1,7 +1,5 @@
 """The loss of DFlash 2's selector in both published recipes, against loops over rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

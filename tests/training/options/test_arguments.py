@@ -1,7 +1,5 @@
 """Options from YAML and from the command line: what wins, what is refused, and what a refusal says."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What `draftsmith train` chooses for a target: from its config and the device's memory, without its weights."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a finished run says of itself: the page and the card."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

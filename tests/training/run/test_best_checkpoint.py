@@ -1,7 +1,5 @@
 """What decides which checkpoint is the best, and what learning rates go by: known before the first step, or refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

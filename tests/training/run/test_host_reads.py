@@ -1,8 +1,6 @@
 """The host waits for no device while a training batch is computed: every kind of heads trains on the device `meta`,
 whose tensors have no values, so that reading one is an error; masks and indices stay on the host with theirs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

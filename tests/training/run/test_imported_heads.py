@@ -1,7 +1,5 @@
 """The way of somebody else's heads: imported, decoded, trained further, written for an engine."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Joint training of heads and adapters of the target (Medusa-2): what is trained when, how much, and what is stored."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A run that is killed anywhere, even while it writes a checkpoint, and resumed, is the run that was not killed:
 weights, optimizer, order of the data, random numbers and log lines are equal bit for bit."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Muon beside AdamW: who trains what, one schedule for both, checkpoints that go on exactly."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The last words of a run, and how the program ends when the user's input is wrong."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

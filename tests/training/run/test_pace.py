@@ -1,7 +1,5 @@
 """How long a run takes: measured before it begins, without a trace, and fitted to a time budget."""
 
-from __future__ import annotations
-
 import json
 import logging
 from typing import Any

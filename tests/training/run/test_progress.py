@@ -1,7 +1,5 @@
 """What a run says while it trains, and Ctrl-C: a checkpoint first, and the run goes on from it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Every recipe of configs/train/targets trains and decodes on a random target of the same classes, much smaller."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

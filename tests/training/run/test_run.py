@@ -1,7 +1,5 @@
 """Whole training runs on a tiny chat target: what they leave behind, and how an interrupted one goes on."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An interrupted run goes on as if nothing had happened, or says why it cannot."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,8 +1,6 @@
 """The loss and the gradient of an optimizer step do not depend on how it is split: into accumulated batches, among
 processes (tests/training/distributed/test_splits_of_processes.py), or into packed rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Runs that cannot go on: what they say, and what they leave behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """HeadsTrainer: what an evaluation reports, and to whom, and what a run writes (test_splits.py: how batches add up)."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

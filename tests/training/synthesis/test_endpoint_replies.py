@@ -1,7 +1,5 @@
 """Turns from a server: the same as decoded here, through faults that pass; and faults that do not, told clearly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files that outlive a kill at any byte, and files that appear at once."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Turns that the target writes: the same whatever heads, tree and batch; and what is wrong with them."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Conversations written turn by turn: own replies in the context, what is given kept, and what ends one."""
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Which turns are to be written: prompts in every form, their ids, tools, and how many are taken."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where turns begin and end, found by rendering a chat template."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

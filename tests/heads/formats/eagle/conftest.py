@@ -1,7 +1,5 @@
 """The target of these tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from draftsmith.inference import Target

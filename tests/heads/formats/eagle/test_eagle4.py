@@ -1,7 +1,5 @@
 """EAGLE-4 checkpoints: EAGLE-3.1 with a window, and a candidate head that is left out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What projects mean by the same keys: biases, RoPE bases, numbers of layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints of the EAGLE family: what other projects write is read, and what is damaged is refused by its name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

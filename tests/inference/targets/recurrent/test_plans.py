@@ -1,7 +1,5 @@
 """The worked examples of the plans, and trees against their nodes one by one."""
 
-from __future__ import annotations
-
 import torch
 
 from draftsmith.inference.targets.recurrent.plans import Drafting, Levels, Reading

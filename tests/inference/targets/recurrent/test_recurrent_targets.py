@@ -1,7 +1,5 @@
 """What is found about recurrent layers, what is refused, and that every way to read drafts gives the same scores."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

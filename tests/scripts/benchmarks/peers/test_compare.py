@@ -1,7 +1,5 @@
 """compare.py: texts of both sides end alike, and a stand-in for the authors' code goes the whole way."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
