@@ -7,20 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.heads.kinds.dflash2 import BlockConvolution, DFlash2Heads
+from draftsmith.heads.kinds.dflash2 import DFlash2Heads
 from draftsmith.inference import DraftSampling, DynamicTree, Target, generate
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt
 
 dflash2 = partial(tiny_heads, "dflash2", block_size=5, selector_rank=8)
-
-
-@torch.no_grad()
-def test_the_worked_example_of_a_convolution() -> None:
-    convolution = BlockConvolution(1, block_size=2, num_taps=2, group_size=1)
-    convolution.base_kernel[0, 1] = 10
-    rows = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 4, 1)
-    assert convolution(rows, lambda x: x).flatten().tolist() == [1, 12, 3, 34]
 
 
 class TestGrowing:

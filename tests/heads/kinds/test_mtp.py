@@ -1,4 +1,4 @@
-"""MTP against a reference that loops over slots and depths, its alignment, and what it borrows of the target.
+"""MTP against a reference that loops over slots and depths, and what it borrows of the target.
 
 Legend: B batch, T sequence length, K depths, D hidden size.
 """
@@ -76,26 +76,6 @@ def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, A
         for step, logits in zip(steps, expected, strict=True):
             found = step.head(step.hidden[row, : len(logits)])
             torch.testing.assert_close(found, torch.stack(logits), rtol=1e-4, atol=1e-4)
-
-
-class TestAlignment:
-    """By hand, T = 6: slot 2 of depth 0 pairs the state of position 2 with the token x_3 and predicts x_4."""
-
-    @torch.no_grad()
-    def test_the_worked_example_of_the_module(self, target: Target) -> None:
-        """The rows of depth d at slot t belong to the token of column t + d: what `extend` passes on for the token of a
-        column are the unroll's states of depth d at slot column - d."""
-        heads = mtp(target, num_steps=3, share_block=False)
-        input_ids, features = random_prompt(6), torch.randn(1, 6, 32)
-        steps = heads.unroll(features, input_ids)
-        state = heads.start(1, 8, 4)
-        for column in range(4):
-            here = slice(column, column + 1)
-            heads.extend(
-                state, features[:, here], input_ids[:, column + 1 : column + 2], torch.tensor([1]), max_slots=column + 1
-            )
-            for d in range(min(column, 2) + 1):
-                torch.testing.assert_close(state.states[0, 0, d], steps[d].hidden[0, column - d], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -83,11 +83,6 @@ def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, A
 
 
 class TestDropping:
-    def test_the_worked_example(self, target: Target) -> None:
-        heads = parallel(target, num_depths=3)
-        drawn = torch.arange(10)[None]
-        assert [(band.slots.shape[1], band.num_rows) for band in heads.choose_bands(drawn)] == [(5, 2), (2, 1)]
-
     def test_every_depth_keeps_a_least_share(self, target: Target) -> None:
         heads = parallel(target, num_depths=6, keep_ratio=0.5, min_keep_ratio=0.2)
         bands = heads.choose_bands(torch.arange(40)[None])

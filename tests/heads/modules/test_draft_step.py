@@ -101,10 +101,6 @@ def test_loss_and_gradients_are_those_of_rows_of_their_own(
 
 
 class TestReadAhead:
-    def test_the_worked_example(self) -> None:
-        step = DraftStep(2, torch.zeros(1, 3, 4), nn.Identity(), slots=torch.tensor([[0, 3, -1]]))
-        assert step.read_ahead(torch.tensor([[5, 6, 7, 8, 9]]), 2, fill=-9).tolist() == [[7, -9, -9]]
-
     def test_stops_at_the_end_of_a_document_and_of_a_row(self) -> None:
         """Rows [0 0 1 1] and [1 1 1 -]: neighbouring documents of two rows may carry one number."""
         ids = torch.tensor([[0, 0, 1, 1], [1, 1, 1, -1]])

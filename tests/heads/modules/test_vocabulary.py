@@ -6,14 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from draftsmith.heads.modules.vocabulary import map_tensors, most_frequent_tokens, move_rows, principal_embeddings
-
-
-def test_the_worked_example() -> None:
-    d2t, t2d = map_tensors(torch.tensor([1, 4, 5]), 6)
-    assert d2t.tolist() == [1, 3, 3]
-    assert t2d.tolist() == [False, True, False, False, True, True]
-    assert (torch.arange(3) + d2t).tolist() == [1, 4, 5]
+from draftsmith.heads.modules.vocabulary import most_frequent_tokens, move_rows, principal_embeddings
 
 
 @pytest.mark.parametrize(

@@ -147,19 +147,6 @@ def test_random_trees_equal_the_python_walk(do_sample: bool, processors: list[An
     assert {1, 2, 3, 4} <= set(counts)  # every depth was reached
 
 
-def test_the_docstrings_example() -> None:
-    """the=0, cat=1, dog=2, sat=3, ran=4, away=5."""
-    parents = torch.tensor([[-1, 0, 0, 1, 1]])
-    tree = TokenTree(torch.tensor([[0, 1, 2, 3, 4]]), parents, compute_depths(parents), torch.zeros(1, 5), max_depth=2)
-    logits = torch.zeros(1, 5, 6)
-    for node, token in enumerate([1, 4, 0, 0, 5]):
-        logits[0, node, token] = 1.0
-    acceptance = accept_exact(Sampler(), tree, logits, torch.tensor([9]))
-    assert acceptance.path.tolist() == [[0, 1, 4]]
-    assert acceptance.counts.tolist() == [3]
-    assert acceptance.next_tokens.tolist() == [[1, 4, 5]]
-
-
 def test_greedy_ties_go_to_the_first_token_in_any_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.zeros(1, 1, 50, dtype=dtype)

@@ -32,18 +32,6 @@ def write_nodes(cache: KVCache, num_nodes: int, generator: torch.Generator) -> l
     return written
 
 
-def test_the_docstrings_example() -> None:
-    cache = KVCache(LAYERS, 1, capacity=16)
-    cache.open_slots(5, EMPTY)
-    cache.advance(torch.tensor([5]))
-    cache.open_slots(4, Span(5, 5))
-    assert cache.slots.tolist() == [[5, 6, 7, 8]]
-    written = write_nodes(cache, 4, torch.Generator().manual_seed(1))
-    cache.commit(torch.tensor([[0, 2, 3]]), torch.tensor([3]))
-    assert cache.lengths.tolist() == [8]
-    assert torch.equal(cache._keys[0][:, :, 5:8], written[0][0][:, :, [0, 2, 3]])
-
-
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_a_chain_moves_nothing(batch_size: int) -> None:
     generator = torch.Generator().manual_seed(2)

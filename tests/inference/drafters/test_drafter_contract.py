@@ -18,7 +18,6 @@ from torch import Tensor
 
 from draftsmith.inference import Drafter, DraftLogits, NgramDrafter, SmallModelDrafter, StagedDrafter, Target
 from draftsmith.inference.cache.kv_cache import Span
-from draftsmith.inference.drafters.row_state import TreeRows
 from draftsmith.training.features.encoding import encode
 from tests.heads.formats.test_native_mtp import CASES, load
 from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
@@ -62,8 +61,6 @@ DRAFTERS: dict[str, Maker] = {
 # By default one configuration of each kind of heads: `test_contract.py` drafts with all of them.
 QUICK = {name for name in DRAFTERS if name not in VARIANT_IDS or name.endswith("-0")}
 every_drafter = pytest.mark.parametrize("make", slow_but(QUICK, DRAFTERS))
-OTHERS = {name: make for name, make in DRAFTERS.items() if name not in VARIANT_IDS and "native" not in name}
-OTHERS.pop("latent-attention")
 
 
 class Batch:
@@ -307,46 +304,3 @@ def test_a_row_may_end_within_a_part_of_a_prompt(num_scratch: int) -> None:
     features = batch.features.gather(1, last[..., None].expand(-1, -1, batch.features.shape[-1]))
     found = drafter.extend(batch.state, features, texts.gather(1, last + 1), torch.tensor([1, 1]), max_slots=16)
     torch.testing.assert_close(found.logits, at_once.extend(ends).logits, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
-def test_a_node_is_scored_as_if_only_its_path_were_drafted(make: Maker, tmp_path: Path) -> None:
-    target, drafter = make(tmp_path)
-    texts, ends = draw_texts(2, 24, seed=4), [17, 22]
-    sizes: dict[str, Any] = {"max_length": 24, "num_scratch": 6, "has_first": True}
-    drafts = Batch(target, drafter, texts, **sizes).read_first().draft(ends, seed=5)
-    rows = torch.arange(2)
-    (tokens, _), (leaves, parents) = (tuple(x[:2] for x in level) for level in draw_levels(drafter, seed=5))
-    for node in range(leaves.shape[1]):
-        alone = Batch(target, drafter, texts, **sizes).read_first()
-        alone.extend(ends)
-        above, root = parents[:, node], torch.zeros(2, 1, dtype=torch.long)
-        found = drafter.expand(alone.state, tokens[rows, above][:, None], root, 1)
-        assert_same_drafts([found], [pick_nodes(drafts[1], above)], [0, 1])
-        found = drafter.expand(alone.state, leaves[:, node, None], root, 2)
-        assert_same_drafts([found], [pick_nodes(drafts[2], torch.full((2,), node))], [0, 1])
-
-
-def pick_nodes(draft: DraftLogits, nodes: Tensor) -> DraftLogits:
-    """A draft of one node [B] of each row."""
-    rows = torch.arange(len(nodes))
-    own = draft.token_ids
-    if own is not None and own.dim() == 3:
-        own = own[rows, nodes.clamp(max=own.shape[1] - 1)][:, None]
-    return DraftLogits(draft.logits[rows, nodes.clamp(max=draft.logits.shape[1] - 1)][:, None], own)
-
-
-# Who sees whom in a draft.
-
-
-def test_the_worked_example_of_a_tree() -> None:
-    tree = TreeRows(1, 4, torch.device("cpu"))
-    for _ in range(2):  # the second time after the first draft was forgotten
-        tree.forget_levels()
-        first = tree.open_level(torch.tensor([[0, 0]]))
-        second = tree.open_level(torch.tensor([[1]]))
-        assert (first.own.tolist(), second.own.tolist()) == ([0, 1], [2])
-        assert first.ancestors[0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0]]
-        assert second.ancestors[0].int().tolist() == [[0, 1, 1, 0]]
-        assert (int(first.depth), int(second.depth), tree.depths.tolist()) == (0, 1, [0, 0, 1, 0])
-        assert second.parents_of(torch.arange(10).view(1, 5, 2)).tolist() == [[[4, 5]]]

@@ -7,27 +7,7 @@ import torch
 
 from draftsmith.inference.targets.masks import compute_ancestors
 from draftsmith.inference.trees.static import _StaticPlan, order_paths
-from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import compute_depths
-
-
-def example_tree() -> TokenTree:
-    """The tree of TokenTree's docstring: the=10, cat=11, dog=12, sat=13, ran=14."""
-    parents = torch.tensor([[-1, 0, 0, 1, 1]])
-    return TokenTree(torch.tensor([[10, 11, 12, 13, 14]]), parents, compute_depths(parents), torch.zeros(1, 5))
-
-
-def test_the_docstrings_example() -> None:
-    tree = example_tree()
-    assert tree.depths.tolist() == [[0, 1, 1, 2, 2]]
-    assert tree.ancestors[0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 0, 1, 0, 0],
-        [1, 1, 0, 1, 0],
-        [1, 1, 0, 0, 1],
-    ]
-    assert (tree.num_nodes, tree.path_width) == (5, 5)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 17, 64])

@@ -10,12 +10,6 @@ from tests.training.loss_cases import BATCH, LENGTH, Case, every_loss
 from tests.training.losses.test_losses_of_slots import gather_slots
 
 
-def test_the_worked_example() -> None:
-    chances = torch.tensor([0.5, 0.0])[:, None, None]
-    weights = weigh_by_d_pace(chances, torch.ones_like(chances, dtype=torch.bool))
-    assert weights.flatten().tolist() == [1.125, 0.375]
-
-
 def test_d_pace_is_the_gradient_of_the_expected_length() -> None:
     """With respect to log c of each step, the expected length being the sum over steps of c_1 ... c_k."""
     torch.manual_seed(0)

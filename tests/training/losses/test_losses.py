@@ -64,15 +64,6 @@ def test_parts_of_a_batch_add_up(loss_type: str, depth_weights: str | None, keep
         torch.testing.assert_close(one, other)
 
 
-def test_the_worked_example_of_the_draft_loss() -> None:
-    mask = torch.tensor([[0, 0, 1, 1, 1]])
-    for shift, slots, teachers in ((2, [0, 1, 2], [1, 2, 3]), (3, [0, 1], [2, 3])):
-        step = DraftStep(shift, torch.zeros(1, 5, HIDDEN), nn.Linear(HIDDEN, VOCAB))
-        _, places = step.find_predicted(mask)
-        assert places.tolist() == slots
-        assert (places + shift - 1).tolist() == teachers
-
-
 class TestChunks:
     @every_loss
     @pytest.mark.parametrize(
