@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING, cache_utils
 
 _SHAPE = {"num_hidden_layers": 4}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_DELTA_NET = {
+DELTA_NET = {
     **_SHAPE,
     "head_dim": 8,
     "linear_num_value_heads": 4,
@@ -43,10 +43,10 @@ _MAMBA = {**_SHAPE, "mamba_d_state": 8, "mamba_dt_rank": 4, "attn_layer_period":
 _SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 16}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_next": ("qwen3_next", {**_DELTA_NET, **_SHARED_EXPERT}),
-    "qwen3_5": ("qwen3_5_text", _DELTA_NET),
-    "qwen3_5_moe": ("qwen3_5_moe_text", {**_DELTA_NET, **_SHARED_EXPERT}),
-    "olmo_hybrid": ("olmo_hybrid", {**_DELTA_NET, "linear_num_key_heads": 4}),
+    "qwen3_next": ("qwen3_next", {**DELTA_NET, **_SHARED_EXPERT}),
+    "qwen3_5": ("qwen3_5_text", DELTA_NET),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**DELTA_NET, **_SHARED_EXPERT}),
+    "olmo_hybrid": ("olmo_hybrid", {**DELTA_NET, "linear_num_key_heads": 4}),
     "kimi_linear": ("kimi_linear", {**_KIMI, "linear_head_dim": 8, "linear_num_heads": 4}),
     "bailing_hybrid": ("bailing_hybrid", {**_KIMI, "head_dim": 8, "n_group": 2, "num_mtp_layers": 0}),
     "granitemoehybrid": (

@@ -14,24 +14,12 @@ from transformers import (
 )
 
 from draftsmith.inference import Target
+from tests.recurrent_families import DELTA_NET
+from tests.tiny_targets import SHAPE
 
-VOCAB_SIZE = 128
 IMAGE, VIDEO, START, END = 100, 101, 102, 103  # token ids that stand for media
 _WITH_GRIDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")  # families that say the size of each image
-_TEXT: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.5,
-}
+_TEXT: dict[str, Any] = {**SHAPE, "num_hidden_layers": 4}
 _VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -85,11 +73,8 @@ def _qwen3_vl() -> dict[str, Any]:
 def _qwen3_5() -> dict[str, Any]:
     text = {
         **_qwen3_vl()["text_config"],
+        **DELTA_NET,
         "layer_types": ["linear_attention", "full_attention"] * 2,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
     }
     vision = {**_QWEN_VISION, "num_position_embeddings": 16}
     return {"text_config": text, "vision_config": vision, **_QWEN_IDS}

@@ -22,6 +22,20 @@ from tests import recurrent_families
 VOCAB_SIZE = 128
 SLIDING_WINDOW = 8
 NUM_LAYERS = 6
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.5,
+}
 ROPE_SWITCH = 192  # positions from which "llama-dynamic" and "llama-longrope" scale their RoPE
 
 
@@ -182,23 +196,9 @@ def tiny_target(
     model_type, differences = _find_family(family)
     config_class = CONFIG_MAPPING[model_type]
     known = {*inspect.signature(config_class).parameters, *config_class.attribute_map}
-    shared = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-        "initializer_range": 0.5,
-    }
-    fields = {name: value for name, value in shared.items() if name in known} | differences | overrides
+    fields = {name: value for name, value in SHAPE.items() if name in known} | differences | overrides
     if "init_std" in known:  # OPT's name for it
-        fields["init_std"] = overrides.get("initializer_range", shared["initializer_range"])
+        fields["init_std"] = overrides.get("initializer_range", SHAPE["initializer_range"])
     config = config_class(**fields)
     implementation = attn_implementation or attention_implementations(family)[0]
     with torch.random.fork_rng(devices=[]):

@@ -29,8 +29,8 @@ from draftsmith.training.features.encoding import encode
 from tests import recurrent_families
 from tests.inference.runners.test_cuda_graphs import capture
 from tests.scripted_drafter import ScriptedDrafter
-from tests.tiny_multimodal import IMAGE, VIDEO, VOCAB_SIZE, multimodal_target, prompts_with_media, tiny_multimodal
-from tests.tiny_targets import tiny_target
+from tests.tiny_multimodal import IMAGE, VIDEO, multimodal_target, prompts_with_media, tiny_multimodal
+from tests.tiny_targets import VOCAB_SIZE, tiny_target
 
 SEEING = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3", "smolvlm")
 HEARING = ("qwen2_audio",) if hasattr(transformers, "Qwen2AudioModel") else ()  # transformers 5.4 has none

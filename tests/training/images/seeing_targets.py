@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.training.data import chat_tokens
 from draftsmith.training.run import preparation
-from tests.tiny_multimodal import END, IMAGE, START, VIDEO, VOCAB_SIZE, tiny_multimodal
+from tests.tiny_multimodal import END, IMAGE, START, VIDEO, tiny_multimodal
+from tests.tiny_targets import VOCAB_SIZE
 
 # The tokens of images stand where the configurations of `tests.tiny_multimodal` have them.
 _PLACEHOLDERS = {"gemma3": "<image_soft_token>", "llava": "<image>", "qwen2_5_vl": "<|image_pad|>"}
