@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,17 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
-def interrupt_at_step(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Breaks off training when `step` optimizer steps have been made."""
+def break_off() -> None:
+    raise InterruptedRunError
+
+
+def interrupt_at_step(step: int, monkeypatch: pytest.MonkeyPatch, interrupt: Callable[[], None] = break_off) -> None:
+    """Breaks off training, or does what is given, when `step` optimizer steps have been made."""
     training_step = HeadsTrainer.training_step
 
     def interrupted(self: HeadsTrainer, *args: Any, **kwargs: Any) -> Tensor:
         if self.state.global_step == step:
-            raise InterruptedRunError
+            interrupt()
         return training_step(self, *args, **kwargs)
 
     monkeypatch.setattr(HeadsTrainer, "training_step", interrupted)

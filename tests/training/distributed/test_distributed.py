@@ -48,11 +48,6 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_conversations(tmp_path_factory.mktemp("data") / "conversations.jsonl")
 
 
-@pytest.fixture
-def train(target_path: Path, conversations: Path, tmp_path: Path) -> Runner:
-    return Runner(target_path, conversations, tmp_path / "heads")
-
-
 @pytest.fixture(scope="module")
 def alone(target_path: Path, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """The same run in one process, with batches of twice the size."""

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from draftsmith.training import train_heads
 from draftsmith.training.run import progress
 from draftsmith.training.run.outcome import describe_interrupted
-from draftsmith.training.run.trainer import HeadsTrainer
 from tests.conftest import REPOSITORY
-from tests.training.runner import Runner, assert_same
+from tests.training.runner import Runner, assert_same, interrupt_at_step
 
 
 @pytest.fixture(autouse=True)
@@ -34,15 +32,12 @@ EVERY_EPOCH: dict[str, Any] = {"eval_strategy": "epoch", "num_train_epochs": 2, 
 
 def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, *, step: int, times: int = 1) -> None:
     """In the middle of the step after `step` steps."""
-    training_step = HeadsTrainer.training_step
 
-    def interrupted(self: HeadsTrainer, *args: Any, **kwargs: Any) -> Tensor:
-        if self.state.global_step == step:
-            for _ in range(times):
-                os.kill(os.getpid(), signal.SIGINT)
-        return training_step(self, *args, **kwargs)
+    def press() -> None:
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(HeadsTrainer, "training_step", interrupted)
+    interrupt_at_step(step, monkeypatch, press)
 
 
 def test_lines_follow_the_clock(
