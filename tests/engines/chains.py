@@ -1,5 +1,6 @@
 """What this library drafts, step by step, and how one engine's drafts are compared with it."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from draftsmith.inference.drafters.base import PREFILL_CHUNK
 from draftsmith.inference.stats import GenerationStats
 from draftsmith.inference.trees.dynamic import DynamicTree
 from draftsmith.inference.trees.token_tree import TokenTree
+from tests.conftest import REPOSITORY
 
 # Two logits this close may change their order between two libraries' float32 arithmetic.
 NEAR_TIE = 1e-3
@@ -39,6 +41,12 @@ class Texts:
     prompts: list[list[int]]
     replies: list[list[int]]
     max_new_tokens: int
+
+
+def read_turns(count: int) -> list[list[dict[str, str]]]:
+    """The first questions of examples/prompts.jsonl, each a conversation."""
+    lines = (REPOSITORY / "examples/prompts.jsonl").read_text(encoding="utf-8").splitlines()[:count]
+    return [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
 
 
 def write_texts(target: Target, prompts: list[list[int]], max_new_tokens: int) -> Texts:

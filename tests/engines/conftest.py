@@ -10,8 +10,8 @@ import pytest
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
-from tests.conftest import CHAT_TARGET, REPOSITORY
-from tests.engines.chains import Texts, write_texts
+from tests.conftest import CHAT_TARGET
+from tests.engines.chains import Texts, read_turns, write_texts
 from tests.engines.environments.running import find_python, run_worker
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 12, 64
@@ -26,8 +26,7 @@ def target(chat_target: Any) -> Target:
 def texts(vllm_python: str, target: Target, chat_tokenizer: Any) -> Texts:
     """Prompts, and what transformers writes after them; only vLLM's tests read them,
     and without vLLM nothing is written."""
-    lines = (REPOSITORY / "examples/prompts.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_PROMPTS]
-    turns = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
+    turns = read_turns(NUM_PROMPTS)
     prompts = [chat_tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"] for turn in turns]
     return write_texts(target, prompts, MAX_NEW_TOKENS)
 

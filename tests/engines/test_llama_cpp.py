@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
 from draftsmith.scripts.benchmarks.llama_cpp import write_llama
-from tests.conftest import REPOSITORY
-from tests.engines.chains import decode_chains, write_texts
-from tests.engines.learning import learn_by_heart
+from tests.engines.chains import decode_chains, read_turns, write_texts
+from tests.engines.learning import learn_by_heart, load_trained
 from tests.llama_cpp_server import start_server
 
 NUM_PROMPTS, MAX_NEW_TOKENS, DEPTH = 5, 48, 4
@@ -58,12 +56,8 @@ def count_as_the_server(text: list[int], drafts: list[list[int]], end: int) -> C
 
 @pytest.fixture(scope="module")
 def prompts(chat_tokenizer: Any) -> list[list[int]]:
-    lines = (REPOSITORY / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_PROMPTS]
-    turns = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
-    return [
-        chat_tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
-        for turn in turns
-    ]
+    turns = read_turns(NUM_PROMPTS)
+    return [chat_tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"] for turn in turns]
 
 
 def compare_with_the_server(
@@ -92,8 +86,7 @@ def compare_with_the_server(
 def test_the_server_drafts_as_we_do(
     target: Target, chat_tokenizer: Any, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    heads: DraftHeads = DraftHeads.from_pretrained(REPOSITORY / "examples/heads/eagle3", dtype=torch.float32)
-    heads.bind(target)
+    heads = load_trained("eagle3", target)
     drafted, _ = compare_with_the_server(heads, prompts, chat_tokenizer, tmp_path, method="EAGLE3")
     assert drafted >= LEAST_DRAFTED
 

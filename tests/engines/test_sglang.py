@@ -6,7 +6,6 @@
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,9 @@ from draftsmith.heads.formats.format import Exported
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.heads.kinds.mtp import MTPHeads
 from draftsmith.inference import Target
-from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.conftest import CHAT_TARGET
+from tests.engines.environments.running import run_worker
+from tests.engines.learning import load_trained
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
 from tests.heads.tiny_heads import tiny_heads
 
@@ -41,11 +42,7 @@ pytestmark = [
 def load_into_sglang(folder: Path, target: Path, algorithm: str, **environment: str) -> tuple[Any, dict[str, Tensor]]:
     """What its worker found out, and the parameters of its draft model."""
     job = {"target": str(target), "heads": str(folder / "heads"), "algorithm": algorithm}
-    (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-    command = [PYTHON, str(Path(__file__).with_name("environments") / "sglang_worker.py"), "job.json", "."]
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    run = subprocess.run(command, cwd=folder, env=inherited | environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
+    run_worker(PYTHON, "sglang_worker.py", job, folder, ".", **environment)
     found = json.loads((folder / "loaded.json").read_text(encoding="utf-8"))
     return found, load_file(folder / "loaded.safetensors")
 
@@ -86,11 +83,6 @@ def export(heads: DraftHeads, target: Target, folder: Path) -> Exported:
     return exported
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(AutoModelForCausalLM.from_pretrained(CHAT_TARGET, dtype=torch.float32).eval())
-
-
 @pytest.mark.parametrize("settings", [{}, {"fc_bias": True}], ids=["", "bias"])
 def test_eagle(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
     exported = export(tiny_heads("eagle", target, **settings), target, tmp_path)
@@ -107,8 +99,7 @@ def test_eagle(settings: dict[str, Any], target: Target, tmp_path: Path) -> None
 )
 def test_eagle3(settings: dict[str, Any], target: Target, tmp_path: Path) -> None:
     if not settings:
-        heads: DraftHeads = DraftHeads.from_pretrained(REPOSITORY / "examples/heads/eagle3", dtype=torch.float32)
-        heads.bind(target)
+        heads = load_trained("eagle3", target)
     else:
         heads = tiny_heads("eagle3", target, **settings)
     exported = export(heads, target, tmp_path)

@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Target, generate
 from draftsmith.training.features.encoding import encode
-from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.conftest import CHAT_TARGET
+from tests.engines.chains import read_turns
 from tests.engines.environments.running import find_python, run_worker
 from tests.engines.learning import load_trained
 from tests.heads.tiny_heads import tiny_heads
@@ -37,8 +38,7 @@ def run_speculators(python: str, job: dict[str, Any], folder: Path) -> tuple[tor
 def write_states(target: Target, heads: DraftHeads, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Features [1, T, 3D] and token ids [1, T + 1] of a text; everything that speculators needs goes into the file."""
     tokenizer: Any = AutoTokenizer.from_pretrained(CHAT_TARGET)
-    lines = (REPOSITORY / "examples/prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    text = " ".join(json.loads(line)["turns"][0] for line in lines[:20])
+    text = " ".join(turn[0]["content"] for turn in read_turns(20))
     token_ids = torch.tensor([tokenizer(text)["input_ids"][: LENGTH + 1]])
     encoded = encode(target, token_ids, torch.ones_like(token_ids), feature_layers=heads.feature_layers)
     features = encoded.features[:, :LENGTH]

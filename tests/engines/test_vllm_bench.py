@@ -13,6 +13,7 @@ import torch
 from draftsmith.inference import Target, generate
 from draftsmith.inference.stats import GenerationStats
 from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.engines.chains import read_turns
 from tests.engines.environments import running
 from tests.engines.environments.servers import VLLM_VARIABLES, running_server
 from tests.engines.learning import load_trained
@@ -35,10 +36,9 @@ def read_counters(address: str) -> dict[str, float]:
 def test_vllm_bench_serve_reports_our_acceptance(
     vllm_python: str, target: Target, chat_tokenizer: Any, tmp_path: Path
 ) -> None:
-    lines = (REPOSITORY / "examples/prompts.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_REQUESTS]
-    questions = [json.loads(line)["turns"][0] for line in lines]
+    turns = read_turns(NUM_REQUESTS)
     reply = {"from": "gpt", "value": "word " * MAX_TOKENS}
-    conversations = [{"conversations": [{"from": "human", "value": text}, reply]} for text in questions]
+    conversations = [{"conversations": [{"from": "human", "value": turn[0]["content"]}, reply]} for turn in turns]
     (tmp_path / "sharegpt.json").write_text(json.dumps(conversations), encoding="utf-8")
 
     command = [sys.executable, str(REPOSITORY / "scripts" / "serve.py"), "--target", str(CHAT_TARGET), "--tree", TREE]
@@ -60,8 +60,7 @@ def test_vllm_bench_serve_reports_our_acceptance(
     assert f"{'Acceptance length:':<40} {figures['acceptance_length']:<10.2f}" in run.stdout
 
     heads, stats = load_trained("eagle3", target), GenerationStats()
-    for text in questions:
-        turn = [{"role": "user", "content": text}]
+    for turn in turns:
         ids = torch.tensor([chat_tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"]])
         stats += generate(target, heads, ids, tree=TREE, do_sample=False, max_new_tokens=MAX_TOKENS).stats
     accepted = sum(stats.accepted_per_depth)

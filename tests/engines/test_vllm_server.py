@@ -2,19 +2,19 @@
 
 import json
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.heads import DraftHeads
-from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target, generate
-from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.conftest import CHAT_TARGET
+from tests.engines.chains import read_turns
 from tests.engines.environments.servers import VLLM_PYTHON, running_vllm
+from tests.engines.learning import load_trained
 
 NUM_CLIENTS, MAX_TOKENS = 8, 48
 
@@ -25,17 +25,11 @@ pytestmark = [
 ]
 
 
-def test_eight_clients_stream_the_targets_texts(tmp_path: Path) -> None:
-    target = Target(AutoModelForCausalLM.from_pretrained(CHAT_TARGET, dtype=torch.float32).eval())
-    tokenizer = AutoTokenizer.from_pretrained(CHAT_TARGET)
-    heads: DraftHeads = DraftHeads.from_pretrained(REPOSITORY / "examples/heads/eagle3", dtype=torch.float32)
-    heads.bind(target)
-    (tmp_path / "heads").mkdir()
-    find_format("vllm", "eagle3").write(heads.config, heads.state_dict(), target).save(tmp_path / "heads")
-    lines = (REPOSITORY / "examples/prompts.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_CLIENTS]
-    turns = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
-
-    speculation = {"method": "eagle3", "model": str(tmp_path / "heads"), "num_speculative_tokens": 4}
+def test_eight_clients_stream_the_targets_texts(
+    target: Target, chat_tokenizer: Any, exported: Callable[..., Path], tmp_path: Path
+) -> None:
+    heads, turns = load_trained("eagle3", target), read_turns(NUM_CLIENTS)
+    speculation = {"method": "eagle3", "model": str(exported(heads)), "num_speculative_tokens": 4}
     words = [str(CHAT_TARGET), "--served-model-name", "target", "--speculative-config", json.dumps(speculation)]
     words += ["--dtype", "float32", "--max-model-len", "512"]
     with running_vllm(words, tmp_path / "log") as address:
@@ -43,11 +37,7 @@ def test_eight_clients_stream_the_targets_texts(tmp_path: Path) -> None:
 
         def stream(messages: list[dict[str, str]]) -> str:
             chunks = client.chat.completions.create(
-                model="target",
-                messages=messages,
-                temperature=0,
-                max_tokens=MAX_TOKENS,
-                stream=True,
+                model="target", messages=messages, temperature=0, max_tokens=MAX_TOKENS, stream=True
             )
             return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
@@ -57,11 +47,11 @@ def test_eight_clients_stream_the_targets_texts(tmp_path: Path) -> None:
             metrics = answer.read().decode()
 
     for messages, text in zip(turns, served, strict=True):
-        inputs = tokenizer.apply_chat_template(
+        inputs = chat_tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         output = generate(target, heads, **inputs, max_new_tokens=MAX_TOKENS, do_sample=False, tree="chain:4")
         new = output.sequences[0, inputs["input_ids"].shape[1] :]
-        assert text == tokenizer.decode(new, skip_special_tokens=True)
+        assert text == chat_tokenizer.decode(new, skip_special_tokens=True)
     accepted = [line for line in metrics.splitlines() if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]
     assert float(accepted[0].rpartition(" ")[2]) > 0

@@ -22,11 +22,12 @@ def clean_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
 
 
-def run_worker(python: str, script: str, job: dict[str, Any], folder: Path, result: str) -> Path:
-    """Runs `python script job.json RESULT` in `folder`; returns the result's path."""
+def run_worker(python: str, script: str, job: dict[str, Any], folder: Path, result: str, **environment: str) -> Path:
+    """Runs `python script job.json RESULT` in `folder`, with more variables; returns the result's path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
     command = [python, str(Path(__file__).with_name(script)), "job.json", result]
-    run = subprocess.run(command, cwd=folder, env=clean_environment(), capture_output=True, text=True, check=False)
+    variables = clean_environment() | environment
+    run = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     return folder / result
