@@ -22,26 +22,10 @@ from draftsmith.inference import Target, generate
 from draftsmith.training.features.encoding import encode
 from tests.heads.test_contract import Prefix, assert_scores, assert_tree_matches
 from tests.params import slow_but
-from tests.tiny_targets import RECURRENT_FAMILIES, random_prompt, tiny_target
+from tests.tiny_targets import RECURRENT_FAMILIES, SHAPE, random_prompt, tiny_target
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-}
+MIXTURE: dict[str, Any] = {**SHAPE, "num_hidden_layers": 2, "initializer_range": 0.3, "moe_intermediate_size": 24}
+MIXTURE |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
 
 
 def tiny_mixture(family: str, **changes: Any) -> PreTrainedModel:
@@ -56,9 +40,9 @@ def tiny_mixture(family: str, **changes: Any) -> PreTrainedModel:
             "v_head_dim": 6,
             "num_key_value_heads": 4,
         }
-        return DeepseekV3ForCausalLM(DeepseekV3Config(**{**SHAPE, **latent, **changes})).eval()
+        return DeepseekV3ForCausalLM(DeepseekV3Config(**{**MIXTURE, **latent, **changes})).eval()
     heads = {"head_dim": 8, "num_key_value_heads": 2}
-    return Glm4MoeForCausalLM(Glm4MoeConfig(**{**SHAPE, **heads, **changes})).eval()
+    return Glm4MoeForCausalLM(Glm4MoeConfig(**{**MIXTURE, **heads, **changes})).eval()
 
 
 @dataclass

@@ -1,27 +1,12 @@
 """What Target refuses, and with which reason."""
 
 import inspect
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
-    MiniMaxConfig,
-    MiniMaxForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-    RecurrentGemmaConfig,
-    RecurrentGemmaForCausalLM,
-    RwkvConfig,
-    RwkvForCausalLM,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.inference import Decoder, Target
 from draftsmith.inference.targets.forward_names import read_cache
@@ -33,6 +18,11 @@ from tests.tiny_targets import random_prompt, tiny_target
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def make(model_type: str, **settings: Any) -> PreTrainedModel:
+    """A random model of 64 tokens, of a family that `tiny_target` does not have."""
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](vocab_size=64, **settings)).eval()
+
+
 def ignore_argument(model: Any, name: str) -> None:
     """Makes the decoder of `model` deaf to one of its arguments."""
     model.base_model.register_forward_pre_hook(lambda m, args, kwargs: (args, kwargs | {name: None}), with_kwargs=True)
@@ -41,26 +31,19 @@ def ignore_argument(model: Any, name: str) -> None:
 class TestRefusals:
     """What cannot be rolled back or verified as a tree is refused at construction, with the reason."""
 
-    tiny: ClassVar[dict[str, Any]] = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "intermediate_size": 64,
-    }
-
     def test_states_that_cannot_be_rolled_back(self) -> None:
         """In a place of their own, and in a cache of its own."""
-        griffin = RecurrentGemmaConfig(**self.tiny, num_attention_heads=2, lru_width=32, attention_window_size=8)
-        rwkv = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, context_length=32)
+        tiny, wide = {"hidden_size": 32, "num_hidden_layers": 2}, {"intermediate_size": 64}
+        griffin = {"num_attention_heads": 2, "lru_width": 32, "attention_window_size": 8}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}
-        minimax = MiniMaxConfig(**self.tiny, **heads, layer_types=["linear_attention", "full_attention"])
+        layers = ["linear_attention", "full_attention"]
         for model, message in (
-            (RecurrentGemmaForCausalLM(griffin), r"rolled back|4-D mask"),
-            (RwkvForCausalLM(rwkv), r"place of their own|no cache"),
-            (MiniMaxForCausalLM(minimax), "rolled back"),
+            (make("recurrent_gemma", **tiny, **wide, **griffin), r"rolled back|4-D mask"),
+            (make("rwkv", **tiny, context_length=32), r"place of their own|no cache"),
+            (make("minimax", **tiny, **wide, **heads, layer_types=layers), "rolled back"),
         ):
             with pytest.raises(ValueError, match=message):
-                Target(model.eval())
+                Target(model)
 
     def test_attention_that_takes_no_tree_mask(self) -> None:
         implementation = "flash_attention_2"
@@ -89,24 +72,23 @@ class TestRefusals:
 
     def test_alibi(self) -> None:
         """ALiBi counts slots, so a sibling's slot would change a node's scores; weak weights would hide that."""
-        falcon: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+        falcon = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
         for model in (
-            MptForCausalLM(MptConfig(vocab_size=64, d_model=32, n_heads=4, n_layers=2)),
-            BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_head=4, n_layer=2)),
-            FalconForCausalLM(FalconConfig(**falcon, alibi=True)),
+            make("mpt", d_model=32, n_heads=4, n_layers=2),
+            make("bloom", hidden_size=32, n_head=4, n_layer=2),
+            make("falcon", **falcon, alibi=True),
         ):
             with pytest.raises(ValueError, match=f"{type(model).__name__} has ALiBi"):
-                Target(model.eval())
-        Target(FalconForCausalLM(FalconConfig(**falcon, alibi=False)).eval())
+                Target(model)
+        Target(make("falcon", **falcon, alibi=False))
 
     def test_a_window_that_the_model_applies_by_itself(self) -> None:
         """GPT-Neo's local layers mask slots, whatever mask they are given."""
-        config = GPTNeoConfig(
-            vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
-        )
-        assert config.max_position_embeddings == 2048
+        types = [[["global", "local"], 1]]
+        model = make("gpt_neo", hidden_size=32, num_layers=2, num_heads=4, attention_types=types)
+        assert model.config.max_position_embeddings == 2048
         with pytest.raises(ValueError, match="GPTNeoForCausalLM does not"):
-            Target(GPTNeoForCausalLM(config).eval())
+            Target(model)
 
     def test_a_model_that_looks_ahead(self) -> None:
         """Even a little; a model that is no causal LM does not become one by rounding."""
