@@ -13,27 +13,11 @@ from tests.training.chat_templates import TEMPLATES, ChatTemplate, RefusedError
 from tests.training.conversation_cases import learned_text, tokenize
 
 TOKENIZER = AutoTokenizer.from_pretrained(CHAT_TARGET)
-WORDS = [
-    "Hi",
-    "Yo",
-    "a",
-    " ",
-    "\n",
-    "<think>",
-    "</think>",
-    "é",
-    "🙂",
-    "<",
-    "@@",
-    "<|im_end|>",
-    "assistant",
-    "\n\n",
-    "]",
-]
+MARKS = ["<think>", "</think>", "<", "@@", "<|im_end|>", "]"]
+WORDS = ["Hi", "Yo", "a", " ", "\n", "\n\n", "é", "🙂", "assistant", *MARKS]
 TEXTS = st.lists(st.sampled_from(WORDS), max_size=5).map("".join)
-REPLIES = TEXTS.map(
-    lambda text: text.replace("think", "")
-)  # a reply with a mark that is none can be any template's own
+# A reply with a mark that is none can be any template's own.
+REPLIES = TEXTS.map(lambda text: text.replace("think", ""))
 THOUGHTS = st.sampled_from(["", "\n", "Hm", "Hm\nso\n"])
 CALLS = [{"type": "function", "function": {"name": "look", "arguments": {"at": "é"}}}]
 

@@ -17,7 +17,7 @@ from draftsmith.training.options.choices import SERVED, Machine, choose_options
 from draftsmith.training.options.command_line import parse_arguments
 from tests.conftest import needs_muon
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
-from tests.training.runner import Runner
+from tests.training.runner import Runner, words_of
 
 H100 = Machine("an H100", 80 * 10**9, 1, has_bf16=True)
 LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8}
@@ -215,16 +215,7 @@ def test_what_is_given_wins_from_a_file_and_from_the_command_line(
 ) -> None:
     config = tmp_path / "c.yaml"
     config.write_text(yaml.safe_dump({"max_length": 64, "learning_rate": 0.5, "packing": False}))
-    words = [
-        "--target",
-        str(target_path),
-        "--dataset",
-        str(conversations),
-        "--use_cpu",
-        "true",
-        "--config",
-        str(config),
-    ]
+    words = words_of(target=target_path, dataset=conversations, use_cpu="true", config=config)
     model, data, training, *_ = parse_arguments([*words, "--learning_rate", "0.25", "--no_bf16"])
     assert (model.head_type, data.max_length, data.packing) == ("eagle3", 64, False)
     assert (training.learning_rate, training.bf16) == (0.25, False)
