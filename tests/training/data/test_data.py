@@ -1,4 +1,4 @@
-"""Training rows: what is cut and what is dropped; batches of rows; counts of tokens; what is learned and held out."""
+"""Training rows: what is cut and what is dropped; counts of tokens; what is learned and held out."""
 
 import logging
 from collections import Counter
@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.heads.modules.host_tensors import read_on_host
 from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
-from draftsmith.training.data.collation import ConversationCollator, count_tokens
+from draftsmith.training.data.collation import count_tokens
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.data.training_sets import load_datasets
 from tests.training.conversation_cases import (
@@ -56,23 +55,6 @@ def test_tokenizers_that_cannot_mask_are_refused(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
         drop_unusable(tokenize_conversations(to_dataset(TWO_TURNS), tokenizer, max_length=64))
-
-
-def test_collator_pads_on_the_right() -> None:
-    rows: list[dict[str, list[int]]] = [
-        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
-        {"input_ids": [8], "loss_mask": [1]},
-    ]
-    batch = ConversationCollator(9)(rows)
-    assert {name: read_on_host(tensor).tolist() for name, tensor in batch.items() if name != "token_keys"} == {
-        "input_ids": [[5, 6, 7, 9, 9, 9, 9, 9], [8, 9, 9, 9, 9, 9, 9, 9]],
-        "attention_mask": [[1, 1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]],
-        "loss_mask": [[0, 1, 1, 0, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]],
-    }
-    assert all(read_on_host(tensor).dtype == torch.long for tensor in batch.values())
-    for length, expected in ((8, 8), (9, 16)):
-        row = {"input_ids": [5] * length, "loss_mask": [1] * length}
-        assert ConversationCollator(0)([row])["input_ids"].shape == (1, expected)
 
 
 def test_tokens_are_counted_where_there_is_a_loss(tokenizer: Any) -> None:

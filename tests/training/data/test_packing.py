@@ -63,19 +63,26 @@ class TestPacking:
         assert one != other
 
 
-def test_the_collator_says_whose_each_token_is() -> None:
-    rows = [
-        {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1], "document_lengths": [3, 2]},
-        {"input_ids": [4], "loss_mask": [1], "document_lengths": [1]},
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_collator_pads_on_the_right_and_says_whose_each_token_is(is_packed: bool) -> None:
+    rows: list[dict[str, list[int]]] = [
+        {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1]},
+        {"input_ids": [4], "loss_mask": [1]},
     ]
-    batch = ConversationCollator(0)(rows)
-    assert {name: read_on_host(tensor).tolist() for name, tensor in batch.items() if name != "token_keys"} == {
-        "input_ids": [[5, 6, 7, 8, 9, 0, 0, 0], [4, 0, 0, 0, 0, 0, 0, 0]],
+    expected = {
+        "input_ids": [[5, 6, 7, 8, 9, 3, 3, 3], [4, 3, 3, 3, 3, 3, 3, 3]],
         "attention_mask": [[1, 1, 1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]],
         "loss_mask": [[0, 1, 1, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]],
-        "document_ids": [[0, 0, 0, 1, 1, -1, -1, -1], [0, -1, -1, -1, -1, -1, -1, -1]],
     }
+    if is_packed:
+        rows[0]["document_lengths"], rows[1]["document_lengths"] = [3, 2], [1]
+        expected["document_ids"] = [[0, 0, 0, 1, 1, -1, -1, -1], [0, -1, -1, -1, -1, -1, -1, -1]]
+    batch = ConversationCollator(3)(rows)
+    assert {name: read_on_host(tensor).tolist() for name, tensor in batch.items() if name != "token_keys"} == expected
     assert all(read_on_host(tensor).dtype == torch.int64 for tensor in batch.values())
+    for length, width in ((8, 8), (9, 16)):
+        row = {"input_ids": [5] * length, "loss_mask": [1] * length}
+        assert ConversationCollator(0)([row])["input_ids"].shape == (1, width)
 
 
 def test_a_documents_keys_are_the_same_in_any_row() -> None:
