@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Exported
@@ -24,6 +23,7 @@ from tests.conftest import CHAT_TARGET
 from tests.engines.environments.running import run_worker
 from tests.engines.learning import load_trained
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
+from tests.heads.formats.test_stitched_mtp import load_target, train
 from tests.heads.tiny_heads import tiny_heads
 
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
@@ -144,12 +144,8 @@ def test_mtp(tmp_path: Path) -> None:
     modules = name_as_deepseek(random_modules(model, 1), 2)
     model.config.architectures = [type(model).__name__]
     path = write_checkpoint(model, modules, tmp_path / "target")
-    options = {"dtype": torch.float32, "experts_implementation": "eager"}
-    target = Target(AutoModelForCausalLM.from_pretrained(path, **options).eval())
-    heads = MTPHeads.from_target_checkpoint(path, target, num_steps=4)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter.mul_(1.25)
+    target = load_target(path)
+    heads = train(MTPHeads.from_target_checkpoint(path, target, num_steps=4))
     exported = export(heads, target, tmp_path)
     found, loaded = load_into_sglang(tmp_path, tmp_path / "heads", "EAGLE")  # its NEXTN is EAGLE without a draft path
     assert found == {"class": "Glm4MoeForCausalLMNextN", "tapped": []}
