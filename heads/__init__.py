@@ -1,7 +1,5 @@
 """Trained draft heads: `DraftHeads.from_pretrained` loads any kind, `create_heads` builds untrained ones."""
 
-from __future__ import annotations
-
 if not __name__.startswith("draftsmith."):  # a second copy of the classes must not come into being
     raise ImportError(f"import draftsmith.{__name__}, not {__name__}")
 

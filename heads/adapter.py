@@ -7,8 +7,6 @@ beside the heads' weights, in PEFT's format:
     adapter/adapter_config.json, adapter/adapter_model.safetensors   the target's adapter
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -7,8 +7,6 @@ Slot t pairs a state of position t with the embedding of x_{t+1} and predicts x_
 3.1). The state of an accepted slot comes from the target's features. A drafted node's state is its parent's output.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass

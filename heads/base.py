@@ -4,8 +4,6 @@ Legend: B batch, T sequence length, F feature width (number of tapped layers x t
 V target vocabulary, C draft vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Binds heads to a target: checks that they fit, and copies their weights into its dtype and onto its device."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Checkpoints of draft heads on disk: written completely or not at all, and read strictly."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Configurations of draft heads: the settings of every kind, and the shape of draft decoder layers."""
 
-from __future__ import annotations
-
 import difflib
 from dataclasses import field
 from pathlib import Path

@@ -6,8 +6,6 @@ The folder has the code; the heads lie beside it and are the default. `heads=` n
 without trust there is `draftsmith.CustomGenerate`.
 """
 
-from __future__ import annotations
-
 import inspect
 import os
 from typing import Any

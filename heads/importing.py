@@ -1,7 +1,5 @@
 """Heads from a checkpoint of another project: built as the kind that it holds, and bound to their target."""
 
-from __future__ import annotations
-
 import logging
 from functools import reduce
 from typing import Any

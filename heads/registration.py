@@ -1,7 +1,5 @@
 """Which kinds of heads there are: this library's own, those that a user registers, and those of installed packages."""
 
-from __future__ import annotations
-
 import difflib
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar

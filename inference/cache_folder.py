@@ -1,7 +1,5 @@
 """The folder in which measured costs and compiled kernels are kept from process to process."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A drafter in transformers' own `generate`, by its argument `custom_generate`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

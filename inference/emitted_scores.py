@@ -3,8 +3,6 @@
 Legend: B rows in the batch, P path length, V target vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

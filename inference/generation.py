@@ -1,7 +1,5 @@
 """generate() and stream(): one call of a fresh `Decoder`."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

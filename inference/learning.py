@@ -3,8 +3,6 @@
 Legend: T tokens of a text whose states are known, F feature width, D hidden size.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -10,8 +10,6 @@ the same on CPU, GPU and in compiled code; only the two logarithms may round dif
 Legend: B batch, P positions, V target vocabulary, C selected tokens.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ than most loops of a decoding step: with as many threads as cores, a model that 
 another takes twice as long for a compiled step. So workers end with the work of a thread.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

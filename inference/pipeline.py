@@ -1,7 +1,5 @@
 """transformers' text-generation pipeline, decoding with a drafter."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any, cast
 

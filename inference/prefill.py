@@ -6,8 +6,6 @@ a state holds already is not read again (`prefix_cache`).
 Legend: B batch, T longest prompt, F feature width, V target vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which tokens of new prompts a state holds already, from an earlier call or from rows that run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

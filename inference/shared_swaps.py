@@ -1,7 +1,5 @@
 """SharedSwap: an attribute that is replaced for the whole process while any thread needs it so."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any, ClassVar
 

@@ -4,8 +4,6 @@ A pass over several tokens rounds differently than a pass over one. Two tokens w
 near-tie: either of them may win. Any other difference is a fault.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ decoding, eager and compiled; and an untrained drafter of n-grams, whose speed-u
 Several prompt files, temperatures and batch sizes make a matrix, with one report for each combination.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -1,7 +1,5 @@
 """The console command `draftsmith NAME ...`, and `python -m draftsmith NAME ...` for launchers of several processes."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import sys

@@ -7,8 +7,6 @@ The target writes a few texts, and the heads draft them, as the decoder and as t
 conversations it also sees who wrote the replies, what is learned, and which system prompt they have.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -8,8 +8,6 @@ The folder is complete or not written: the heads are read back, and must be the 
 command that serves them.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from dataclasses import dataclass, replace

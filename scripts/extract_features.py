@@ -16,8 +16,6 @@ prints the disk use first. Run the same command again to continue after a kill o
 (torchrun, accelerate launch) share the shards.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -15,8 +15,6 @@ With --distributed, several processes decode (there, Ctrl-C ends them all):
         --heads examples/heads/mtp --distributed
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import closing

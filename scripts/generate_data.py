@@ -11,8 +11,6 @@ Finished conversations reach the disk within seconds. Run the same command again
 explains which turns are dropped, and how several processes and machines share the work.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterable

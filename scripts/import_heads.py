@@ -8,8 +8,6 @@ The format is seen from the files. Every tensor and every key is accounted for, 
 `DraftHeads.from_pretrained(checkpoint, target=model)` does the same without writing.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

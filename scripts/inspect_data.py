@@ -7,8 +7,6 @@ The data options are those of training, and a training configuration is read too
 and special tokens stand out (`bench` extra). Elsewhere, learned text is in [[ ]].
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

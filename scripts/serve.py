@@ -7,8 +7,6 @@ The first heads draft unless a request names others; "none" decodes plainly. Ctr
 no more requests, and running replies have some seconds to end.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import suppress

@@ -7,8 +7,6 @@
 Every option may also stand in the file. `none` (in YAML: null) unsets an option that may have no value.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

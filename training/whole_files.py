@@ -1,7 +1,5 @@
 """Files that are never half-written: after a kill there is the old file or the new one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

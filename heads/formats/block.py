@@ -8,8 +8,6 @@ embeddings, which vLLM and speculators read.
 `target_layer_ids` of the authors count layers from 0, so that id i is our feature i + 1; speculators' ids are ours.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 Legend: V target vocabulary, D hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pickle import UnpicklingError
 from typing import Any

@@ -1,7 +1,5 @@
 """Heads of ours with a `custom_generate` folder beside them, which runs them inside transformers' `generate`."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.metadata import version

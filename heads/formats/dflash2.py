@@ -4,8 +4,6 @@ The layout is DFlash's, with convolutions in the layers, a selector, and four si
 authors' config, at the top in speculators'. Engines of the first releases with DFlash 2 read the former only.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any, ClassVar

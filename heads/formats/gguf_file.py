@@ -1,7 +1,5 @@
 """GGUF, llama.cpp's file format: metadata and tensors in one file. Needs the package gguf."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -9,8 +9,6 @@ Their blocks after the first share their weights, which a file holds once for ea
 shape, and RoPE of theta 10000 whatever the target's is.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -9,8 +9,6 @@ The number of heads and the version are seen from the tensors: published configs
 Medusa up to 0.32; no engine does now.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

@@ -11,8 +11,6 @@ The decoder layer of a module is the target family's own class (`heads/modules/s
 shared block, which a tree applies at every depth; several modules become a block for each depth.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """Published: a checkpoint of another project, opened: its config and all of its tensors."""
 
-from __future__ import annotations
-
 import json
 import re
 import struct

@@ -1,7 +1,5 @@
 """All formats of other projects: which one a checkpoint is in, and which one an engine reads."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -5,8 +5,6 @@ Engines read every tensor of a file, whatever the index says. So files that hold
 without them.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Tensors on their way between two formats: renamed, and without copies of the target's own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@
 transformers has one class for them, `MuseGlimmerAssistantModel`. Tensor names are DFlash's but for two.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

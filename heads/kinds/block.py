@@ -14,8 +14,6 @@ the fused features of positions 0 to t, and their own block. Row k predicts x_{t
 Worked example, N = 4 after slot 5: the block has positions 6 to 9 and sees features 0 to 5. DFlash predicts x_7, x_8
 and x_9; with anchor prediction also x_10."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import partial

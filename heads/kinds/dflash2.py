@@ -12,8 +12,6 @@ where U_t are DFlash's logits and h_t is the row's state. So one pass of the dra
 own distribution, over k tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Self, cast

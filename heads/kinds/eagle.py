@@ -12,8 +12,6 @@ EAGLE-2 (arXiv 2406.16858) is these weights with `draftsmith.DynamicTree`. HASS 
 trained with `ttt_steps=3` and `topk_distillation` in the loss: configs/train/hass-chat-13m.yaml.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, ClassVar, Self, cast
 

@@ -8,8 +8,6 @@ drafted node is its parent's output before the final norm; `autoregression.py` h
 New heads are EAGLE-3.1 (arXiv 2605.09992): `fc_norm` and `norm_output` give g the same scale at every step.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Self, cast
 
 import torch

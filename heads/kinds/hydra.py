@@ -15,8 +15,6 @@ embeddings are normed, projections have no bias, and no norm follows the prefix 
 head exactly, and the blocks of a head share no weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 

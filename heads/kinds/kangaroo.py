@@ -16,8 +16,6 @@ same weights as often: the last drafted tokens have not been through these layer
 verifying one, and l layers in a step whose chosen tree happens to have no node of the last level.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 

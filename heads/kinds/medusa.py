@@ -3,8 +3,6 @@
 Legend: B batch, T sequence length, S slots of one call, D hidden size, V target vocabulary, K heads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast

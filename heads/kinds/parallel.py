@@ -14,8 +14,6 @@ Worked example, 10 slots, K = 3, keep_ratio 0.7: all 10 slots predict x_{t+2}, 7
 also x_{t+4}.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self

@@ -4,8 +4,6 @@
 Legend: B batch, Q rows of a pass, D hidden size, H query heads, G key/value heads, d head size.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 

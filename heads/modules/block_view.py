@@ -3,8 +3,6 @@
 Legend: B batch, T context length, A blocks of N rows, H query heads, G key/value heads, d head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, cached_property
 

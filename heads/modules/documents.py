@@ -6,8 +6,6 @@ every kind of heads, needs no [T, T] mask, and computes no attention between doc
 Legend: B rows of the batch, T tokens of a row, R documents of a group, L length of a group's rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Legend: B batch, T sequence length, M slots that a step drafts from (all T, or t
 L length of its rows, D hidden size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Masks and indices of a batch that stay on the host, where they are counted, so that no step waits for the device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

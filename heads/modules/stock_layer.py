@@ -7,8 +7,6 @@ layer class.
 Legend: B batch, Q rows of a pass, T sequence length, S cache columns in view, D hidden size.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from typing import Any

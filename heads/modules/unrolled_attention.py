@@ -11,8 +11,6 @@ recomputes the weights of step 0 as exp(score - L_i); called with S_i and the wh
 returns the gradients of the whole softmax. (torch's context parallelism merges blocks of keys in the same way.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

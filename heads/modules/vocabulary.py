@@ -7,8 +7,6 @@ Worked example: V = 6, the chosen target ids are [1, 4, 5]. Then
     t2d = [False, True, False, False, True, True]
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

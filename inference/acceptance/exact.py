@@ -10,8 +10,6 @@ on a tree of 32 nodes then costs five times as much (it sorts every row), and an
 Legend: B batch, N tree nodes, K depth, V target vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

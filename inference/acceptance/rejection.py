@@ -7,8 +7,6 @@ does not.
 Legend: B batch, N tree nodes, K depth, P = K + 1, V target vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

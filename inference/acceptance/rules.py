@@ -1,7 +1,5 @@
 """The acceptance rules a decoder knows by name."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

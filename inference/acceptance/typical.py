@@ -3,8 +3,6 @@
 Legend: B batch, N tree nodes, K depth, V target vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Legend: B batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ Legend: B batch, W tokens of one level, R rows of a draft (the root and all fron
 key-value heads.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Legend: B batch, E source tokens, D hidden.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Legend: B batch, W new tokens of one pass, R tree rows, S slots in view.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

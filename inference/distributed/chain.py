@@ -1,8 +1,6 @@
 """DraftChain: the committed text, the drafts after it, and which of them the target was asked about. No tensors but
 features, no time, no messages."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from draftsmith.inference.distributed.messages import Answer, Task

@@ -1,7 +1,5 @@
 """Coordinator: drafts without waiting, hands tasks to free servers, and takes answers in whatever order they come."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """DistributedDecoder: rank 0 of distributed speculative inference."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing

@@ -3,8 +3,6 @@
 Legend: S slots, F feature width, V target vocabulary.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import torch

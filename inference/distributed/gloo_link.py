@@ -1,7 +1,5 @@
 """Messages over torch.distributed's gloo, on CPUs and beside GPUs: the number of bytes, then the bytes (`wire`)."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """Logits processors as JSON: the name of a known class, and its attributes. What is read runs no code of the sender."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from numbers import Integral

@@ -3,8 +3,6 @@
 Legend: N tokens of one pass, F feature width, V target vocabulary.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Timeline: who verified what and when, in one call, and what of it was dropped. Times are rank 0's clock."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 

@@ -1,8 +1,6 @@
 """Messages as bytes: a safetensors file with the format's version, the kind of message and its fields as JSON, and
 features beside them. Nothing in it is code."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, TypeAlias
 

@@ -3,8 +3,6 @@
 Legend: B batch, S slots, R tree rows, W frontier nodes of one tree level.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple

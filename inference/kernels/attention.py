@@ -9,8 +9,6 @@ A mask in float64 asks for `attend_exactly`, in which no number depends on the o
 Legend: B batch, H query heads, G key-value heads, N tokens of the pass, S cache slots in view, d head size.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Iterator

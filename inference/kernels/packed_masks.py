@@ -6,8 +6,6 @@ tells it from additive masks. Its size does not depend on the number of slots.
 Legend: B batch, N queries, M slots of the tree, S slots in view.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

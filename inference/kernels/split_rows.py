@@ -3,8 +3,6 @@ when there are more rows: AMX's from 33 rows on, MKL's for float32 from about 9 
 
 On a CPU a product gets a few rows at a time; on CUDA it is a Triton kernel (`triton_linear.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache

@@ -14,8 +14,6 @@ A path of more than TILE nodes crosses the rule: the result is right, but can be
 Legend: B batch, H query heads, G key-value heads, N queries, d size of a key, v of a value, S slots in view, P parts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 

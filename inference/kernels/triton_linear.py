@@ -8,8 +8,6 @@ weights once.
 Legend: R rows, I inputs, O outputs.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import TypeVar
 

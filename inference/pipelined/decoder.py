@@ -10,8 +10,6 @@ This is a loop of its own: what is verified here is in flight within the model, 
 Legend: B texts, G groups of K layers, T tokens of a segment, D hidden, V target vocabulary.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Legend: G groups.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 

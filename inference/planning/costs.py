@@ -4,8 +4,6 @@ Costs are ratios. The times of one text tell them well, whatever else the machin
 a policy is tried for a step or two between the steps of another one.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median

@@ -1,7 +1,5 @@
 """What planners have learned, in files: one for each machine, target, drafter and set of policies."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

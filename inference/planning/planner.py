@@ -1,7 +1,5 @@
 """Planner: which of a few trees the next step drafts, or none of them, from what steps took and accepted so far."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

@@ -6,8 +6,6 @@ it. So a conversation is first rendered with a mark in place of each text, in on
 is written. If none of the ways writes them all, the conversation is refused.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -5,8 +5,6 @@ logits processors and stopping criteria, and expands `num_return_sequences`. Thi
 hook drops. The request is returned before decoding begins, so that the loop can run step by step.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Collection, Sequence, Set
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """What a call of `generate` takes from the generation config of the model, because the caller does not give it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

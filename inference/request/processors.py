@@ -3,8 +3,6 @@
 Those that read it are in `text_processors.py`. Processors of other types may also keep a state (a grammar).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor

@@ -3,8 +3,6 @@
 Legend: B batch, L length with padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Legend: B batch, L padded prompt length as given.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Row: one text that is being decoded, and the one place where it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 

@@ -7,8 +7,6 @@ the original size in which every row is this row, and its answer for this row is
 Legend: B rows of the batch as it was given, L length of the row's text, V vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import types

@@ -3,8 +3,6 @@
 Legend: L padded prompt length as given, T tokens of a row's text so far.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

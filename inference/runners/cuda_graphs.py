@@ -12,8 +12,6 @@ runs at a replay. What a function works on is therefore one of three things:
 All other memory comes from one pool of all graphs; nothing in it is read after a replay.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import logging

@@ -4,8 +4,6 @@ The sum of a product and what a layer adds to it (the residual) gets them too: o
 graph or in none, so that graphs of few rows and of many compute the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

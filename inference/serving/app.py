@@ -4,8 +4,6 @@ A request becomes replies, which the scheduler's thread decodes. Their pieces co
 client goes away, its replies are cancelled and leave before the engine's next step.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json

@@ -1,7 +1,5 @@
 """What the chat page asks where two replies of one conversation differ: does rounding explain it?"""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import Field

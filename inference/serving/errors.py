@@ -1,7 +1,5 @@
 """Errors of requests, in OpenAI's shape."""
 
-from __future__ import annotations
-
 from typing import Any
 
 RETRY_SECONDS = 5  # that clients are asked to wait when the server has too much to do; most replies end by then

@@ -1,7 +1,5 @@
 """Grammars: replies that must be JSON, by the `xgrammar` library where it is installed."""
 
-from __future__ import annotations
-
 import json
 import threading
 from typing import Any

@@ -5,8 +5,6 @@ others (`DecodeState.add`). A step serves all rows, whatever their sampling opti
 and seed (`Sampler.join`), so its text is the one it would get by itself.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Generator
 

@@ -1,8 +1,6 @@
 """Prometheus metrics of a server. Acceptance is counted as vLLM counts it, under vLLM's names, which `vllm bench serve`
 and AIPerf read."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

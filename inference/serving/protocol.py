@@ -4,8 +4,6 @@ A field that is present has an effect. What this server cannot do is refused (`r
 that ask for nothing, such as `"echo": false`.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator

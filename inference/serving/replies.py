@@ -1,7 +1,5 @@
 """Replies in OpenAI's shapes: whole responses, and chunks of a stream."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """From a request's options to replies: transformers' arguments, checked against the server's limits."""
 
-from __future__ import annotations
-
 import math
 import re
 import secrets

@@ -7,8 +7,6 @@ start in the order of their arrival; a reply whose lane is full lets those of ot
 is no lane lets them pass for some seconds, and then waits for the first lane that is idle.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

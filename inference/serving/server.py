@@ -1,7 +1,5 @@
 """Runs an application with uvicorn, and ends it in bounded time."""
 
-from __future__ import annotations
-
 import socket
 
 import uvicorn

@@ -1,7 +1,5 @@
 """Text from tokens that arrive one at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """transformers' streamers, which get the tokens of a text while it is decoded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

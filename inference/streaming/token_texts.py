@@ -1,7 +1,5 @@
 """The text and the bytes that one token adds to a text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

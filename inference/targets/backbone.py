@@ -4,8 +4,6 @@ Legend: B batch, T tokens of one pass, D hidden, F = len(feature_layers) * D, V 
 numbered as transformers does: hs[0] embeddings, hs[i] the input of layer i, hs[n] the last state AFTER the final norm.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

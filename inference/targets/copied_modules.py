@@ -1,7 +1,5 @@
 """Copies of a model that share all weights with it and replace a few modules."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import types

@@ -10,8 +10,6 @@ runs as a copy that shares all weights and all submodules except the few that co
 Legend: B batch, N tokens of one pass, S cache slots in view, E source tokens, D hidden, H heads, V target vocabulary.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

@@ -3,8 +3,6 @@
 A GGUF file is a whole model in one file, most often quantized. It is loaded with its weights dequantized.
 """
 
-from __future__ import annotations
-
 import functools
 import socket
 from collections.abc import Iterator

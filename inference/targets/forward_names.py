@@ -7,8 +7,6 @@ two of them drops one. So only this file knows the names, and the signature deci
 Legend: B batch, T tokens.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Set
 from typing import Any

@@ -3,8 +3,6 @@
 Legend: G groups, K layers of a group, B rows, T tokens of one pass, D hidden, V target vocabulary.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

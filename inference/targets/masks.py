@@ -6,8 +6,6 @@ Masks are additive, or packed (`kernels/packed_masks.py`) where the model takes 
 Legend: B batch, N tokens of one pass, M slots of the tree, S cache slots, W of them that a layer sees.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -6,8 +6,6 @@ are also continued by the model itself for a few tokens, and the logits are comp
 Legend: B batch, L prompt length with padding, V target vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Facts about a model without a forward pass: attention, windows, length limits, devices, quantisation, Auto class."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ Legend: B batch, L prompt length with padding, T longest prompt, A axes of posit
 vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the files share that run a model and refuse it: the tokens it reads, its precision, and the errors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 Legend: B batch, N tree nodes, P path length (root included).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What users write for a tree, and the policy it stands for. The library and the programs share this one parser."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ step is real work: each layer, product and cache row of the target and of the he
 Legend: B batch, N tree nodes, D hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -9,8 +9,6 @@ its time. Every number is written when it is there, and a later run replaces onl
 if every part that ran is done.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -4,8 +4,6 @@ Targets and heads of the shapes have random weights, and acceptance is simulated
 Shares of the roofline compare with the card's own measured rates.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """llama.cpp as a contender, through the package xllamacpp: its server decodes the same prompts."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -5,8 +5,6 @@
 Prints the server's address, or what is wrong, and serves until its standard input ends.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

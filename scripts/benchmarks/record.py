@@ -6,8 +6,6 @@
 Both decoders are this library's, and take turns in one process.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby

@@ -8,8 +8,6 @@ Every decoded prompt is on disk in --cells at once, and the same command goes on
 larger --limit. OUTPUT.json, OUTPUT.md and OUTPUT.svg are written from all cells.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

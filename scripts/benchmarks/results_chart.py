@@ -4,8 +4,6 @@ The chart shows the lowest temperature, the fewest threads, all files of prompts
 tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From the cells of results.py to its numbers and tables: sums and medians over prompts."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What is typed in a chat: messages, and commands that begin with a slash."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress

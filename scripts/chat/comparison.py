@@ -1,7 +1,5 @@
 """A reply beside the plain decoding of its prompt, with the same seed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Output in a terminal: replies with accepted drafts in colour, and lines of counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """ChatSession: a conversation with a target, and the drafter and tree that decode it."""
 
-from __future__ import annotations
-
 import secrets
 import signal
 import sys

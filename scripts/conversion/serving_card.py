@@ -1,7 +1,5 @@
 """The model card of exported heads: what they are, and the commands that serve them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

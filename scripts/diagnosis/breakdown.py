@@ -1,7 +1,5 @@
 """Where drafts are accepted: by depth, by place in the text, by kind of text, by how sure the target is."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from typing import Any

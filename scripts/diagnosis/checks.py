@@ -4,8 +4,6 @@ They run in this order, and the first that finds something names the cause: what
 costs some of them.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator

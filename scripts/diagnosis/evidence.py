@@ -8,8 +8,6 @@ Legend: T tokens of a text, L of its prompt, K depths. A root r is a token after
 d from it is meant for the token r + d.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

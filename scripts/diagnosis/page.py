@@ -1,7 +1,5 @@
 """The page of a diagnosis, for a terminal and as HTML."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What drafting costs and gains on this machine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a diagnosis reads of the training conversations: who wrote the replies, what is learned, how they begin."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The contenders of a benchmark: transformers' decoding and ours, with and without drafters, eager and compiled."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A matrix of measurements of one target: every file of prompts at every temperature and batch size."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

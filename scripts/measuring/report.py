@@ -4,8 +4,6 @@ Acceptance length is tokens that verify steps emit / verify steps, as in `drafts
 counts; the prefill and its token do not. For transformers, whose steps are unknown, it is tokens / forward passes.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -9,8 +9,6 @@ in specdec_bench only. The turns of a conversation are one question. Contenders 
 transformers' prompt look-up, are left out.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

@@ -10,8 +10,6 @@ activations and the products inside attention are left out. So the limit may be 
 limit is never too high.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

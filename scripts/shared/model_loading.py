@@ -1,7 +1,5 @@
 """Shared by the programs that decode: loads targets and drafters, fits trees, turns messages into token ids."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Records the same reply decoded plainly and with a drafter: the time of each token, and both speeds."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field
 from typing import Any

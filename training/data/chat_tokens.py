@@ -10,8 +10,6 @@ was cut off (`truncated`). The line break after that token belongs to the templa
 mask alike.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -3,8 +3,6 @@
 Legend: B batch, T tokens of the longest row of a batch, V target vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ An empty reply would teach that the end of a turn follows the header. It stays i
 turn that the data mark as not to be learned.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

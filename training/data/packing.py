@@ -4,8 +4,6 @@ This file decides which conversations share a row; `draftsmith.heads.modules.doc
 another.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Reads the records of one file: JSON, JSON lines (each also gzipped) or Parquet."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import zlib

@@ -5,8 +5,6 @@ character; thoughts and tool calls are part of it. `{% generation %}` markers in
 Without markers, other renderings of the same conversation are compared with this one.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Counts the conversations, drops, tokens and lengths of each set that training would read."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

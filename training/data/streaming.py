@@ -6,8 +6,6 @@ number of batches; Trainer skips that many in a resumed run, which then sees the
 Of N readers (processes x DataLoader workers), each takes every N-th conversation.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import random

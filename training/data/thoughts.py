@@ -1,7 +1,5 @@
 """Thoughts: how models mark them in text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 # How models mark their thoughts: Qwen, DeepSeek, GLM, ...; Mistral; gpt-oss; Kimi; Seed.

@@ -1,7 +1,5 @@
 """Loads the training rows and the held-out rows of a run: of all its sets."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """How a run was launched. accelerate falls back to plain training silently; a run must not."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from contextlib import AbstractContextManager

@@ -1,7 +1,5 @@
 """Processes that wait for one another for as long as it takes: collectives of a run end after `ddp_timeout` seconds."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

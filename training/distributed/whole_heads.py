@@ -4,8 +4,6 @@ Both strategies gather weights only while `forward` runs; decoding calls `extend
 collective: all processes must call it, at the same step.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

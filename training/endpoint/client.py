@@ -3,8 +3,6 @@
 The key is read only from the environment variable OPENAI_API_KEY.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

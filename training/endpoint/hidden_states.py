@@ -6,8 +6,6 @@ the last layer before the final norm. Server and program share a folder (flock h
 Legend: T tokens of a prompt, L states of each token, D hidden size.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import time

@@ -3,8 +3,6 @@
 Legend: B batch, T tokens, D hidden, F = len(feature_layers) * D.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar

@@ -5,8 +5,6 @@ Only the target's first layers, its final norm and its LM head are here, for the
 Legend: T tokens of a row, L states of each token, D hidden size, K best tokens, V target vocabulary.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence

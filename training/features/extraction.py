@@ -7,8 +7,6 @@ continues with the missing ones.
 Legend: B batch, T tokens of a row.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

@@ -3,8 +3,6 @@
 Legend: T checked tokens, F feature width, D hidden size.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

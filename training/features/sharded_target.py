@@ -8,8 +8,6 @@ Embedding and LM head stay whole, because heads and losses use them outside the 
 Every forward of a split target is a collective: all processes must run the same passes.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from typing import Any

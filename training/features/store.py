@@ -12,8 +12,6 @@ Legend: R rows of a shard, N tokens of all of them (no padding), T tokens of a r
     last [N, D]                            the last state, after the final norm
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

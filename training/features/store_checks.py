@@ -1,7 +1,5 @@
 """Checks before the first step: do stored features belong to this target and these texts?"""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict

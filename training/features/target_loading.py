@@ -1,7 +1,5 @@
 """Loads the frozen target: on the heads' device, or spread over several devices or processes."""
 
-from __future__ import annotations
-
 import copy
 import os
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """The options of the target, of the heads that are trained for it, and of its hidden states."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

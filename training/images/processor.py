@@ -3,8 +3,6 @@
 Legend: B batch, T tokens of a row.
 """
 
-from __future__ import annotations
-
 import base64
 import copy
 import io

@@ -8,8 +8,6 @@ Worked example, LLaVA's form, with the file in the folder `/set`:
         -> media ["/set/a.jpg"], content [{"type": "image"}, {"type": "text", "text": "What is it?"}]
 """
 
-from __future__ import annotations
-
 import base64
 import re
 from collections.abc import Mapping, Sequence

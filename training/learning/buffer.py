@@ -3,8 +3,6 @@
 Legend: N tokens of a batch, F feature width, D hidden size.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ a step of learning runs the heads and the LM head, and never the target (OSD, ar
 the tokens that were wrong; here all of a reply's tokens are learned from).
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import threading

@@ -2,8 +2,6 @@
 be loaded like any others. Both are replaced whole, so a killed process leaves the last ones.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Legend: N slots, K depths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Legend: B batch, T sequence length, K steps.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

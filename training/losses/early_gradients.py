@@ -5,8 +5,6 @@ chunk by chunk. The backward pass multiplies them by the incoming gradient in pl
 without a gradient takes the tensor itself. A large LM head so has one gradient in memory, not two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, cast
 

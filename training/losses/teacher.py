@@ -4,8 +4,6 @@ Legend: B batch, T sequence length, P positions whose next token is predicted, C
 D hidden size.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

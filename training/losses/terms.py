@@ -7,8 +7,6 @@ Each function maps `ScoredTokens` to losses [M]; a mixture shares the softmaxes.
 the entropy of p, a constant: `kl` and `distillation` have the same gradient.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Callable

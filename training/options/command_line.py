@@ -4,8 +4,6 @@
 options of a run, as YAML reads them back.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

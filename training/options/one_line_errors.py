@@ -1,7 +1,5 @@
 """How every program ends when its input is wrong, or when it is interrupted: in one line, without a traceback."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

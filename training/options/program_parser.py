@@ -1,7 +1,5 @@
 """The command line of every program: options from dataclasses, a help of one screen, mistakes in one line."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import sys

@@ -1,8 +1,6 @@
 """All options of a run in one object, the options of the run as a whole, and what contradicts one another: found before
 anything is loaded."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The comment beside a default says why it differs from the default of `transformers.TrainingArguments`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

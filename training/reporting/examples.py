@@ -1,7 +1,5 @@
 """Held-out prompts decoded with the trained heads, with the tokens that were drafted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby

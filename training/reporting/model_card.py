@@ -1,7 +1,5 @@
 """The model card, `README.md` of trained heads: how to decode with them, metrics, training data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

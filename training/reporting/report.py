@@ -1,7 +1,5 @@
 """`report.html`: one page that needs no network, with curves, acceptance by depth, examples, data and options."""
 
-from __future__ import annotations
-
 import base64
 import importlib.util
 import io

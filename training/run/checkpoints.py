@@ -5,8 +5,6 @@ its part. So a kill or a full disk never leaves half a checkpoint under that nam
 `run.json`: the properties that a resumed run must share (`resume.py`), and the seconds of training so far.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

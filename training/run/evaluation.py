@@ -1,7 +1,5 @@
 """The metrics of an evaluation, and the acceptance length among them, which decoding prompts measures."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 from typing import Any

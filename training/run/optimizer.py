@@ -1,7 +1,5 @@
 """Muon for the hidden matrices, AdamW for everything else, as one optimizer that Trainer schedules and checkpoints."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """A run that is ready: trains, measures and saves the heads, their record, `report.html` and the model card."""
 
-from __future__ import annotations
-
 import json
 import logging
 import platform

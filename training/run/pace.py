@@ -1,7 +1,5 @@
 """How long a run will take: measured on a few rows before it begins, and fitted to `--time_budget`."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -1,7 +1,5 @@
 """From options to a run that is ready to train: target, heads, rows, features, trainer."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable

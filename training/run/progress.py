@@ -1,7 +1,5 @@
 """What a run says while it trains: a line every half minute, and Ctrl-C, which saves a checkpoint first."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -4,8 +4,6 @@ A resumed run equals the uninterrupted one, weight for weight and metric for met
 processes are the same. `describe_run` collects them, every checkpoint stores them, `check_same_run` compares.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -3,8 +3,6 @@
 Legend: B batch, T sequence length, K depths.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

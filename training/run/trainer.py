@@ -1,7 +1,5 @@
 """`HeadsTrainer`: transformers' `Trainer` for draft heads on features of a frozen target."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The options of `draftsmith data`."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any, Literal

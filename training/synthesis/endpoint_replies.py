@@ -5,8 +5,6 @@ header, so it comes from `/completions`, whose prompt is token ids. Thoughts tha
 (`--reasoning-parser` of vLLM and SGLang) are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any

@@ -11,8 +11,6 @@ missing, the journals become
 and are removed. Each file is written at once. A larger plan (more conversations) continues from there.
 """
 
-from __future__ import annotations
-
 import glob
 import gzip
 import json

@@ -8,8 +8,6 @@ Worked example, a prompt with a tool: its replies are left out, everything else 
     system, user, write assistant,    tool, write assistant, user, write assistant
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -5,8 +5,6 @@ keys the sampling by row seed and position). `turn_seed` seeds a turn by its pla
 depend on the batch size, the number of processes or interruptions.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A source answers requests in its own time and order, so that a server is kept bu
 Each turn has its own seed, so the order does not change the text.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ only the user header of the chat template (Magpie, arXiv 2406.08464).
 The seed of a turn comes from the run's seed, the conversation's id and the turn's place, so the order does not matter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from draftsmith.training.synthesis.prompts import Conversation

@@ -1,7 +1,5 @@
 """Finds by rendering how a chat template begins the next turn, and which token ends a turn."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ Published configs carry whatever their target's family has: Granite's multiplier
 A key that may change the maths is refused by its name, unless its value changes nothing. Other keys are named once.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

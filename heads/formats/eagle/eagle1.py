@@ -4,8 +4,6 @@ fc.weight [D, 2D] (embedding, hidden), fc.bias if `bias` is true OR ABSENT, laye
 embed_tokens.weight may be there. No final norm, no LM head: both are the target's.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

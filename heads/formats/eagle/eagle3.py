@@ -8,8 +8,6 @@ Layer ids mean hidden_states[i]; SGLang's and SpecForge's mean hidden_states[i +
 2, n // 2 and n - 3.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, ClassVar
 

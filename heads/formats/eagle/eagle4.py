@@ -6,8 +6,6 @@ The candidate head chooses the tokens whose rows of lm_head.weight are computed,
 all rows, so its tensors are left out, and its tokens have the same scores.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import ClassVar
 

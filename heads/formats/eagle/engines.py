@@ -1,7 +1,5 @@
 """EAGLE-3 and P-EAGLE as vLLM and SGLang serve them: what they read, under which keys, and what they cannot do."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any, ClassVar

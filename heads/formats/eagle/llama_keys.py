@@ -3,8 +3,6 @@
 Legend: D hidden size, V target vocabulary, Vd draft vocabulary.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 

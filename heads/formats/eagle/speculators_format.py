@@ -5,8 +5,6 @@ The layer's config stands in `transformer_layer_config`. speculators loads a che
 there and all of them are written.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

@@ -3,8 +3,6 @@
 The mask's token is one of the tokenizer's keys, so a file needs the target's tokenizer. Layer ids are ours.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

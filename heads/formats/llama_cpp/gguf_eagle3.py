@@ -5,8 +5,6 @@ offsets; layer ids are ours (the input of layer i is transformers' hidden_states
 copied from the target's own GGUF.
 """
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Any, ClassVar, Self

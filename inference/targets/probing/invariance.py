@@ -5,8 +5,6 @@ Whether a row of a product depends on the number of rows is a matter of the libr
 Legend: B batch, N tree nodes, V target vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import logging

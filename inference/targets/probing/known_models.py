@@ -1,7 +1,5 @@
 """Known models: each model is examined once, and again after a change. No model is kept alive."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Legend: T tokens, D width of a mixer's input, V target vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

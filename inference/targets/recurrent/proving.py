@@ -1,7 +1,5 @@
 """Proves that a target's recurrent states are rolled back as they must be, before anything is decoded."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
