@@ -192,7 +192,7 @@ def _hand_over(
         if state.may_wait and len(following) == len(state.rows) and state.has_room(size):
             if output.features is not None:
                 state.hold_features(output.features)
-            state.let_wait(next_ids, num_slots, output.features)
+            state.append(next_ids, num_slots, output.features, in_prompt=True)
             state.pending_bound += size
             size = 0
         elif state.pending_bound:

@@ -153,21 +153,20 @@ class DecodeState:
             self.history.open_view(most + num_ahead)
         return Span(shortest, longest)
 
-    def append(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
+    def append(self, tokens: Tensor, counts: Tensor, features: Tensor | None, *, in_prompt: bool = False) -> None:
         """Adds the first counts[b] of tokens [B, P] to each text, and to what the drafter has not read.
 
         Args:
             features: [B, P, F], the target's feature of the token before each of them.
+            in_prompt: whether the texts have them already.
         """
         steps = self._every_place[: tokens.shape[1]]
-        self.tokens.scatter_(1, self.num_tokens[:, None] + steps, tokens)
-        self.num_tokens += counts
-        if self.drafter is not None:
-            self.let_wait(tokens, counts, features)
-
-    def let_wait(self, tokens: Tensor, counts: Tensor, features: Tensor | None) -> None:
-        """Adds tokens, as in `append`, to what the drafter has not read."""
-        places = self.num_pending[:, None] + self._every_place[: tokens.shape[1]]
+        if not in_prompt:
+            self.tokens.scatter_(1, self.num_tokens[:, None] + steps, tokens)
+            self.num_tokens += counts
+        if self.drafter is None:
+            return
+        places = self.num_pending[:, None] + steps
         self.pending_ids.scatter_(1, places, tokens)
         if features is not None:
             assert self.pending_features is not None
