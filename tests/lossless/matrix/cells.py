@@ -172,12 +172,12 @@ def bfloat16_cells() -> list[Cell]:
 def served_cells() -> list[Cell]:
     """Rows that come to a server at random, in both dtypes."""
     return [
-        Cell("served", AT_ONCE, Case(family, (), drafter=drafter, policy=policy, dtype=dtype))
+        Cell("served", AT_ONCE, Case(family, (), attentions_of(family)[0], drafter, policy, dtype=dtype))
         for family, drafters in {**dict.fromkeys(FAMILIES, SERVED), CHAT: TRAINED}.items()
         for drafter in drafters
         for policy in ("dynamic:3,2,6", "auto")
         for dtype in (torch.float32, torch.bfloat16)
-        if dtype == torch.float32 or _is_batch_invariant(family, "sdpa", 0)
+        if dtype == torch.float32 or _is_batch_invariant(family, attentions_of(family)[0], 0)
     ]
 
 
