@@ -129,6 +129,7 @@ class TestRuns:
         "save_strategy": "steps",
         "save_steps": 2,
         "save_total_limit": 0,
+        "load_best_model_at_end": False,  # the result is the last step, after the interruption
     }
 
     def test_an_interrupted_run_sees_the_same_batches(self, train: Runner) -> None:
