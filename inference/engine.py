@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from draftsmith.inference.state import DecodeState
 from draftsmith.inference.stats import GenerationStats, PhaseClock
 from draftsmith.inference.step import Step, StepOutput
 from draftsmith.inference.targets.backbone import TargetOutput
+from draftsmith.inference.trees.batch_tree import BatchTree
 
 
 @dataclass
@@ -153,7 +155,7 @@ class Engine:
 
     def advance(self) -> Emission:
         """One step of all rows."""
-        state, planner, policy = self.state, self.planner, self.step.policy
+        state, planner, policy, began = self.state, self.planner, self.step.policy, time.perf_counter()
         if planner is not None:
             longest = max(row.num_committed for row in state.rows if not row.is_finished)
             policy = planner.choose(len(state.rows), longest, state.pending_bound)
@@ -166,13 +168,15 @@ class Engine:
             records_probabilities=self.records_probabilities,
         )
         is_lazy, width = self.sampler.is_lazy, output.accepted.path.shape[1]
-        emission, stats = self.emit(output), self.stats
+        emission, stats, drafted = self.emit(output), self.stats, output.tree.count_drafted()
+        if isinstance(policy, BatchTree):
+            policy.learn(output.tree, output.accepted.path, time.perf_counter() - began)
         stats.num_target_forwards += 1
         stats.num_verify_passes += 1
-        stats.num_drafted += (output.tree.num_nodes - 1) * len(emission.given)
         # The read of the emission; with lazy processors also which rows walk on, at each depth.
         stats.num_host_syncs += 1 + width if is_lazy else 1
-        for _, _, new, _ in emission.given:
+        for place, _, new, _ in emission.given:
+            stats.num_drafted += drafted[place]
             stats.count_step(len(new) - 1)
         return emission
 
@@ -191,7 +195,7 @@ class Engine:
                 _show_states(row, place, output, len(new))
             num_kept = row.emit(new)
             emission.given.append((place, row, new, new if num_kept == len(new) else new.cut(num_kept)))
-            counted.append(values[end:])
+            counted.append(values[end:] or [len(new) - 1])
         if self.planner is not None and not output.is_first:
             self.planner.learn(output.policy, counted)
         self.settle_rows()

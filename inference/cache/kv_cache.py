@@ -132,6 +132,7 @@ class KVCache(Cache):
         self._windows = tuple(None if spec is None else spec.window for spec in self.layer_specs)
         self._show_rows(batch_size)
         self.slots, self.span = self.lengths[:, None], EMPTY
+        self._packed: tuple[Tensor, Tensor] | None = None  # of each packed token, its row and slot
         self._set_view(0, 0)
 
     def _show_rows(self, num_rows: int) -> None:
@@ -201,12 +202,20 @@ class KVCache(Cache):
         has_start = self.window_sizes and span.shortest
         first = self.lengths.clamp(min=span.shortest) if has_start else self.lengths
         self.slots = first[:, None] + torch.arange(num_nodes, device=self.lengths.device)
+        self._packed = None
+
+    def pack(self, places: Tensor) -> None:
+        """The pass reads only the open slots at `places` [T] among B x N, as one row of tokens."""
+        self._packed = torch.div(places, self.slots.shape[1], rounding_mode="floor"), self.slots.flatten()[places]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by the model's layers: writes [B, H, N, width] rows into the open slots, returns the layer's view."""
-        keys, values = self.write(layer_idx, self.slots, key_states, value_states)
+        if self._packed is None:
+            keys, values = self.write(layer_idx, self.slots, key_states, value_states)
+        else:
+            keys, values = self._write_packed(layer_idx, self._packed, key_states, value_states)
         window, size = self._windows[layer_idx], self.slots_in_view.shape[0]
         if window is None:
             return keys[:, :, :size], values[:, :, :size]
@@ -223,6 +232,17 @@ class KVCache(Cache):
                 plane.index_copy_(2, here[0], rows)
             else:  # on a CPU, torch's scatter_ takes twice as long, in 16 bits up to a hundred times
                 plane.transpose(1, 2).index_put_((_every_row(here), here), rows.transpose(1, 2))
+        return planes
+
+    def _write_packed(
+        self, layer_idx: int, packed: tuple[Tensor, Tensor], key_states: Tensor, value_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`write` for [1, H, T, width] rows, whose rows in the batch and slots are `packed`."""
+        number = self._numbers[layer_idx]
+        planes = self._keys[number], self._values[number]
+        for plane, rows in zip(planes, (key_states, value_states), strict=True):
+            here = tuple(each.to(plane.device) for each in packed)
+            plane.transpose(1, 2).index_put_(here, rows[0].transpose(0, 1))
         return planes
 
     def slots_seen(self, window: int | None) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,7 @@ from draftsmith.inference.shared_swaps import SharedSwap
 STOCK = "sdpa"
 GROUPED = "sdpa_grouped_rows"
 MAX_ROW_BYTES = 512  # of a key or value in the Triton kernels
+RAGGED = "ragged_rows"  # of a mask over padded rows: the places [T] of a packed pass's tokens in them (`RaggedRows`)
 REPEATED = "repeated_rows"  # of a mask that nobody changes: a dict for its rows as the heads of a group read them
 MOST_COPIED = 1 << 18  # numbers that `attend_exactly` copies at once: more do not stay in a processor's caches
 LONG_PASS = 128  # in passes of this many tokens, repeating the mask costs more than repeating the keys
@@ -52,6 +53,26 @@ def attend_grouped(
     Returns:
         [B, N, H, d]. transformers' own function computes everything but grouped attention under such a mask.
     """
+    if attention_mask is None or torch.compiler.is_compiling() or RAGGED not in vars(attention_mask):
+        return _attend(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    places, (batch, _, num_nodes, _) = vars(attention_mask)[RAGGED], attention_mask.shape  # of queries [1, H, T, d]
+    padded = query.new_zeros(batch * num_nodes, query.shape[1], query.shape[3])
+    padded.index_copy_(0, places, query[0].transpose(0, 1))
+    padded = padded.unflatten(0, (batch, num_nodes)).transpose(1, 2)
+    attended, _ = _attend(module, padded, key, value, attention_mask, dropout, scaling, **kwargs)
+    return attended.flatten(0, 1).index_select(0, places)[None], None
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     if attention_mask is not None and attention_mask.dtype == torch.float64:
         return attend_exactly(query, key, value, attention_mask, scaling), None
     num_heads, num_groups = query.shape[1], key.shape[1]

@@ -32,7 +32,7 @@ class StepCosts:
     def __init__(
         self, policies: Sequence[TreePolicy], node_cost: float, stored: Mapping[Conditions, Sequence[float]]
     ) -> None:
-        self._sizes = [(policy.max_depth, policy.num_nodes - 1) for policy in policies]
+        self._sizes = [(policy.max_depth, policy.usual_nodes - 1) for policy in policies]
         self._node_cost = node_cost
         self._known = {conditions: [*ratios] for conditions, ratios in stored.items()}
         self._guessed: dict[Conditions, list[float]] = {}  # what was expected before something was measured

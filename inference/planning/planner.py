@@ -57,6 +57,7 @@ class Planner:
 
     Args:
         policies: from small to large; each contains those before it.
+        batch_tree: one more, which contains none: for batches.
         file: what other processes have learned; None = nothing is kept.
         node_cost: a first guess of what a node of one row costs, in plain steps.
         clock: seconds.
@@ -70,15 +71,19 @@ class Planner:
         policies: Sequence[TreePolicy],
         file: Path | None = None,
         *,
+        batch_tree: TreePolicy | None = None,
         node_cost: float = 0.05,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.policies = (None, *policies)
+        self._num_nested, shared = len(policies), () if batch_tree is None else (batch_tree,)
+        self.policies = (None, *policies, *shared)
         self._file, self._clock = file, clock
         costs, tokens = ({}, {}) if file is None else load_learned(file)
-        self._costs = StepCosts(policies, node_cost, costs)
-        guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.num_nodes) for policy in policies]
-        self._tokens = {kind: AcceptedTokens(tokens.get(kind, guess)) for kind in (False, True)}
+        self._costs = StepCosts([*policies, *shared], node_cost, costs)
+        guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.usual_nodes) for policy in (*policies, *shared)]
+        known = {kind: tokens.get(kind, guess) for kind in (False, True)}
+        self._tokens = {kind: AcceptedTokens(each[: len(policies)]) for kind, each in known.items()}
+        self._shared = {kind: AcceptedTokens(each[len(policies) :]) for kind, each in known.items()}
         self._stored = clock()
         self._drafted: set[bool] = set()  # kinds of which a step was drafted
         self.is_counting = False
@@ -119,25 +124,27 @@ class Planner:
             self._decide(num_rows)
         self._hold -= 1
         self._allowance += TRIAL_SHARE * self._costs.expect()[self._place]
-        self.is_counting = self._place > 0
+        self.is_counting = 0 < self._place <= self._num_nested
         self._started = self._clock()
         return self.policies[self._place]
 
     def _decide(self, num_rows: int) -> None:
-        tokens, costs = self._tokens[self._do_sample].expect(), self._costs.expect()
+        tokens, costs = self._expect_tokens(self._do_sample), self._costs.expect()
+        if num_rows == 1:  # nothing to share
+            tokens, costs = tokens[: 1 + self._num_nested], costs[: 1 + self._num_nested]
         lag = 0.0 if self._is_served else LAG * math.log2(num_rows)
         tokens = [number - lag * math.sqrt(number - 1.0) for number in tokens]
         # What the first step with a policy takes more must pay within a fifth of the steps that were taken so far.
         # Plain decoding, with which all is compared, is always tried.
         first = median(self._begun.values()) if self._begun else 0.0
-        firsts = [first if first > FEW and place and not runs else 0.0 for place, runs in enumerate(self._runs)]
+        firsts = [first if first > FEW and i and not self._runs[i] else 0.0 for i in range(len(costs))]
         share = 5.0 / (WINDOW + sum(self._runs))
         rates = [number / (cost + share * more) for number, cost, more in zip(tokens, costs, firsts, strict=True)]
         best = max(range(len(rates)), key=rates.__getitem__)
         if rates[best] < (1.0 + MIN_GAIN) * rates[0]:
             best = 0
         self._place, self._hold = best, HOLD
-        hopes = [rate * (1.0 + HOPE / (1.0 + seen) ** 0.5) for rate, seen in zip(rates, self._seen, strict=True)]
+        hopes = [rate * (1.0 + HOPE / (1.0 + seen) ** 0.5) for rate, seen in zip(rates, self._seen, strict=False)]
         if self._seen[0] < 1.0:  # all is compared with plain decoding, so it is tried again whatever it promises
             hopes[0] = math.inf
         trial = max((i for i in range(len(rates)) if i != best), key=hopes.__getitem__)
@@ -149,6 +156,9 @@ class Planner:
             self._allowance -= max(0.0, price)
             self._place, self._hold = trial, num_steps
 
+    def _expect_tokens(self, kind: bool) -> list[float]:
+        return [*self._tokens[kind].expect(), *self._shared[kind].expect()[1:]]
+
     def _is_warm(self, place: int) -> bool:
         """Whether the policy has graphs and buffers by now."""
         return self._runs[place] >= 2
@@ -158,8 +168,8 @@ class Planner:
 
         Args:
             policy: of the step.
-            counted: `CandidateTrees.count_accepted` of each row that was unfinished, in any order; nothing of a plain
-                step.
+            counted: `CandidateTrees.count_accepted` of each row that was unfinished, in any order; of the tree for
+                batches, its drafts that each row accepted; nothing of a plain step.
         """
         seconds, place = self._clock() - self._started, self.policies.index(policy)
         # The first step after another one finds other weights in the processor's caches.
@@ -179,13 +189,16 @@ class Planner:
         if place:
             self._drafted.add(self._do_sample)
             for row in counted:
-                self._tokens[self._do_sample].learn(place - 1, row)
+                if place > self._num_nested:
+                    self._shared[self._do_sample].learn(0, row)
+                else:
+                    self._tokens[self._do_sample].learn(place - 1, row)
         if self._clock() - self._stored > STORE_SECONDS:
             self.store()
 
     def store(self) -> None:
         """Writes the file."""
         if self._file is not None:
-            tokens = {kind: each.expect()[1:] for kind, each in self._tokens.items() if kind in self._drafted}
+            tokens = {kind: self._expect_tokens(kind)[1:] for kind in self._drafted}
             store_learned(self._file, (self._costs.learned(), tokens))
         self._stored = self._clock()

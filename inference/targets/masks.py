@@ -30,12 +30,15 @@ class Nodes:
         parents: [B, N] long, node indices; a parent stands before its children, -1 = none.
         depths: [B, N] long, edges between the root and the node.
         max_depth: a bound of `depths` that the host knows (it sizes paths without a synchronisation); None = N - 1.
+        widths: [B] long, how many nodes of each row, the first ones, are real, where packing them pays
+            (`RaggedRows`); None = all are read.
     """
 
     token_ids: Tensor
     parents: Tensor
     depths: Tensor
     max_depth: int | None = field(default=None, kw_only=True)
+    widths: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def ancestors(self) -> Tensor:

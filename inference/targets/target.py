@@ -48,6 +48,7 @@ from draftsmith.inference.targets.parts import (
 from draftsmith.inference.targets.probing.invariance import find_mode, prefer_mode
 from draftsmith.inference.targets.probing.known_models import describe_model, find_known
 from draftsmith.inference.targets.probing.probe import Capabilities, probe_encoder_decoder, probe_model
+from draftsmith.inference.targets.ragged import RaggedRows
 from draftsmith.inference.targets.recurrent.finding import find_recurrence
 from draftsmith.inference.targets.recurrent.proving import check_rollback
 from draftsmith.inference.targets.recurrent.replayable_layers import ReplayableLayers
@@ -309,12 +310,26 @@ class Target:
             token_ids, depths = (nn.functional.pad(values, (0, missing)) for values in (token_ids, depths))
             ancestors = nn.functional.pad(ancestors, (0, missing, 0, missing))
             ancestors[:, num_nodes:, 0] = True
+        ragged = None
+        if tree.widths is not None and self.reads_ragged_rows and cache.offsets is None:
+            ragged = RaggedRows(tree.widths, num_nodes)
         if self._recurrent_layers is not None:
             self._recurrent_layers.plan_drafting(cache.states, nn.functional.pad(tree.parents, (0, missing), value=-1))
-        output = self._forward_cached(cache, token_ids, depths, ancestors, feature_layers)
+        output = self._forward_cached(cache, token_ids, depths, ancestors, feature_layers, ragged=ragged)
         logits = output.logits if output.logits is not None else self.compute_logits(output.last)
+        if ragged is not None:
+            features = None if output.features is None else ragged.unpack(output.features)
+            return TargetOutput(ragged.unpack(logits), features, ragged.unpack(output.last))
         features = None if output.features is None else output.features[:, :num_nodes]
         return TargetOutput(logits[:, :num_nodes], features, output.last[:, :num_nodes])
+
+    @property
+    def reads_ragged_rows(self) -> bool:
+        """Whether trees of different sizes are read without the padding between them. Masks must reach our attention as
+        they are, and no layer may depend on the order of the tokens or on the rows of the batch."""
+        takes_marks = self.capabilities.takes_packed_masks and self.capabilities.scale_logits is not None
+        is_plain = self._recurrent_layers is None and self._placed is None
+        return takes_marks and is_plain and not self.is_batch_invariant and not self.masks.packs_all
 
     def prepare_first_layers(self, num_layers: int) -> None:
         """Makes `run_first_layers` ready for the first `num_layers` layers, which share all weights with the model.
@@ -427,15 +442,20 @@ class Target:
         ancestors: Tensor,
         feature_layers: Sequence[int],
         tree_depths: Tensor | None = None,
+        ragged: RaggedRows | None = None,
     ) -> PassOutput:
         """Runs [B, N] tokens, whose slots are open, at positions lengths + depths.
 
         Each sees the committed tokens and its ancestors [B, N, T] among the tree's slots. These are the open slots, or,
-        with `tree_depths` [1 or B, T], the slots at these depths.
+        with `tree_depths` [1 or B, T], the slots at these depths. `ragged` nodes are read, and returned, as one row.
         """
         positions = self._cut_positions(cache.lengths[:, None] + depths)
         tree_positions = positions if tree_depths is None else cache.lengths[:, None] + tree_depths
         masks = self.masks.in_view(cache, positions, tree_positions, ancestors)
+        if ragged is not None:
+            ragged.mark(masks)
+            cache.pack(ragged.places)
+            token_ids, positions = ragged.pack(token_ids), ragged.pack(positions)
         return self._run(cache, token_ids, positions, masks, tree_positions, feature_layers)
 
     def _run(

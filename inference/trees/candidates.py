@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.inference.trees.batch_tree import BatchTree
 from draftsmith.inference.trees.dynamic import DynamicTree
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
@@ -17,6 +18,7 @@ from draftsmith.inference.trees.token_tree import TokenTree
 # (depth, top_k, nodes), root included: twice as many nodes each time, few for CPUs and batches, many where passes are
 # flat. One width, so that each tree holds those before it; a beam of 4 costs about as much as one of 1.
 SIZES = ((1, 4, 2), (1, 4, 4), (2, 4, 8), (3, 4, 16), (6, 4, 32))
+BATCH_SIZE = (4, 4, 16)  # what each row drafts where rows share a budget
 MAX_GAMMA = 8
 
 
@@ -25,14 +27,19 @@ class CandidateTrees(TreePolicy):
 
     Args:
         trees: from small to large; each contains those before it. All share the functions of their levels.
+        batch_tree: what rows that share a budget may draft instead, no deeper or larger than the largest tree; None =
+            rows share none.
     """
 
-    def __init__(self, trees: Sequence[DynamicTree] | None = None) -> None:
+    def __init__(self, trees: Sequence[DynamicTree] | None = None, batch_tree: BatchTree | None = None) -> None:
+        if trees is None and batch_tree is None:
+            batch_tree = BatchTree(*BATCH_SIZE)
         trees = [DynamicTree(*size) for size in SIZES] if trees is None else trees
         sizes = {(tree.max_depth, tree.num_nodes): tree for tree in trees}
         self.candidates = tuple(sizes.values())
         assert all(large.contains(small) for small, large in itertools.pairwise(self.candidates)), "trees are nested"
-        self.largest = self.candidates[-1]
+        self.largest, self.batch_tree = self.candidates[-1], batch_tree
+        assert batch_tree is None or self.largest.contains(batch_tree), "the state has room for the largest tree"
         self.max_depth, self.num_nodes = self.largest.max_depth, self.largest.num_nodes
         self.num_scratch = self.largest.num_scratch
         self._tables: dict[torch.device, Tensor] = {}
@@ -40,7 +47,8 @@ class CandidateTrees(TreePolicy):
     def limit_depth(self, max_depth: int | None) -> TreePolicy:
         if max_depth is None or self.max_depth <= max_depth:
             return self
-        return CandidateTrees([tree.limit_depth(max_depth) for tree in self.candidates])
+        shared = None if self.batch_tree is None else self.batch_tree.limit_depth(max_depth)
+        return CandidateTrees([tree.limit_depth(max_depth) for tree in self.candidates], shared)
 
     def grow(self, *args: Any, **kwargs: Any) -> TokenTree:
         """The largest tree."""

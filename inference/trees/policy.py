@@ -35,6 +35,11 @@ class TreePolicy(ABC):
     level_functions: tuple[str, ...] = ()
 
     @property
+    def usual_nodes(self) -> int:
+        """Nodes of a row that a step verifies, about."""
+        return self.num_nodes
+
+    @property
     def is_chain(self) -> bool:
         """Whether node i is always the child of node i - 1."""
         return False

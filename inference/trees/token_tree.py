@@ -76,6 +76,12 @@ class TokenTree(Nodes):
         """Nodes per row N, root and padding included."""
         return self.token_ids.shape[1]
 
+    def count_drafted(self) -> list[int]:
+        """Nodes of each row without the root; padding is counted unless the rows are ragged."""
+        if self.widths is None:
+            return [self.num_nodes - 1] * len(self.token_ids)
+        return (self.widths - 1).tolist()
+
     @property
     def path_width(self) -> int:
         """Nodes of the longest possible path K + 1, root included."""

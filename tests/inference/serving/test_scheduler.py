@@ -89,7 +89,7 @@ def set_costs(monkeypatch: pytest.MonkeyPatch, *, most_rows: int) -> None:
 
     def expect(costs: StepCosts) -> list[float]:
         _, num_rows = costs._at
-        return [1.0, *[1.1 if num_rows <= most_rows else 99.0] * 5]
+        return [1.0, *[1.1 if num_rows <= most_rows else 99.0] * 6]
 
     monkeypatch.setattr(StepCosts, "expect", expect)
 
