@@ -115,7 +115,17 @@ ORDERS = {
         *("custom_generate", "generation", "pipeline", "pipelined", "serving", "distributed"),
     ),
     "inference/targets": (
-        *("forward_names", "copied_modules", "model_config", "files", "masks", "ragged", "refusals", "parts", "recurrent"),
+        *(
+            "forward_names",
+            "copied_modules",
+            "model_config",
+            "files",
+            "masks",
+            "ragged",
+            "refusals",
+            "parts",
+            "recurrent",
+        ),
         *("encoder_decoder", "backbone", "probing", "target", "layer_groups", "multimodal", "media_proof"),
     ),
 }

@@ -80,7 +80,7 @@ class Planner:
         self._file, self._clock = file, clock
         costs, tokens = ({}, {}) if file is None else load_learned(file)
         self._costs = StepCosts([*policies, *shared], node_cost, costs)
-        guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.usual_nodes) for policy in (*policies, *shared)]
+        guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.num_nodes) for policy in (*policies, *shared)]
         known = {kind: tokens.get(kind, guess) for kind in (False, True)}
         self._tokens = {kind: AcceptedTokens(each[: len(policies)]) for kind, each in known.items()}
         self._shared = {kind: AcceptedTokens(each[len(policies) :]) for kind, each in known.items()}

@@ -81,8 +81,7 @@ class BatchTree(DynamicTree):
 def keep_nodes(tree: TokenTree, is_kept: Tensor) -> TokenTree:
     """The trees of the nodes that are kept [B, N] bool, roots and parents among them, in their order; rows with fewer
     than W end with padding."""
-    batch, num_nodes = is_kept.shape
-    widths = is_kept.sum(1)
+    batch, widths = len(is_kept), is_kept.sum(1)
     most, total = torch.stack([widths.amax(), widths.sum()]).tolist()
     kept = is_kept.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
     is_real = torch.arange(most, device=kept.device) < widths[:, None]
