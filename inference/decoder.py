@@ -166,13 +166,9 @@ class Decoder:
                 "tree='auto' and 'gamma' choose by each process's own clock, and processes that split a target by "
                 "tensor parallelism must verify the same tree: give a fixed one, such as tree='chain:3'"
             )
-        step, candidates, shared = self.step, self.policy.candidates, self.policy.batch_tree
-        if step.runner.name != "eager" or step.rule is not EXACT or not self.target.reads_ragged_rows:
-            shared = None
-        policies = [*candidates, shared] if shared is not None else candidates
-        file = memory_file(self.target, self.drafter, policies, step.runner.name, is_coupled=step.is_coupled)
-        node_cost = NODE_COSTS.get(self.target.device.type, NODE_COSTS["cuda"])
-        return Planner(candidates, file, batch_tree=shared, node_cost=node_cost)
+        step, trees = self.step, (*self.policy.candidates, *self.step.batch_trees)
+        file = memory_file(self.target, self.drafter, trees, step.runner.name, is_coupled=step.is_coupled)
+        return Planner(trees, file, node_cost=NODE_COSTS.get(self.target.device.type, NODE_COSTS["cuda"]))
 
     def _choose_runner(self, *, compile: bool | Decoder, graphs: bool) -> Runner:  # noqa: A002
         beside = compile.step if isinstance(compile, Decoder) else None

@@ -26,6 +26,7 @@ from draftsmith.inference.stats import PhaseClock
 from draftsmith.inference.targets.backbone import TargetOutput
 from draftsmith.inference.targets.probing.invariance import check_depth
 from draftsmith.inference.targets.target import Target
+from draftsmith.inference.trees.batch_tree import BatchTree
 from draftsmith.inference.trees.candidates import CandidateTrees
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
@@ -309,6 +310,14 @@ class Step:
             return num_nodes
         # Drafting may begin on rows that have just emitted more than their text's length.
         return max(num_nodes, self.path_width + 1 + self.policy.num_scratch)
+
+    @property
+    def batch_trees(self) -> tuple[BatchTree, ...]:
+        """What rows may draft that share a budget, if anything: where other drafts change no text, and trees of
+        different sizes are read without padding."""
+        tree = self.policy.batch_tree if isinstance(self.policy, CandidateTrees) else None
+        may_cut = self.rule is EXACT and not self.runner.has_fixed_rows and self.target.reads_ragged_rows
+        return (tree,) if tree is not None and may_cut else ()
 
     @property
     def verifies_prompts(self) -> bool:

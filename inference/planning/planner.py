@@ -11,6 +11,7 @@ from statistics import median
 
 from draftsmith.inference.planning.costs import NUM_KEPT, StepCosts
 from draftsmith.inference.planning.memory import load_learned, store_learned
+from draftsmith.inference.trees.batch_tree import BatchTree
 from draftsmith.inference.trees.policy import TreePolicy
 
 HOLD = 4  # steps that a choice holds
@@ -56,8 +57,7 @@ class Planner:
     tries others when that costs little. Place 0 of all lists is plain decoding.
 
     Args:
-        policies: from small to large; each contains those before it.
-        batch_tree: one more, which contains none: for batches.
+        policies: from small to large; each contains those before it. The last may be a `BatchTree`, for batches.
         file: what other processes have learned; None = nothing is kept.
         node_cost: a first guess of what a node of one row costs, in plain steps.
         clock: seconds.
@@ -71,19 +71,18 @@ class Planner:
         policies: Sequence[TreePolicy],
         file: Path | None = None,
         *,
-        batch_tree: TreePolicy | None = None,
         node_cost: float = 0.05,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._num_nested, shared = len(policies), () if batch_tree is None else (batch_tree,)
-        self.policies = (None, *policies, *shared)
+        self.policies = (None, *policies)
+        self._num_nested = nested = sum(not isinstance(policy, BatchTree) for policy in policies)
         self._file, self._clock = file, clock
         costs, tokens = ({}, {}) if file is None else load_learned(file)
-        self._costs = StepCosts([*policies, *shared], node_cost, costs)
-        guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.num_nodes) for policy in (*policies, *shared)]
+        self._costs = StepCosts(policies, node_cost, costs)
+        guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.num_nodes) for policy in policies]
         known = {kind: tokens.get(kind, guess) for kind in (False, True)}
-        self._tokens = {kind: AcceptedTokens(each[: len(policies)]) for kind, each in known.items()}
-        self._shared = {kind: AcceptedTokens(each[len(policies) :]) for kind, each in known.items()}
+        self._tokens = {kind: AcceptedTokens(each[:nested]) for kind, each in known.items()}
+        self._shared = {kind: AcceptedTokens(each[nested:]) for kind, each in known.items()}
         self._stored = clock()
         self._drafted: set[bool] = set()  # kinds of which a step was drafted
         self.is_counting = False

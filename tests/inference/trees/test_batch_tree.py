@@ -142,7 +142,8 @@ def test_costs_are_a_line_through_times() -> None:
 def test_auto_shares_a_budget_in_batches_only() -> None:
     policy = CandidateTrees()
     now = [0.0]
-    planner = Planner(policy.candidates, batch_tree=policy.batch_tree, clock=lambda: now[0])
+    assert policy.batch_tree is not None
+    planner = Planner([*policy.candidates, policy.batch_tree], clock=lambda: now[0])
 
     def run(num_rows: int) -> list[Any]:
         taken = []
