@@ -168,15 +168,17 @@ class Engine:
             records_probabilities=self.records_probabilities,
         )
         is_lazy, width = self.sampler.is_lazy, output.accepted.path.shape[1]
-        emission, stats, drafted = self.emit(output), self.stats, output.tree.count_drafted()
+        emission, stats, tree = self.emit(output), self.stats, output.tree
         if isinstance(policy, BatchTree):
-            policy.learn(output.tree, output.accepted.path, time.perf_counter() - began)
+            policy.learn(tree, output.accepted.path, time.perf_counter() - began)
         stats.num_target_forwards += 1
         stats.num_verify_passes += 1
         # The read of the emission; with lazy processors also which rows walk on, at each depth.
         stats.num_host_syncs += 1 + width if is_lazy else 1
+        drafted = None if tree.widths is None else tree.count_drafted()
+        most = tree.num_nodes - 1
         for place, _, new, _ in emission.given:
-            stats.num_drafted += drafted[place]
+            stats.num_drafted += most if drafted is None else drafted[place]
             stats.count_step(len(new) - 1)
         return emission
 

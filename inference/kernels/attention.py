@@ -53,26 +53,8 @@ def attend_grouped(
     Returns:
         [B, N, H, d]. transformers' own function computes everything but grouped attention under such a mask.
     """
-    if attention_mask is None or torch.compiler.is_compiling() or RAGGED not in vars(attention_mask):
-        return _attend(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    places, (batch, _, num_nodes, _) = vars(attention_mask)[RAGGED], attention_mask.shape  # of queries [1, H, T, d]
-    padded = query.new_zeros(batch * num_nodes, query.shape[1], query.shape[3])
-    padded.index_copy_(0, places, query[0].transpose(0, 1))
-    padded = padded.unflatten(0, (batch, num_nodes)).transpose(1, 2)
-    attended, _ = _attend(module, padded, key, value, attention_mask, dropout, scaling, **kwargs)
-    return attended.flatten(0, 1).index_select(0, places)[None], None
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    if attention_mask is not None and not torch.compiler.is_compiling() and RAGGED in vars(attention_mask):
+        return _attend_ragged(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     if attention_mask is not None and attention_mask.dtype == torch.float64:
         return attend_exactly(query, key, value, attention_mask, scaling), None
     num_heads, num_groups = query.shape[1], key.shape[1]
@@ -89,6 +71,21 @@ def _attend(
         return stock
     attended = attend_masked(query, key, value, attention_mask, scale=scaling)
     return attended.transpose(1, 2).contiguous(), None
+
+
+def _attend_ragged(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """`attend_grouped` for queries [1, H, T, d] of rows of different lengths; the mask is over padded rows."""
+    places, (batch, _, num_nodes, _) = vars(mask)[RAGGED], mask.shape
+    padded = query.new_zeros(batch * num_nodes, query.shape[1], query.shape[3])
+    padded.index_copy_(0, places, query[0].transpose(0, 1))
+    padded = padded.unflatten(0, (batch, num_nodes)).transpose(1, 2)
+    plain = mask.view(mask.shape)  # without what is told of this one
+    if REPEATED in vars(mask):
+        vars(plain)[REPEATED] = vars(mask)[REPEATED]
+    attended, _ = attend_grouped(module, padded, key, value, plain, **kwargs)
+    return attended.flatten(0, 1).index_select(0, places)[None], None
 
 
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, scale: float | None) -> Tensor:

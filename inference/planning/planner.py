@@ -128,7 +128,8 @@ class Planner:
         return self.policies[self._place]
 
     def _decide(self, num_rows: int) -> None:
-        tokens, costs = self._expect_tokens(self._do_sample), self._costs.expect()
+        nested, shared = self._tokens[self._do_sample], self._shared[self._do_sample]
+        tokens, costs = [*nested.expect(), *shared.expect()[1:]], self._costs.expect()
         if num_rows == 1:  # nothing to share
             tokens, costs = tokens[: 1 + self._num_nested], costs[: 1 + self._num_nested]
         lag = 0.0 if self._is_served else LAG * math.log2(num_rows)
@@ -154,9 +155,6 @@ class Planner:
         if self._costs.is_ready and hopes[trial] > rates[best] and price <= self._allowance:
             self._allowance -= max(0.0, price)
             self._place, self._hold = trial, num_steps
-
-    def _expect_tokens(self, kind: bool) -> list[float]:
-        return [*self._tokens[kind].expect(), *self._shared[kind].expect()[1:]]
 
     def _is_warm(self, place: int) -> bool:
         """Whether the policy has graphs and buffers by now."""
@@ -198,6 +196,7 @@ class Planner:
     def store(self) -> None:
         """Writes the file."""
         if self._file is not None:
-            tokens = {kind: self._expect_tokens(kind)[1:] for kind in self._drafted}
+            both = {kind: (self._tokens[kind], self._shared[kind]) for kind in self._drafted}
+            tokens = {kind: [number for each in two for number in each.expect()[1:]] for kind, two in both.items()}
             store_learned(self._file, (self._costs.learned(), tokens))
         self._stored = self._clock()
