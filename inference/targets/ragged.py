@@ -6,8 +6,6 @@ cache, which knows every token's row and slot (`KVCache.pack`). So a pass costs 
 Legend: B batch, N nodes of the largest tree, T nodes of all trees.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,11 +37,13 @@ class RaggedRows:
 
     def unpack(self, values: Tensor) -> Tensor:
         """Values [B, N, ...] of values [1, T, ...]. Between rows stands anything, which nobody may read."""
-        padded = values.new_empty(self._shape[0] * self._shape[1], *values.shape[2:])
-        return padded.index_copy_(0, self.places, values[0]).unflatten(0, self._shape)
+        padded = values.new_empty(*self._shape, *values.shape[2:])
+        padded.flatten(0, 1).index_copy_(0, self.places, values[0])
+        return padded
 
     def mark(self, masks: Any) -> None:
         """Masks over B x N nodes tell attention that its queries are packed."""
-        for mask in masks.values() if isinstance(masks, Mapping) else [masks]:
+        every: list[Any] = [*masks.values()] if isinstance(masks, Mapping) else [masks]
+        for mask in every:
             if mask is not None:
                 vars(mask)[RAGGED] = self.places

@@ -1,7 +1,5 @@
 """NodeCosts: what a step takes beside a node that it verifies more, from the times of steps."""
 
-from __future__ import annotations
-
 from collections import deque
 from statistics import fmean, median
 

@@ -6,8 +6,6 @@ n-grams count, heads are over-confident. So tokens of about the same log-probabi
 Legend: B batch, N tree nodes, K depths, L levels of log-probabilities.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

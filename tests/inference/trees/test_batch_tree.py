@@ -1,7 +1,5 @@
 """Rows that share a budget of nodes: texts are those of plain decoding, and the nodes are the best of all rows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
