@@ -1,4 +1,5 @@
-"""Reads prompts into a state: into the target's cache and the drafter, in chunks, and nothing twice.
+"""Reads prompts into a state, in chunks, and nothing twice: into the target's cache, and into the drafter or what waits
+for it.
 
 The beginning that all rows of a batch share is read once, by a batch of one, and then copied. The part of a prompt that
 a state holds already is not read again (`prefix_cache`).
@@ -46,7 +47,8 @@ def prefill(
         source: of the rows of an encoder-decoder target.
         media: the prompts with their images, video or audio.
         hit: the part that need not be read; its cache may be the state's.
-        may_wait: let the drafter read when it drafts, if it does, where there is room until then.
+        may_wait: let the drafter read when it drafts, if it does, where there is room until then. It reads the
+            beginning that a batch shares at once.
 
     Returns:
         logits [B, 1, V] after each prompt, and features [B, 1, F] of its last token, which the drafter has not read.

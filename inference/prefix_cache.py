@@ -31,7 +31,8 @@ def match(
     """The part of the prompts that a state holds; None if there is no such part.
 
     At least one token is always read, because its logits are needed. With a drafter, slot k - 1 pairs token k with a
-    feature that is gone, so k tokens are kept only if the next token is the same, too.
+    feature that is gone, so k tokens are kept only if the next token is the same, too. The drafter first reads what
+    waits in the state, if the prompts begin as its texts do.
 
     Args:
         room: as in `leave_room`.
@@ -44,7 +45,9 @@ def match(
     shared = [[count_shared([text, prompt]) for text in texts] for prompt in prompts]
     if max((count for row in shared for count in row), default=0) < least:
         return None
+    state.is_whole = False  # while the drafter reads
     state.catch_up(state.cache.view_slots(max(row.num_committed for row in state.rows)).shape[0])
+    state.is_whole = True
     committed = state.cache.lengths.tolist()  # 0 of rows that have forgotten theirs
     read = committed if state.drafter is None else (state.cache.lengths - state.num_pending).tolist()
     rows, kept = [], []

@@ -224,6 +224,7 @@ class DecodeState:
             first_rows(buffer, places)
         self._show(len(places))
         if self.drafter is not None and places:
+            self.pending_bound = int(self.num_pending.max())
             self.drafter.keep_rows(self.draft, places)
             self._share_cache()
         return places
@@ -242,7 +243,7 @@ class DecodeState:
         self._show(len(self.rows))
         for name in other._buffers:
             getattr(self, name)[first:] = getattr(other, name)
-        self.pending_bound = max(self.pending_bound, other.pending_bound)
+        self.pending_bound = max(self.pending_bound if first else 0, other.pending_bound)
         if self.drafter is None:
             return
         if first:

@@ -20,6 +20,9 @@ MIN_GAIN = 0.03  # drafting must be expected to gain this much over plain decodi
 # A policy that has not run lately may be faster than it looks: by HOPE / sqrt(1 + its steps). Then it is tried for a
 # few steps. Trials may cost this share of the time, and FIRST_TRIALS plain steps at the beginning.
 HOPE, TRIAL_SHARE, FIRST_TRIALS = 0.3, 0.01, 1.0
+# What a token costs is learned from drafts that have read so many at once, since other costs do not depend on them; and
+# reading never makes a trial dearer than this many plain steps, so that trials come back whatever was learned.
+MANY, DEAREST = 32, 3.0
 FEW = 10.0  # a first step that takes so many plain steps more makes no graphs: it is slow by chance
 # A batch takes as long as the row that ends last. For each doubling of the rows it is behind the others by this much of
 # the spread of what a step accepts, about the root of the accepted tokens. Measured with texts of 64 tokens.
@@ -91,6 +94,7 @@ class Planner:
         self._first_seconds = [0.0] * len(self.policies)  # of the first step with each
         self._begun: dict[int, float] = {}  # by policy, plain steps that its first step took more than later ones
         self._readings = deque([0.0], maxlen=NUM_KEPT)  # what a token costs that has waited for a draft, in plain steps
+        self._num_waiting = 0  # tokens of a row that wait now
         self._place = self._last = 0  # this step's policy; the last step's
         self._hold = 0  # steps for which the choice holds
         self._allowance = FIRST_TRIALS  # what trials may cost now, in plain steps
@@ -151,7 +155,7 @@ class Planner:
         num_steps = 2 if self._is_warm(trial) else 3
         price = num_steps * (costs[trial] - tokens[trial] / rates[best])
         if best == 0:
-            price += max(0.0, median(self._readings)) * self._num_waiting
+            price += min(max(0.0, median(self._readings)) * self._num_waiting, DEAREST)
         if self._costs.is_ready and hopes[trial] > rates[best] and price <= self._allowance:
             self._allowance -= max(0.0, price)
             self._place, self._hold = trial, num_steps
@@ -174,9 +178,9 @@ class Planner:
             if place not in self._begun and seconds > 0.0:
                 self._begun[place] = (self._first_seconds[place] / seconds - 1.0) * self._costs.expect()[place]
             self._costs.learn(place, seconds)
-        elif place and self._last == 0 and self._is_warm(place) and self._costs.is_ready:
+        elif place and self._last == 0 and self._is_warm(place) and self._costs.is_ready and self._num_waiting >= MANY:
             more = seconds / self._costs.plain_seconds - self._costs.expect()[place]
-            self._readings.append(more / max(1, self._num_waiting))
+            self._readings.append(more / self._num_waiting)
         if self._runs[place] == 0:
             self._first_seconds[place] = seconds
         self._last = place

@@ -37,7 +37,7 @@ class RestlessPlanner(Planner):
             place = 0
         else:
             self.resting, place = next(self.rests), next(self.turns)
-        self.is_counting = place > 0
+        self.is_counting = 0 < place <= self._num_nested
         self.newest = self.policies[place]
         self.taken.add(self.newest)
         return self.newest

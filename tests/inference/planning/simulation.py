@@ -23,6 +23,7 @@ class Simulation:
         node_cost: as in `Planner`.
         extra: seconds that the first step with a policy takes more, to make its graphs.
         reading: seconds that a draft takes more for each token since the last one, or in the prompt of 50 tokens.
+        change: seconds that a draft takes more after a plain step.
         noise: the spread of times; one step of twenty takes up to three times as long.
 
     Attributes:
@@ -39,6 +40,7 @@ class Simulation:
     node_cost: float = 0.05
     extra: float = 0.0
     reading: float = 0.0
+    change: float = 0.0
     seconds: float = 0.0
     tokens: int = 0
     drafted: Counter[Any] = field(default_factory=Counter)
@@ -64,7 +66,7 @@ class Simulation:
             policy = self.planner.choose(len(left), length, waiting) if fixed is None else [None, *self.policies][fixed]
             place = 0 if policy is None else 1 + self.policies.index(policy)
             seconds = self.cost(place, len(left), length) + (0.0 if place in self.begun else self.extra)
-            seconds += self.reading * waiting if place else 0.0
+            seconds += self.reading * waiting + self.change * (waiting > 1) if place else 0.0
             waiting = 1 if place else waiting + 1
             self.drafted[place] += 1
             self.begun.add(place)

@@ -115,6 +115,21 @@ def test_trials_pay_for_what_a_drafter_must_read_first(chances: str) -> None:
     assert tokens / seconds > 0.97 * fixed.tokens / fixed.seconds
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_drafting_comes_back_where_the_first_draft_after_plain_steps_is_slow(seed: int) -> None:
+    """Other costs than reading: weights that left the processor's caches, a draft without its graph."""
+    simulation = Simulation(TREES, steps_of(0.2, 0.06, 0.06), CHANCES["useless"], seed=seed, reading=0.002, change=1.0)
+    for _ in range(12):
+        simulation.decode(num_tokens=256)
+    simulation.chances = CHANCES["best"]
+    for _ in range(8):
+        simulation.decode(num_tokens=256)
+    simulation.drafted.clear()
+    for _ in range(8):
+        simulation.decode(num_tokens=256)
+    assert simulation.drafted[0] < 0.5 * simulation.drafted.total()
+
+
 def test_trees_whose_graphs_take_longer_than_all_that_was_decoded_are_not_tried() -> None:
     """A graph takes as long as thousands of steps. Plain decoding and the tree of the first guess have theirs."""
     simulation = Simulation(TREES, COSTS["compiled"], CHANCES["mtp"], extra=3000.0)

@@ -128,15 +128,16 @@ def test_rows_draft_now_and_then(oracle: Scheduler, monkeypatch: pytest.MonkeyPa
 
 def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows join and leave all the time. The drafter reads what waits for it, and its rows stay those of the batch."""
-    target, held = target_of("llama", num_hidden_layers=2), []
+    target, held, beyond = target_of("llama", num_hidden_layers=2), [], []
     monkeypatch.setattr("draftsmith.inference.state.CATCH_UP", 16)
     set_costs(monkeypatch, most_rows=0)
     append = DecodeState.append
 
     def note(state: DecodeState, *args: Any) -> None:
         append(state, *args)
-        if state.rows:
+        if state.rows and state.drafter is not None:
             held.append(int(state.num_pending.max()))
+            beyond.append(state.pending_bound - held[-1])
 
     monkeypatch.setattr(DecodeState, "append", note)
     scheduler = Scheduler(target, {"draft": tiny_heads("eagle3", target)}, tree="auto", limits=LIMITS)
@@ -148,6 +149,7 @@ def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: py
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
     assert len(held) > 4 * 16
     assert max(held) == 16
+    assert max(beyond) <= 0, "what rows that left had waiting"
     assert all(one.row is not None and not one.row.drafts for one in arrivals)
 
 
