@@ -59,13 +59,21 @@ class DecodeState:
     history: TokenHistory
 
     def __init__(
-        self, cache: KVCache, drafter: Drafter | None, *, num_scratch: int, num_tokens: int, path_width: int
+        self,
+        cache: KVCache,
+        drafter: Drafter | None,
+        *,
+        num_scratch: int,
+        num_tokens: int,
+        path_width: int,
+        may_decline: bool = False,
     ) -> None:
         """
         Args:
             num_scratch: frontier nodes of the largest tree.
             num_tokens: C, without the P places that a step may write beyond a text's end.
             path_width: P of the largest tree.
+            may_decline: whether there are steps of which nothing is drafted, so that tokens wait.
         """
         self.cache, self.drafter, self.num_scratch = cache, drafter, num_scratch
         self.draft: Any = None
@@ -77,8 +85,8 @@ class DecodeState:
         self.has_media = self.may_wait = False
         self._retired: set[int] = set()
         self._every_place = torch.arange(num_tokens + path_width, device=cache.lengths.device)
-        num_rows = cache.max_batch_size
-        sizes = {"tokens": (num_rows, self.capacity), "pending_ids": (num_rows, CATCH_UP + 2 * path_width)}
+        num_rows, self._room = cache.max_batch_size, CATCH_UP if may_decline else 0
+        sizes = {"tokens": (num_rows, self.capacity), "pending_ids": (num_rows, self._room + 2 * path_width)}
         with torch.inference_mode(False):  # inference tensors could not be written outside inference mode
             self._buffers = {name: self._every_place.new_zeros(sizes.get(name, (num_rows,))) for name in self._FIELDS}
         self._show(num_rows)
@@ -185,7 +193,7 @@ class DecodeState:
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether so many more tokens of each row may wait for the drafter."""
-        return self.pending_bound + num_tokens <= CATCH_UP
+        return self.pending_bound + num_tokens <= self._room
 
     def catch_up(self, max_slots: int) -> None:
         """The drafter reads all that waits but each row's newest token, with which a draft begins.

@@ -345,6 +345,7 @@ class Step:
             num_scratch=0 if self.policy is None else self.policy.num_scratch,
             num_tokens=self.round_capacity(num_tokens + self.path_width),
             path_width=self.path_width,
+            may_decline=isinstance(self.policy, CandidateTrees),
         )
 
     def round_capacity(self, capacity: int) -> int:

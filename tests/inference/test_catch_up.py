@@ -18,6 +18,7 @@ from draftsmith.inference.drafters.staged import StagedDrafter
 from draftsmith.inference.engine import Engine
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.step import Step, StepOutput
+from draftsmith.inference.trees.candidates import CandidateTrees
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import ScriptedChoice, rough_copy
@@ -43,7 +44,8 @@ def less_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def scripted(target: Target, drafter: Drafter, is_drafting: Sequence[bool] | None = None) -> Decoder:
     """A decoder that drafts in these steps, or in all."""
-    decoder = Decoder(target, drafter, tree=chain(3) if drafter.drafts_chains_only else DynamicTree(3, 2, 6))
+    tree: Any = chain(3) if drafter.drafts_chains_only else DynamicTree(3, 2, 6)
+    decoder = Decoder(target, drafter, tree=tree if is_drafting is None else CandidateTrees([tree]))
     if is_drafting is not None:
         decoder.planner = ScriptedChoice(decoder.policy, is_drafting)
     return decoder
