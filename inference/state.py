@@ -232,7 +232,8 @@ class DecodeState:
             first_rows(buffer, places)
         self._show(len(places))
         if self.drafter is not None and places:
-            self.pending_bound = int(self.num_pending.max())
+            if self.num_pending.device.type == "cpu":  # elsewhere the host would wait for it
+                self.pending_bound = int(self.num_pending.max())
             self.drafter.keep_rows(self.draft, places)
             self._share_cache()
         return places
