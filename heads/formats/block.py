@@ -3,7 +3,7 @@
 Tensor names are ours, but for DSpark's two small heads and the mask. There the mask is a token of the vocabulary, whose
 embedding the target has, unless the checkpoint brings its own `embed_tokens.weight` or vLLM's `mask_embedding.pt`.
 Heads that were trained here have a mask of their own. It is written as the row of some token in a copy of the target's
-embeddings, which vLLM and speculators read.
+embeddings, which vLLM reads.
 
 `target_layer_ids` of the authors count layers from 0, so that id i is our feature i + 1; speculators' ids are ours.
 """
@@ -155,8 +155,7 @@ class DFlash(Format):
         return (
             (
                 has_own_mask,
-                "the mask was trained, and these readers take it from the target's own embeddings; choose vllm or "
-                "speculators",
+                "the mask was trained, and these readers take it from the target's own embeddings; choose vllm",
             ),
             (config.is_causal, "is_causal is true, which these readers do not know; choose vllm"),
         )
@@ -207,14 +206,15 @@ class BlockSpeculators(DFlash):
         return not reading.flag("sliding_window_non_causal")
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
+        mask_id, written = write_tensors(tensors, target, self.names)
         refuse_unwritable(
             self.title,
             _last_state(config),
+            (EMBEDDING in written, "the mask was trained, and speculators loads the target's embeddings; choose vllm"),
             (config.is_causal, "is_causal is true, and speculators' blocks see all of themselves; choose vllm"),
         )
-        mask_id, written = write_tensors(tensors, target, self.names)
         dtype = written["fc.weight"].dtype
-        written.setdefault(EMBEDDING, embedding_of(target).to(dtype))
+        written[EMBEDDING] = embedding_of(target).to(dtype)
         written["lm_head.weight"] = target.lm_head_weight().to(dtype).clone()  # tied to the embeddings in some targets
         settings = {
             **speculators_keys(config, target, self.algorithm(config), config.num_depths),

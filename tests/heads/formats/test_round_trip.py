@@ -57,6 +57,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("transformers", "block-2"): "is_causal is true",
     ("transformers", "block-3"): "its window reaches",
     ("transformers", "block-4"): "its window reaches",
+    ("speculators", "block-1"): "the mask was trained, and speculators",
     ("speculators", "block-2"): "is_causal is true, and speculators' blocks",
     ("vllm", "block-2"): "these are read: DFlash .* and DSpark",
 }
