@@ -9,14 +9,14 @@ from operator import mul
 from pathlib import Path
 from statistics import median
 
-from draftsmith.inference.planning.costs import NUM_KEPT, StepCosts
+from draftsmith.inference.planning.costs import NUM_KEPT, OLD, StepCosts
 from draftsmith.inference.planning.memory import load_learned, store_learned
 from draftsmith.inference.trees.batch_tree import BatchTree
 from draftsmith.inference.trees.policy import TreePolicy
 
 HOLD = 4  # steps that a choice holds
-WINDOW = 128  # rows that means are of, about
-MIN_GAIN = 0.03  # drafting must be expected to gain this much over plain decoding
+WINDOW = 128  # rows that means are of, about; in batches, whose rows differ, the root of their number more
+MIN_GAIN = 0.03  # drafting begins where it is expected to gain this much over plain decoding
 # A policy that has not run lately may be faster than it looks: by HOPE / sqrt(1 + its steps). Then it is tried for a
 # few steps. Trials may cost this share of the time, and FIRST_TRIALS plain steps at the beginning.
 HOPE, TRIAL_SHARE, FIRST_TRIALS = 0.3, 0.01, 1.0
@@ -46,11 +46,19 @@ class AcceptedTokens:
         """Tokens a step with each policy emits, after 1.0 for plain decoding."""
         return [1.0, *accumulate((most / few for most, few in self.sums), mul)]
 
-    def learn(self, drafted: int, row: Sequence[int]) -> None:
-        """Takes in how many tokens of each policy a row has accepted in a step with policy `drafted`."""
-        for sums, few, most in zip(self.sums[: drafted + 1], [0, *row], row, strict=False):
-            for place, accepted in enumerate((most, few)):
-                sums[place] += 1.0 + accepted - sums[place] / WINDOW
+    def learn(self, drafted: int, rows: Sequence[Sequence[int]]) -> None:
+        """Takes in how many tokens of each policy rows have accepted in a step with policy `drafted`."""
+        window = WINDOW * math.sqrt(len(rows))
+        for row in rows:
+            for sums, few, most in zip(self.sums[: drafted + 1], [0, *row], row, strict=False):
+                for place, accepted in enumerate((most, few)):
+                    sums[place] += 1.0 + accepted - sums[place] / window
+
+    def fade(self) -> None:
+        """A plain step told nothing. What is known gets old, and in the end weighs as much as a quarter of WINDOW."""
+        for sums in self.sums:
+            shrink = max(1.0 - 1.0 / WINDOW, min(1.0, 0.25 * WINDOW / sums[1]))
+            sums[:] = [shrink * one for one in sums]
 
 
 class Planner:
@@ -82,7 +90,7 @@ class Planner:
         self._file, self._clock = file, clock
         costs, tokens = ({}, {}) if file is None else load_learned(file)
         self._costs = StepCosts(policies, node_cost, costs)
-        guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.num_nodes) for policy in policies]
+        guess = [1.0 + TOKENS_PER_DOUBLING * math.log2(policy.usual_nodes) for policy in policies]
         known = {kind: tokens.get(kind, guess) for kind in (False, True)}
         self._tokens = {kind: AcceptedTokens(each[:nested]) for kind, each in known.items()}
         self._shared = {kind: AcceptedTokens(each[nested:]) for kind, each in known.items()}
@@ -95,6 +103,7 @@ class Planner:
         self._begun: dict[int, float] = {}  # by policy, plain steps that its first step took more than later ones
         self._readings = deque([0.0], maxlen=NUM_KEPT)  # what a token costs that has waited for a draft, in plain steps
         self._num_waiting = 0  # tokens of a row that wait now
+        self._best = 0  # the policy that is thought to be the fastest
         self._place = self._last = 0  # this step's policy; the last step's
         self._hold = 0  # steps for which the choice holds
         self._allowance = FIRST_TRIALS  # what trials may cost now, in plain steps
@@ -145,17 +154,23 @@ class Planner:
         share = 5.0 / (WINDOW + sum(self._runs))
         rates = [number / (cost + share * more) for number, cost, more in zip(tokens, costs, firsts, strict=True)]
         best = max(range(len(rates)), key=rates.__getitem__)
-        if rates[best] < (1.0 + MIN_GAIN) * rates[0]:
+        if rates[best] < (1.0 + MIN_GAIN * (self._best == 0)) * rates[0]:
             best = 0
-        self._place, self._hold = best, HOLD
-        hopes = [rate * (1.0 + HOPE / (1.0 + seen) ** 0.5) for rate, seen in zip(rates, self._seen, strict=False)]
-        if self._seen[0] < 1.0:  # all is compared with plain decoding, so it is tried again whatever it promises
+        self._best = self._place = best
+        self._hold = HOLD
+        hope = HOPE * math.sqrt(max(1.0, self._allowance))  # the longer nothing was tried
+        hopes = [rate * (1.0 + hope / math.sqrt(1.0 + seen)) for rate, seen in zip(rates, self._seen, strict=False)]
+        # All is compared with plain decoding. So it is tried again whatever it promises.
+        if self._costs.age > OLD * rates[best] / rates[0]:
             hopes[0] = math.inf
         trial = max((i for i in range(len(rates)) if i != best), key=hopes.__getitem__)
-        num_steps = 2 if self._is_warm(trial) else 3
+        is_first = trial == 0 and math.isinf(self._costs.age)
+        num_steps = HOLD if is_first else 2 if self._is_warm(trial) else 3
         price = num_steps * (costs[trial] - tokens[trial] / rates[best])
         if best == 0:
             price += min(max(0.0, median(self._readings)) * self._num_waiting, DEAREST)
+        if is_first:
+            price = 0.0  # a lasting mistake would cost more
         if self._costs.is_ready and hopes[trial] > rates[best] and price <= self._allowance:
             self._allowance -= max(0.0, price)
             self._place, self._hold = trial, num_steps
@@ -170,7 +185,7 @@ class Planner:
         Args:
             policy: of the step.
             counted: `CandidateTrees.count_accepted` of each row that was unfinished, in any order; of the tree for
-                batches, its drafts that each row accepted; nothing of a plain step.
+                batches, its drafts that each row accepted. Of a plain step it is not read.
         """
         seconds, place = self._clock() - self._started, self.policies.index(policy)
         # The first step after another one finds other weights in the processor's caches.
@@ -187,13 +202,15 @@ class Planner:
         self._runs[place] += 1
         self._seen = [seen * (1.0 - 1.0 / WINDOW) for seen in self._seen]
         self._seen[place] += 1.0
-        if place:
+        if not place:
+            self._tokens[self._do_sample].fade()
+            self._shared[self._do_sample].fade()
+        else:
             self._drafted.add(self._do_sample)
-            for row in counted:
-                if place > self._num_nested:
-                    self._shared[self._do_sample].learn(0, row)
-                else:
-                    self._tokens[self._do_sample].learn(place - 1, row)
+            if place > self._num_nested:
+                self._shared[self._do_sample].learn(0, counted)
+            else:
+                self._tokens[self._do_sample].learn(place - 1, counted)
         if self._clock() - self._stored > STORE_SECONDS:
             self.store()
 

@@ -1,5 +1,7 @@
 """StepCosts: ratios from the times of steps."""
 
+import math
+
 import pytest
 
 from draftsmith.inference import Decoder, NgramDrafter
@@ -42,6 +44,20 @@ def test_plain_steps_are_measured_beside_drafting() -> None:
     run(costs, 1, *[3.0] * 4)
     run(costs, 2, 4.0, 4.0)
     assert costs.expect()[2] == pytest.approx(2.0), "beside plain steps, by way of those with the first policy"
+
+
+def test_what_was_measured_beside_a_wrong_guess_is_measured_again() -> None:
+    costs = costs_at()
+    run(costs, 1, *[3.0] * 4)
+    run(costs, 2, *[6.0] * 4)
+    assert costs.age == math.inf, "beside plain steps nothing was measured"
+    assert costs.expect()[2] < 3.0
+    run(costs, 1, *[3.0] * 9)
+    run(costs, 0, 2.0, 2.0)
+    run(costs, 1, 3.0)
+    assert costs.age == 1
+    run(costs, 2, *[6.0] * 3)
+    assert costs.expect()[1:3] == pytest.approx([1.5, 3.0])
 
 
 def test_policies_that_have_not_run_miss_their_guesses_as_others_do() -> None:

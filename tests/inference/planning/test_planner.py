@@ -99,6 +99,21 @@ def test_the_first_text_of_a_machine_is_hardly_slower_than_plain(chances: str) -
     assert tokens / seconds > 0.98 * plain.tokens / plain.seconds
 
 
+def test_what_is_dear_with_more_rows_is_seen_beside_plain_steps() -> None:
+    """With a second row a node takes four times the guess. The smallest tree gains, larger ones lose."""
+    costs, tokens, seconds = steps_of(0.1, 0.03, 0.2), 0, 0.0
+    for seed in range(8):
+        simulation = Simulation(TREES, costs, CHANCES["mtp"], seed=seed)
+        for number in range(18):
+            simulation.decode(2 if number > 11 else 1)
+            if number == 11:
+                tokens, seconds = tokens - simulation.tokens, seconds - simulation.seconds
+        tokens, seconds = tokens + simulation.tokens, seconds + simulation.seconds
+    fixed = Simulation(TREES, costs, CHANCES["mtp"])
+    fixed.decode(2, fixed=0)
+    assert tokens / seconds > 1.1 * fixed.tokens / fixed.seconds
+
+
 @pytest.mark.parametrize("chances", ["medusa", "mtp"])
 def test_trials_pay_for_what_a_drafter_must_read_first(chances: str) -> None:
     """16 rows, of which nothing drafted gains anything: reading a prompt takes as long as two plain steps."""
