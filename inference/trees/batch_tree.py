@@ -43,7 +43,8 @@ class BatchTree(DynamicTree):
     def __init__(self, depth: int = 4, top_k: int = 4, num_nodes: int = 16) -> None:
         super().__init__(depth, top_k, num_nodes)
         self._costs = NodeCosts()
-        self._survival: Survival | None = None
+        greedy, sampled = Survival(self.max_depth), Survival(self.max_depth)
+        self._survivals, self._survival = (greedy, sampled), greedy  # the last is that of the present step
 
     def limit_depth(self, max_depth: int | None) -> BatchTree:
         if max_depth is None or self.max_depth <= max_depth:
@@ -54,8 +55,7 @@ class BatchTree(DynamicTree):
         self, drafter: Drafter, state: Any, root_ids: Tensor, draft: DraftLogits, sampling: DraftSampling
     ) -> TokenTree:
         tree = super().grow(drafter, state, root_ids, draft, sampling)
-        if self._survival is None:
-            self._survival = Survival(self.max_depth, root_ids.device)
+        self._survival = self._survivals[sampling.warp is not None]
         return keep_nodes(tree, self.choose(self._survival.predict(tree)))
 
     def choose(self, survival: Tensor) -> Tensor:
@@ -73,8 +73,7 @@ class BatchTree(DynamicTree):
 
     def learn(self, tree: TokenTree, path: Tensor, seconds: float) -> None:
         """Takes in a step with a tree of this policy: path [B, P] long, the accepted nodes, padded with the root."""
-        if self._survival is not None:
-            self._survival.learn(tree, path)
+        self._survival.learn(tree, path)
         self._costs.learn(len(tree.token_ids), sum(tree.count_drafted()), seconds)
 
 

@@ -1,18 +1,21 @@
 """Rows that share a budget of nodes: texts are those of plain decoding, and the nodes are the best of all rows."""
 
-from typing import Any
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.inference import Decoder, Drafter, NgramDrafter, SmallModelDrafter, Target, generate
+from draftsmith.inference import Decoder, Drafter, DynamicTree, NgramDrafter, SmallModelDrafter, Target, generate
+from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.planning.planner import Planner
+from draftsmith.inference.targets.masks import plant
 from draftsmith.inference.targets.ragged import RaggedRows
 from draftsmith.inference.trees.batch_tree import BatchTree, keep_nodes
 from draftsmith.inference.trees.candidates import CandidateTrees
 from draftsmith.inference.trees.node_costs import NodeCosts
-from draftsmith.inference.trees.survival import GUESS, Survival
+from draftsmith.inference.trees.survival import GUESS, ROUND, Survival
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.heads.tiny_heads import tiny_heads
 from tests.params import slow_but
@@ -110,21 +113,73 @@ def test_kept_nodes_keep_their_parents() -> None:
 
 
 def test_survival_learns_from_verified_nodes() -> None:
-    """Of two siblings that the drafter finds alike one is accepted each time; their child never is."""
+    """Of three siblings the drafter's favourite is always accepted, never its child. The others' are not judged."""
     tree = TokenTree(
-        torch.tensor([[1, 2, 3, 4]]),
-        torch.tensor([[-1, 0, 0, 1]]),
-        torch.tensor([[0, 1, 1, 2]]),
-        torch.tensor([[0.0, -0.05, -0.05, -0.1]]),
+        torch.tensor([[1, 2, 3, 9, 4, 5]]),
+        torch.tensor([[-1, 0, 0, 0, 1, 2]]),
+        torch.tensor([[0, 1, 1, 1, 2, 2]]),
+        torch.tensor([[0.0, -0.05, -0.05, -9.0, -0.1, -0.3]]),
     )
-    survival = Survival(2, torch.device("cpu"))
-    first = survival.predict(tree)[0].tolist()
-    assert first == pytest.approx([1.0, GUESS[-1], GUESS[-1], GUESS[-1] ** 2])
-    for _ in range(300):
+    survival = Survival(2)
+    sure, likely = GUESS[-1], GUESS[-3]
+    expected = [1.0, 1.0, 1.0, GUESS[0], sure**2, sure * likely]
+    assert survival.predict(tree)[0].tolist() == pytest.approx(expected), "two of depth 1 are tried"
+    survival.learn(tree, torch.tensor([[0, 1, 0]]))
+    best, other = (8 * sure + 1) / 9, 8 * sure / 9
+    expected = [1.0, best, other, 8 * GUESS[0] / 9, best, other]
+    assert survival.predict(tree)[0].tolist() == pytest.approx(expected), "and those of depth 2"
+    for _ in range(80):
         survival.learn(tree, torch.tensor([[0, 1, 0]]))
-    rates = survival.predict(tree)[0].tolist()
-    assert rates[1] == pytest.approx(0.5, abs=0.02)
-    assert rates[3] < 0.02
+    best, other = (8 * sure + 81) / 89, 8 * sure / 89
+    expected = [1.0, best, other, 8 * GUESS[0] / 89, best * other, other * likely]
+    assert survival.predict(tree)[0].tolist() == pytest.approx(expected)
+
+
+def test_survival_forgets() -> None:
+    """In many rows a node is accepted for some steps, and then no more."""
+    parents, zeros = torch.tensor([[-1, 0]]).repeat(64, 1), torch.zeros(64, 2)
+    tree, survival = TokenTree(zeros.long(), parents, parents + 1, zeros), Survival(1)
+    for place in (1, 0):
+        for _ in range(30):
+            survival.learn(tree, torch.tensor([[0, place]]).repeat(64, 1))
+    assert survival.predict(tree)[0, 1] < 0.02
+
+
+def draft(
+    policy: BatchTree, score: float, num_rows: int, num_steps: int, *, is_right: bool, is_sampled: bool = False
+) -> list[float]:
+    """Drafts a path of four nodes, each of which has a sibling with the same log-probability; all of the path is right,
+    or nothing. Returns how many nodes of a row were verified, step by step."""
+    nodes = plant(torch.arange(9).repeat(num_rows, 1), [-1, 0, 0, 1, 1, 3, 3, 5, 5])
+    drafted = TokenTree(nodes.token_ids, nodes.parents, nodes.depths, score * nodes.depths, max_depth=4)
+    sampling, verified = DraftSampling(warp=(lambda scores: scores) if is_sampled else None), []
+    for _ in range(num_steps):
+        with patch.object(DynamicTree, "grow", return_value=drafted):
+            tree = policy.grow(*[cast(Any, None)] * 4, sampling)
+        is_path = ((tree.token_ids % 2 == 1) & (tree.parents >= 0)).tolist()
+        paths = [[place for place, is_node in enumerate(row) if is_node and is_right] for row in is_path]
+        path = torch.tensor([[0, *row, *[0] * (4 - len(row))] for row in paths])
+        policy.learn(tree, path, 20.0 + 2 * num_rows + sum(tree.count_drafted()))
+        verified.append(sum(tree.count_drafted()) / num_rows)
+    return verified
+
+
+@pytest.mark.parametrize("num_rows", [2, 8, 16])
+def test_what_seemed_hopeless_is_tried_again(num_rows: int) -> None:
+    """At little cost, and greedy texts know nothing of sampled ones."""
+    policy = BatchTree()
+    hard = draft(policy, -0.05, num_rows, 4 * ROUND + 20, is_right=False, is_sampled=True)
+    assert 0 < num_rows * sum(hard[-2 * ROUND :]) < 0.01 * 2 * ROUND * (20 + 2 * num_rows)
+    assert min(draft(policy, -0.05, num_rows, 3, is_right=True)) >= 2
+    assert min(draft(policy, -0.05, num_rows, 2 * ROUND, is_right=True, is_sampled=True)[-40:]) >= 4
+
+
+@pytest.mark.parametrize("num_rows", [8, 16])
+def test_a_drafter_without_confidence_is_tried(num_rows: int) -> None:
+    """Its best nodes are right, and are told from their siblings."""
+    verified = draft(BatchTree(), -1.4, num_rows, ROUND + 12, is_right=True)
+    assert verified[12] >= 2
+    assert verified[-1] == 4
 
 
 def test_costs_are_a_line_through_times() -> None:
