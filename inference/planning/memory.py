@@ -104,8 +104,10 @@ def load_learned(file: Path) -> Learned:
         if not 0 <= time.time() - file.stat().st_mtime < MOST_AGE:
             return {}, {}
         content = json.loads(file.read_text(encoding="utf-8"))
-        costs = {tuple(key): [*map(float, values)] for key, values in content["costs"]}
-        return costs, {bool(key): [*map(float, values)] for key, values in content["tokens"]}
+        costs = {(kind, rows, size): [*map(float, values)] for (kind, rows, size), values in content["costs"]}
+        tokens = {bool(key): [*map(float, values)] for key, values in content["tokens"]}
+        lengths = {*map(len, costs.values()), *(1 + len(values) for values in tokens.values())}
+        return (costs, tokens) if len(lengths) <= 1 else ({}, {})
     except (OSError, ValueError, KeyError, TypeError):
         return {}, {}
 
