@@ -1,10 +1,10 @@
 """NodeCosts: what a step takes beside a node that it verifies more, from the times of steps."""
 
-from collections import deque
+from collections import Counter, deque
 from statistics import fmean, median
 
 NUM_KEPT = 96  # steps
-NUM_BEFORE = 8  # steps that are measured before they count
+NUM_NEW = 8  # steps after which the line is drawn anew
 SLOW = 2.0  # steps that took this multiple of the median tell nothing
 FIRST_FIXED, FIRST_PER_ROW = 20.0, 2.0  # a first guess, in nodes: what a step without drafts takes
 
@@ -15,15 +15,19 @@ class NodeCosts:
     def __init__(self) -> None:
         self._steps: dict[int, deque[tuple[int, float]]] = {}
         self._fixed: dict[int, float] = {}
+        self._counts = Counter[int]()
 
     def fixed(self, num_rows: int) -> float:
         """What a step takes that verifies no drafts, in the time that a node takes."""
         return self._fixed.get(num_rows, FIRST_FIXED + FIRST_PER_ROW * num_rows)
 
     def learn(self, num_rows: int, num_drafted: int, seconds: float) -> None:
+        if seconds <= 0.0:  # a clock that is too coarse
+            return
         steps = self._steps.setdefault(num_rows, deque(maxlen=NUM_KEPT))
         steps.append((num_drafted, seconds))
-        if len(steps) < NUM_BEFORE or len(steps) % 4:
+        self._counts[num_rows] += 1
+        if self._counts[num_rows] % NUM_NEW:
             return
         usual = median(time for _, time in steps)
         kept = [(nodes, time) for nodes, time in steps if time < SLOW * usual]

@@ -1,5 +1,6 @@
 """Rows that share a budget of nodes: texts are those of plain decoding, and the nodes are the best of all rows."""
 
+from statistics import median
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ from draftsmith.inference.drafters.sampling import DraftSampling
 from draftsmith.inference.planning.planner import Planner
 from draftsmith.inference.targets.masks import plant
 from draftsmith.inference.targets.ragged import RaggedRows
+from draftsmith.inference.trees import node_costs
 from draftsmith.inference.trees.batch_tree import BatchTree, keep_nodes
 from draftsmith.inference.trees.candidates import CandidateTrees
 from draftsmith.inference.trees.node_costs import NodeCosts
@@ -182,14 +184,20 @@ def test_a_drafter_without_confidence_is_tried(num_rows: int) -> None:
     assert verified[-1] == 4
 
 
-def test_costs_are_a_line_through_times() -> None:
+def test_costs_are_a_line_through_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is drawn every eight steps; a clock that stands still tells nothing."""
+    drawn = list[int]()
+    monkeypatch.setattr(node_costs, "median", lambda times: drawn.append(1) or median(times))
     costs = NodeCosts()
+    for _ in range(8):
+        costs.learn(8, 5, 0.0)
     assert costs.fixed(8) == 36.0
-    for step in range(96):
+    for step in range(200):
         nodes = 4 + step % 17
         costs.learn(8, nodes, 60.0 + nodes if step % 20 else 900.0)
     assert costs.fixed(8) == pytest.approx(60.0, rel=0.1)
     assert costs.fixed(4) == 28.0
+    assert len(drawn) == 200 / 8
 
 
 def test_auto_shares_a_budget_in_batches_only() -> None:
