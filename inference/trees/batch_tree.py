@@ -47,9 +47,8 @@ class BatchTree(DynamicTree):
         self._survivals, self._survival = (greedy, sampled), greedy  # the last is that of the present step
 
     def limit_depth(self, max_depth: int | None) -> BatchTree:
-        if max_depth is None or self.max_depth <= max_depth:
-            return self
-        return BatchTree(max_depth, self.top_k, self.num_nodes)
+        """One of the decoder's own, which has learned nothing yet."""
+        return BatchTree(min(self.max_depth, max_depth or self.max_depth), self.top_k, self.num_nodes)
 
     def grow(
         self, drafter: Drafter, state: Any, root_ids: Tensor, draft: DraftLogits, sampling: DraftSampling
@@ -67,7 +66,7 @@ class BatchTree(DynamicTree):
         tokens = batch + torch.cat([best.new_zeros(1), best.cumsum(0)])
         most = (tokens / (self._costs.fixed(batch) + steps)).argmax()
         is_chosen = torch.empty_like(best, dtype=torch.bool)
-        is_chosen[order] = (steps[1:] <= most) & (best > 0.0)
+        is_chosen[order] = steps[1:] <= most
         roots = is_chosen.new_ones(batch, 1)
         return torch.cat([roots, is_chosen.view(batch, num_nodes - 1)], dim=1)
 

@@ -18,7 +18,6 @@ from draftsmith.inference.trees.token_tree import TokenTree
 # (depth, top_k, nodes), root included: twice as many nodes each time, few for CPUs and batches, many where passes are
 # flat. One width, so that each tree holds those before it; a beam of 4 costs about as much as one of 1.
 SIZES = ((1, 4, 2), (1, 4, 4), (2, 4, 8), (3, 4, 16), (6, 4, 32))
-BATCH_SIZE = (4, 4, 16)  # what each row drafts where rows share a budget
 MAX_GAMMA = 8
 
 
@@ -33,7 +32,7 @@ class CandidateTrees(TreePolicy):
 
     def __init__(self, trees: Sequence[DynamicTree] | None = None, batch_tree: BatchTree | None = None) -> None:
         if trees is None and batch_tree is None:
-            batch_tree = BatchTree(*BATCH_SIZE)
+            batch_tree = BatchTree()
         trees = [DynamicTree(*size) for size in SIZES] if trees is None else trees
         sizes = {(tree.max_depth, tree.num_nodes): tree for tree in trees}
         self.candidates = tuple(sizes.values())
@@ -45,8 +44,7 @@ class CandidateTrees(TreePolicy):
         self._tables: dict[torch.device, Tensor] = {}
 
     def limit_depth(self, max_depth: int | None) -> TreePolicy:
-        if max_depth is None or self.max_depth <= max_depth:
-            return self
+        """One of the decoder's own, as its `batch_tree` is."""
         shared = None if self.batch_tree is None else self.batch_tree.limit_depth(max_depth)
         return CandidateTrees([tree.limit_depth(max_depth) for tree in self.candidates], shared)
 

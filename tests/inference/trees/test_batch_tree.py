@@ -90,6 +90,13 @@ def _trust_less(survival: Tensor) -> Tensor:
     return survival ** (1.0 + torch.arange(len(survival)))[:, None]
 
 
+def test_decoders_learn_by_themselves() -> None:
+    given, target = BatchTree(), target_of("llama")
+    for tree in (given, CandidateTrees(batch_tree=given)):
+        decoders = [Decoder(target, NgramDrafter(), tree=tree) for _ in range(2)]
+        assert len({given, *(getattr(decoder.policy, "batch_tree", decoder.policy) for decoder in decoders)}) == 3
+
+
 def test_the_best_nodes_of_all_rows_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worked example of `BatchTree`."""
     monkeypatch.setattr(NodeCosts, "fixed", lambda *_: 4.0)
