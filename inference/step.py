@@ -214,6 +214,9 @@ class Step:
     Attributes:
         num_nodes: of the largest tree.
         path_width: P of the largest tree: the tokens that one step can emit, at most.
+
+    Raises:
+        ValueError: a `BatchTree` where rows cannot share a budget.
     """
 
     def __init__(
@@ -233,6 +236,12 @@ class Step:
         check_depth(target, self.path_width - 1)
         self.is_coupled = is_coupled and rule.may_couple
         self.feature_layers = drafter.feature_layers if drafter is not None else ()
+        if isinstance(policy, BatchTree) and not self.batch_trees:
+            raise ValueError(
+                "tree is a BatchTree, which needs exact acceptance, eager steps, a drafter that can copy rows and a "
+                "target on a CPU that is neither recurrent, an encoder-decoder model nor batch-invariant, and whose "
+                "attention can be replaced: tree='auto' takes one where it can"
+            )
 
     def __call__(
         self,
@@ -313,11 +322,11 @@ class Step:
 
     @property
     def batch_trees(self) -> tuple[BatchTree, ...]:
-        """What rows may draft that share a budget, if anything: where other drafts change no text, and trees of
-        different sizes are read without padding."""
-        tree = self.policy.batch_tree if isinstance(self.policy, CandidateTrees) else None
-        may_cut = self.rule is EXACT and not self.runner.has_fixed_rows and self.target.reads_ragged_rows
-        return (tree,) if tree is not None and may_cut else ()
+        """What rows may draft that share a budget, if anything: where other drafts change no text, rows that have ended
+        take no part, and trees of different sizes are read without padding."""
+        tree = self.policy.batch_tree if isinstance(self.policy, CandidateTrees) else self.policy
+        may_share = self.rule is EXACT and self.rows_may_leave and self.target.reads_ragged_rows
+        return (tree,) if isinstance(tree, BatchTree) and may_share else ()
 
     @property
     def verifies_prompts(self) -> bool:

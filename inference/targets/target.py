@@ -325,11 +325,13 @@ class Target:
 
     @property
     def reads_ragged_rows(self) -> bool:
-        """Whether trees of different sizes are read without the padding between them. Masks must reach our attention as
-        they are, and no layer may depend on the order of the tokens or on the rows of the batch."""
+        """Whether trees of different sizes can be read without the padding between them: on a CPU, where masks reach
+        our attention as they are, and no layer depends on the order of the tokens or on the rows of the batch."""
         takes_marks = self.capabilities.takes_packed_masks and self.capabilities.scale_logits is not None
         is_plain = self._recurrent_layers is None and self._placed is None
-        return takes_marks and is_plain and not self.is_batch_invariant and not self.masks.packs_all
+        devices = {self.device.type, *(spec.keys.device.type for spec in self.capabilities.layer_specs if spec)}
+        is_slow = self.is_batch_invariant or self.masks.packs_all
+        return takes_marks and is_plain and devices == {"cpu"} and not is_slow
 
     def prepare_first_layers(self, num_layers: int) -> None:
         """Makes `run_first_layers` ready for the first `num_layers` layers, which share all weights with the model.

@@ -48,7 +48,7 @@ class RestlessPlanner(Planner):
 
 def make_restless(decoder: Decoder) -> RestlessPlanner:
     """Gives a decoder with trees to choose from such a planner."""
-    planner = RestlessPlanner(decoder.policy.candidates)
+    planner = RestlessPlanner([*decoder.policy.candidates, *decoder.step.batch_trees])
     decoder.planner = planner
     return planner
 

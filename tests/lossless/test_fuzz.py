@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
 from draftsmith.inference import DynamicTree, StaticTree, TreePolicy, chain
+from draftsmith.inference.trees.batch_tree import BatchTree
 from draftsmith.inference.trees.candidates import CandidateTrees, gamma_chain
+from draftsmith.inference.trees.dynamic import ROOT_FACTOR
 from tests.lossless.matrix.cases import Call, Case, run_case
 from tests.lossless.matrix.drafters import DRAFTERS
 from tests.lossless.matrix.references import SAMPLING, Row, attentions_of, do_sample
@@ -51,7 +53,7 @@ def dynamic_trees() -> st.SearchStrategy[TreePolicy]:
 
 @st.composite
 def auto_trees(draw: st.DrawFn) -> TreePolicy:
-    """Up to 5 nested trees."""
+    """Up to 5 nested trees; rows may share a budget of the last one's nodes where it has the width of a `BatchTree`."""
     top_k, root_factor = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     num_trees = draw(st.integers(1, 5))
     depths, sizes = (
@@ -59,7 +61,8 @@ def auto_trees(draw: st.DrawFn) -> TreePolicy:
         for limits in ((1, MAX_DEPTH), (2, 30))
     )
     pairs = zip(depths, sizes, strict=True)
-    return CandidateTrees([DynamicTree(depth, top_k, size, root_factor=root_factor) for depth, size in pairs])
+    trees = [DynamicTree(depth, top_k, size, root_factor=root_factor) for depth, size in pairs]
+    return CandidateTrees(trees, BatchTree(depths[-1], top_k, sizes[-1]) if root_factor == ROOT_FACTOR else None)
 
 
 CHAINS: st.SearchStrategy[TreePolicy] = st.integers(1, MAX_DEPTH).map(chain)

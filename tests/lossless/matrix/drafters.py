@@ -11,7 +11,8 @@ from draftsmith.inference import Drafter, DynamicTree, StaticTree, Target, TreeP
 from draftsmith.inference.drafters.ngram import NgramDrafter
 from draftsmith.inference.drafters.small_model import SmallModelDrafter
 from draftsmith.inference.drafters.staged import StagedDrafter
-from draftsmith.inference.trees.candidates import gamma_chain
+from draftsmith.inference.trees.batch_tree import BatchTree
+from draftsmith.inference.trees.candidates import CandidateTrees, gamma_chain
 from tests.conftest import REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.drafters.test_small_model import rough_copy
@@ -66,7 +67,8 @@ def policy_of(name: str, max_depth: int | None = None) -> TreePolicy | None:
     if name == "dynamic":
         return DynamicTree(depth=depth, top_k=4, num_nodes=NUM_NODES)
     if name == "auto":
-        return auto_tree(tuple(sorted({1, 2, depth})), (3, 8, NUM_NODES), 4)
+        nested = auto_tree(tuple(sorted({1, 2, depth})), (3, 8, NUM_NODES), 4)
+        return CandidateTrees(nested.candidates, BatchTree(depth, 4, NUM_NODES))
     assert name == "gamma", name
     return gamma_chain(depth)
 
