@@ -88,10 +88,12 @@ class Emission:
 
     Attributes:
         output: the step's.
+        drafted: nodes of each row in the step's tensors, without the root.
         given: of each row, its place in the step's tensors, what the step gave it, and what its text keeps of that.
     """
 
     output: StepOutput
+    drafted: list[int]
     given: list[tuple[int, Row, StepTokens, StepTokens]]
 
 
@@ -168,17 +170,15 @@ class Engine:
             records_probabilities=self.records_probabilities,
         )
         is_lazy, width = self.sampler.is_lazy, output.accepted.path.shape[1]
-        emission, stats, tree = self.emit(output), self.stats, output.tree
+        emission, stats = self.emit(output), self.stats
         if isinstance(policy, BatchTree):
-            policy.learn(tree, output.accepted.path, time.perf_counter() - began)
+            policy.learn(output.tree, output.accepted.path, time.perf_counter() - began)
         stats.num_target_forwards += 1
         stats.num_verify_passes += 1
         # The read of the emission; with lazy processors also which rows walk on, at each depth.
         stats.num_host_syncs += 1 + width if is_lazy else 1
-        drafted = None if tree.widths is None else tree.count_drafted()
-        most = tree.num_nodes - 1
         for place, _, new, _ in emission.given:
-            stats.num_drafted += most if drafted is None else drafted[place]
+            stats.num_drafted += emission.drafted[place]
             stats.count_step(len(new) - 1)
         return emission
 
@@ -186,7 +186,7 @@ class Engine:
         """Hands tokens to their texts, which decide whether they have ended."""
         state, width = self.state, output.accepted.path.shape[1]
         end = 1 + width * (2 if output.has_probabilities else 1)
-        emission = Emission(output, [])
+        emission = Emission(output, output.tree.count_drafted(), [])
         counted: list[list[int]] = []
         emitted = output.emitted.tolist()  # the step's one synchronisation
         for place, (row, values) in enumerate(zip(state.rows, emitted, strict=True)):

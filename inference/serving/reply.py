@@ -39,7 +39,7 @@ class ReplyToken:
 
 
 class DraftedStep(NamedTuple):
-    """A step with a draft: the tree's depth, its nodes without the root, and how many of them were accepted."""
+    """A step with a draft: the depth of the row's tree, its nodes without the root, how many of them were accepted."""
 
     depth: int
     num_drafted: int

@@ -18,6 +18,7 @@ from draftsmith.inference.cache.shared_rows import SharedRows
 from draftsmith.inference.kernels.attention import REPEATED
 from draftsmith.inference.kernels.packed_masks import pack_chain, pack_tree
 
+NEARLY_EVEN = 1.1  # with so few padded nodes more than real ones, a padded pass takes less than a packed one
 FEW_SLOTS = 1024  # up to here an additive mask, made once for all layers, is faster on a CPU
 
 
@@ -30,15 +31,20 @@ class Nodes:
         parents: [B, N] long, node indices; a parent stands before its children, -1 = none.
         depths: [B, N] long, edges between the root and the node.
         max_depth: a bound of `depths` that the host knows (it sizes paths without a synchronisation); None = N - 1.
-        widths: [B] long, how many nodes of each row, the first ones, are real, where packing them pays
-            (`RaggedRows`); None = all are read.
+        widths: how many nodes of each row, the first ones, are real; None = all.
     """
 
     token_ids: Tensor
     parents: Tensor
     depths: Tensor
     max_depth: int | None = field(default=None, kw_only=True)
-    widths: Tensor | None = field(default=None, kw_only=True)
+    widths: list[int] | None = field(default=None, kw_only=True)
+
+    @property
+    def num_read(self) -> int:
+        """Nodes that a pass reads: padding, too, where there is so little of it that packing would not pay."""
+        padded, real = self.token_ids.numel(), sum(self.widths or ())
+        return real if self.widths is not None and padded > NEARLY_EVEN * real else padded
 
     @property
     def ancestors(self) -> Tensor:

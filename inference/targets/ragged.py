@@ -6,7 +6,7 @@ cache, which knows every token's row and slot (`KVCache.pack`). So a pass costs 
 Legend: B batch, N nodes of the largest tree, T nodes of all trees.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from draftsmith.inference.kernels.attention import RAGGED
 
 
 class RaggedRows:
-    """Where the nodes of B trees, of which the first widths[b] are real, stand among B x N.
+    """Where the nodes of B trees, of which the first widths[b] are real, stand among B x N. On a CPU only.
 
     Worked example, trees of 1, 3 and 2 nodes:
 
@@ -27,13 +27,13 @@ class RaggedRows:
         places: [T] long.
     """
 
-    def __init__(self, widths: Tensor, num_nodes: int) -> None:
-        is_real = torch.arange(num_nodes, device=widths.device) < widths[:, None]
+    def __init__(self, widths: Sequence[int], num_nodes: int) -> None:
+        is_real = torch.arange(num_nodes) < torch.tensor(widths)[:, None]
         self._shape, self.places = is_real.shape, is_real.flatten().nonzero()[:, 0]
 
     def pack(self, values: Tensor) -> Tensor:
-        """Values [1, T] of values [B, N]."""
-        return values.flatten().index_select(0, self.places)[None]
+        """Values [..., 1, T] of values [..., B, N]."""
+        return values.flatten(-2).index_select(-1, self.places)[..., None, :]
 
     def unpack(self, values: Tensor) -> Tensor:
         """Values [B, N, ...] of values [1, T, ...]. Between rows stands anything, which nobody may read."""

@@ -298,8 +298,8 @@ class Target:
     def verify(self, cache: KVCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:
         """Scores every node of a tree in one forward pass, after `cache.open_slots(N, span)`, or more; commits nothing.
 
-        Node i stands at position lengths + depth and sees the row's committed tokens and its own ancestors. The only
-        host number that is read is the size of the cache's view.
+        Node i stands at position lengths + depth and sees the row's committed tokens and its own ancestors. Without
+        `widths`, the only host number that is read is the size of the cache's view.
 
         Returns:
             logits [B, N, V] of the token that follows each node, features [B, N, F] and last states [B, N, D].
@@ -311,7 +311,7 @@ class Target:
             ancestors = nn.functional.pad(ancestors, (0, missing, 0, missing))
             ancestors[:, num_nodes:, 0] = True
         ragged = None
-        if tree.widths is not None and self.reads_ragged_rows and cache.offsets is None:
+        if tree.widths is not None and tree.num_read < tree.token_ids.numel() and cache.offsets is None:
             ragged = RaggedRows(tree.widths, num_nodes)
         if self._recurrent_layers is not None:
             self._recurrent_layers.plan_drafting(cache.states, nn.functional.pad(tree.parents, (0, missing), value=-1))

@@ -17,11 +17,10 @@ from draftsmith.inference.trees.node_costs import NodeCosts
 from draftsmith.inference.trees.survival import Survival
 from draftsmith.inference.trees.token_tree import TokenTree
 
-NEARLY_EVEN = 1.1  # with so few padded nodes more than real ones, a padded pass takes less than a packed one
-
 
 class BatchTree(DynamicTree):
     """Every row drafts a `DynamicTree`; of the nodes of all rows, the ones most likely to be accepted are verified.
+    `Step.batch_trees` says where.
 
     How many: as many as give the most tokens for the time, by the rates at which such nodes were accepted (`Survival`)
     and by what a node takes (`NodeCosts`). Texts do not depend on it, with exact acceptance.
@@ -73,16 +72,15 @@ class BatchTree(DynamicTree):
     def learn(self, tree: TokenTree, path: Tensor, seconds: float) -> None:
         """Takes in a step with a tree of this policy: path [B, P] long, the accepted nodes, padded with the root."""
         self._survival.learn(tree, path)
-        self._costs.learn(len(tree.token_ids), sum(tree.count_drafted()), seconds)
+        self._costs.learn(len(tree.token_ids), tree.num_read - len(tree.token_ids), seconds)
 
 
 def keep_nodes(tree: TokenTree, is_kept: Tensor) -> TokenTree:
     """The trees of the nodes that are kept [B, N] bool, roots and parents among them, in their order; rows with fewer
     than W end with padding."""
-    batch, widths = len(is_kept), is_kept.sum(1)
-    most, total = torch.stack([widths.amax(), widths.sum()]).tolist()
-    kept = is_kept.byte().sort(dim=1, descending=True, stable=True).indices[:, :most]
-    is_real = torch.arange(most, device=kept.device) < widths[:, None]
+    widths = is_kept.sum(1).tolist()
+    kept = is_kept.byte().sort(dim=1, descending=True, stable=True).indices[:, : max(widths)]
+    is_real = is_kept.gather(1, kept)
     places = is_kept.cumsum(1) - 1  # of each kept node in the new tree
     parents = tree.parents.gather(1, kept)
     parents = places.gather(1, parents.clamp(min=0)).where(is_real & (parents >= 0), torch.full_like(parents, -1))
@@ -92,5 +90,5 @@ def keep_nodes(tree: TokenTree, is_kept: Tensor) -> TokenTree:
         depths=tree.depths.gather(1, kept) * is_real,
         log_probs=tree.log_probs.gather(1, kept).masked_fill(~is_real, -torch.inf),
         max_depth=tree.max_depth,
-        widths=None if batch * most <= NEARLY_EVEN * total else widths,
+        widths=widths,
     )

@@ -77,10 +77,15 @@ class TokenTree(Nodes):
         return self.token_ids.shape[1]
 
     def count_drafted(self) -> list[int]:
-        """Nodes of each row without the root; padding is counted unless the rows are ragged."""
+        """Nodes of each row without the root; where a drafter had no token, padding is counted."""
+        return [width - 1 for width in self.widths or [self.num_nodes] * len(self.token_ids)]
+
+    def measure_depths(self) -> list[int]:
+        """Drafted levels of each row; of rows that share no budget of nodes, those of the deepest."""
         if self.widths is None:
-            return [self.num_nodes - 1] * len(self.token_ids)
-        return (self.widths - 1).tolist()
+            return [self.path_width - 1] * len(self.token_ids)
+        depths: list[int] = self.depths.amax(1).tolist()
+        return depths
 
     @property
     def path_width(self) -> int:

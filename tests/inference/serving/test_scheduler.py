@@ -20,8 +20,11 @@ from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.scheduler import Limits, Scheduler
 from draftsmith.inference.state import DecodeState
 from draftsmith.inference.step import Step
+from draftsmith.inference.trees.survival import Survival
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.serving.arrivals import SECONDS, Arrival, draw_arrivals, end, serve
+from tests.inference.trees.test_batch_tree import trust_less
+from tests.lossless.restless import RestlessPlanner
 from tests.params import slow_but
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 
@@ -381,3 +384,18 @@ def test_what_cannot_be_served_is_refused() -> None:
 
     with pytest.raises(ValueError, match="cannot copy rows"):
         Scheduler(target_of("llama"), {"draft": Fixed()}, limits=LIMITS)
+
+
+def test_a_draft_is_as_long_as_the_rows_own_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rows share a budget, and the first is trusted most."""
+    predict = Survival.predict
+    monkeypatch.setattr(Survival, "predict", lambda *args: trust_less(predict(*args)))
+    monkeypatch.setattr("draftsmith.inference.decoder.Planner", lambda trees, *_, **__: RestlessPlanner(trees[-1:]))
+    target = target_of("llama")
+    scheduler = Scheduler(target, {"draft": SmallModelDrafter(target)}, tree="auto", limits=LIMITS)
+    arrivals = [Arrival(target, [5, 6, number], {"max_new_tokens": 12, "do_sample": False}) for number in range(4)]
+    serve(scheduler, arrivals)
+    end(scheduler)
+    drafts = [draft for arrival in arrivals if arrival.row is not None for draft in arrival.row.drafts]
+    assert all(draft.num_accepted <= draft.depth <= draft.num_drafted for draft in drafts)
+    assert len({draft.depth for draft in drafts}) > 1

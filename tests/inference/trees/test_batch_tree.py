@@ -36,7 +36,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
     init = RaggedRows.__init__
 
-    def note(rows: RaggedRows, widths: Tensor, num_nodes: int) -> None:
+    def note(rows: RaggedRows, widths: list[int], num_nodes: int) -> None:
         init(rows, widths, num_nodes)
         seen.append((len(rows.places), len(widths) * num_nodes))
 
@@ -69,26 +69,32 @@ def test_texts_are_those_of_plain_decoding(
 
 
 @pytest.mark.parametrize("family", slow_but({"gemma3", "qwen3"}, ["gemma3", "qwen3", "mistral", "gpt2"]))
-def test_every_family_reads_ragged_rows_or_pads_them(
+def test_rows_of_different_sizes_are_read_as_one(
     family: str, packed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each row is trusted less than the one before, so that it gets fewer nodes."""
-    predict = Survival.predict
-    monkeypatch.setattr(Survival, "predict", lambda own, tree: _trust_less(predict(own, tree)))
+    """Each row is trusted less than the one before, so that it gets fewer nodes. All of them are learned from."""
+    predict, learn, noted = Survival.predict, Survival.learn, list[int]()
+    monkeypatch.setattr(Survival, "predict", lambda own, tree: trust_less(predict(own, tree)))
+
+    def note(survival: Survival, tree: TokenTree, path: Tensor) -> None:
+        noted.append(int((tree.parents >= 0).sum()))
+        learn(survival, tree, path)
+
+    monkeypatch.setattr(Survival, "learn", note)
     target = Target(tiny_target(family, initializer_range=0.3))
     inputs = pad_prompts([random_prompt(length, seed=length) for length in LENGTHS[:4]])
     plain = generate(target, None, **inputs, max_new_tokens=40, do_sample=False).sequences
     start = inputs["input_ids"].shape[1]
     texts = [torch.cat([random_prompt(n, seed=n)[0], row[start:]]) for n, row in zip(LENGTHS, plain, strict=False)]
-    drafter = drafter_of("scripted", target, texts)
-    output = Decoder(target, drafter, tree=BatchTree(), batch_invariant=False).generate(
-        **inputs, max_new_tokens=40, do_sample=False
-    )
+    decoder = Decoder(target, drafter_of("scripted", target, texts), tree=BatchTree())
+    output = decoder.generate(**inputs, max_new_tokens=40, do_sample=False)
     assert torch.equal(output.sequences, plain)
-    assert bool(packed) == target.reads_ragged_rows
+    assert packed
+    assert output.stats.num_drafted == sum(noted) > 0
+    assert len(noted) == output.stats.num_verify_passes
 
 
-def _trust_less(survival: Tensor) -> Tensor:
+def trust_less(survival: Tensor) -> Tensor:
     return survival ** (1.0 + torch.arange(len(survival)))[:, None]
 
 
@@ -167,9 +173,13 @@ def test_kept_nodes_keep_their_parents() -> None:
     assert kept.token_ids[0].tolist() == [5, 7, 8, 9]
     assert kept.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -1, -1]]
     assert kept.depths.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
-    assert kept.widths is not None
-    assert kept.widths.tolist() == [4, 2]
+    assert kept.widths == [4, 2]
+    assert kept.num_read == 6
     assert kept.count_drafted() == [3, 1]
+    assert kept.measure_depths() == [3, 1]
+    even = keep_nodes(tree, torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 0]]).bool())
+    assert even.num_read == 8
+    assert replace(kept, token_ids=torch.zeros(4, 3), widths=[3, 3, 3, 2]).num_read == 12, "packing would not pay"
 
 
 def test_survival_learns_from_verified_nodes() -> None:
