@@ -278,7 +278,8 @@ class Target:
         masks = self.masks.of_prompts(cache, positions)
         self.plan_reading(cache, counts, size)
         token_ids = nn.functional.pad(token_ids, (0, size - length))
-        output = self._run(cache, token_ids, positions, masks, positions, feature_layers)
+        places = cache.to_positions(positions)
+        output = self._run(cache, token_ids, places, masks, positions, feature_layers)
         cache.advance(counts)
         scores = output.last if output.logits is None else output.logits
         last = scores[torch.arange(len(counts), device=scores.device), (counts - 1).clamp(min=0)]
@@ -311,7 +312,7 @@ class Target:
             ancestors = nn.functional.pad(ancestors, (0, missing, 0, missing))
             ancestors[:, num_nodes:, 0] = True
         ragged = None
-        if tree.widths is not None and tree.num_read < tree.token_ids.numel() and cache.offsets is None:
+        if tree.widths is not None and tree.num_read < tree.token_ids.numel():
             ragged = RaggedRows(tree.widths, num_nodes)
         if self._recurrent_layers is not None:
             self._recurrent_layers.plan_drafting(cache.states, nn.functional.pad(tree.parents, (0, missing), value=-1))
@@ -453,12 +454,12 @@ class Target:
         """
         positions = self._cut_positions(cache.lengths[:, None] + depths)
         tree_positions = positions if tree_depths is None else cache.lengths[:, None] + tree_depths
-        masks = self.masks.in_view(cache, positions, tree_positions, ancestors)
+        masks, places = self.masks.in_view(cache, positions, tree_positions, ancestors), cache.to_positions(positions)
         if ragged is not None:
             ragged.mark(masks)
             cache.pack(ragged.places)
-            token_ids, positions = ragged.pack(token_ids), ragged.pack(positions)
-        return self._run(cache, token_ids, positions, masks, tree_positions, feature_layers)
+            token_ids, places = ragged.pack(token_ids), ragged.pack(places)
+        return self._run(cache, token_ids, places, masks, tree_positions, feature_layers)
 
     def _run(
         self,
@@ -469,7 +470,8 @@ class Target:
         tree_positions: Tensor,
         feature_layers: Sequence[int],
     ) -> PassOutput:
-        """Runs [B, N] tokens at their positions; `tree_positions` are those of the tree's slots."""
+        """Runs [B, N] tokens at positions [B, N] or [A, B, N]; `tree_positions` are those of the tree's slots, without
+        the cache's offsets."""
         if self._placed is not None:
             if feature_layers:
                 self.refuse_features()
@@ -479,9 +481,9 @@ class Target:
             keys = slots_seen.expand(len(positions), -1).scatter(1, places, tree_positions.expand_as(places))
             logits = self._placed.run(cache.source, cache, token_ids, positions, keys, masks)
             return PassOutput(logits[..., :0], None, logits)
-        places, has_own_logits = cache.to_positions(positions), self.capabilities.scale_logits is None
+        has_own_logits = self.capabilities.scale_logits is None
         return self.backbone.read(
-            token_ids, places, masks, cache, feature_layers=feature_layers, with_logits=has_own_logits
+            token_ids, positions, masks, cache, feature_layers=feature_layers, with_logits=has_own_logits
         )
 
     def refuse_features(self) -> None:

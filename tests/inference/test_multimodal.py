@@ -2,6 +2,7 @@
 
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,9 @@ from draftsmith.inference.pipelined.decoder import PipelinedDecoder
 from draftsmith.inference.targets.layer_groups import tie_layers
 from draftsmith.inference.targets.model_config import find_auto_class
 from draftsmith.inference.targets.multimodal import read_media
+from draftsmith.inference.targets.ragged import RaggedRows
+from draftsmith.inference.trees.batch_tree import BatchTree
+from draftsmith.inference.trees.survival import Survival
 from draftsmith.training.features.encoding import encode
 from tests import recurrent_families
 from tests.inference.runners.test_cuda_graphs import capture
@@ -103,6 +107,20 @@ def test_every_drafter_reads_prompts_with_images(kind: str) -> None:
     tree = "chain:3" if kind == "ngram" else "dynamic:3,4,12"
     drafter = drafter_of(kind, target)
     assert torch.equal(generate(target, drafter, **inputs, tree=tree, **OPTIONS).sequences, expected_text(family))
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_rows_with_images_share_a_budget_of_nodes(family: str) -> None:
+    """Positions after an image are no slots, on each of three axes in Qwen's models. The last row is trusted least."""
+    target, inputs, predict = multimodal_target(family), prompts_with_media(family, ROWS), Survival.predict
+    trust = torch.tensor([[1.0], [2.0], [9.0]])
+    with (
+        patch.object(Survival, "predict", lambda own, tree: predict(own, tree) ** trust[: len(tree.parents)]),
+        patch.object(RaggedRows, "pack", autospec=True, side_effect=RaggedRows.pack) as pack,
+    ):
+        output = generate(target, scripted(family), **inputs, tree=BatchTree(), **OPTIONS)
+    assert torch.equal(output.sequences, expected_text(family))
+    assert pack.call_count > 4
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3"])
