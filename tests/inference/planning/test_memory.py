@@ -31,7 +31,10 @@ def test_files_are_used_for_some_days(tmp_path: Path, monkeypatch: pytest.Monkey
         assert (load_learned(file) == (COSTS | other, TOKENS)) == is_used
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"costs": []}', '{"costs": [[1]], "tokens": []}'])
+SHORT = '{"costs": [[[false, 1, 3], [1.0, 1.2]]], "tokens": [[false, [1.5, 1.8]]]}'
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"costs": []}', '{"costs": [[1]], "tokens": []}', SHORT])
 def test_damaged_files_are_not_read(content: str, tmp_path: Path) -> None:
     file = tmp_path / "learned.json"
     file.write_text(content, encoding="utf-8")
