@@ -84,7 +84,7 @@ class StepCosts:
     @property
     def age(self) -> float:
         """Steps under the present conditions since something was compared with plain steps; infinite if what runs now
-        never was. Then its ratio, and those that are measured beside it, may be wrong."""
+        never was, here or in what was stored. Then its ratio, and those measured beside it, may be wrong."""
         conditions = self._at[0]
         is_known = conditions in self._stored or self._unit_place in self._compared.get(conditions, {0})
         return self._since.get(conditions, 0) if is_known else math.inf
@@ -97,6 +97,8 @@ class StepCosts:
     def learn(self, place: int, seconds: float) -> None:
         """Takes in a step's time. The first steps after those of another policy tell what the policy in this place
         costs beside that one; later ones tell the present speed."""
+        if seconds <= 0.0:  # a clock that is too coarse
+            return
         ratios, is_other = self.expect(), place != self._unit_place
         self._since[self._at[0]] = 1 + self._since.get(self._at[0], 0)
         if is_other and self.is_ready and self._num_others < NUM_MEASURED:

@@ -21,7 +21,7 @@ from draftsmith.inference.targets.model_config import find_attention
 from draftsmith.inference.targets.target import Target
 from draftsmith.inference.trees.policy import TreePolicy
 
-FORMAT = 5  # raise it with every change that makes stored costs wrong
+FORMAT = 6  # raise it with every change that makes stored costs wrong
 SAMPLED = 16  # numbers of each weight in the name of a file
 # Seconds for which a file is used after it was written. Wrong costs are replaced sooner, by the steps that try them.
 MOST_AGE = 7 * 24 * 3600.0

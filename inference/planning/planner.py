@@ -5,9 +5,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from operator import mul
+from operator import itemgetter, mul
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from draftsmith.inference.planning.costs import NUM_KEPT, OLD, StepCosts
 from draftsmith.inference.planning.memory import load_learned, store_learned
@@ -18,15 +18,18 @@ HOLD = 4  # steps that a choice holds
 WINDOW = 128  # rows that means are of, about; in batches, whose rows differ, the root of their number more
 MIN_GAIN = 0.03  # drafting begins where it is expected to gain this much over plain decoding
 # A policy that has not run lately may be faster than it looks: by HOPE / sqrt(1 + its steps). Then it is tried for a
-# few steps. Trials may cost this share of the time, and FIRST_TRIALS plain steps at the beginning.
-HOPE, TRIAL_SHARE, FIRST_TRIALS = 0.3, 0.01, 1.0
+# few steps. Trials may cost this share of the time, and FIRST_TRIALS plain steps at the beginning; what is not spent is
+# kept, up to MOST_TRIALS.
+HOPE, TRIAL_SHARE, FIRST_TRIALS, MOST_TRIALS = 0.3, 0.01, 1.0, 16.0
 # What a token costs is learned from drafts that have read so many at once, since other costs do not depend on them; and
 # reading never makes a trial dearer than this many plain steps, so that trials come back whatever was learned.
 MANY, DEAREST = 32, 3.0
+WARM = 2  # steps after which a policy has graphs and buffers
 FEW = 10.0  # a first step that takes so many plain steps more makes no graphs: it is slow by chance
 # A batch takes as long as the row that ends last. For each doubling of the rows it is behind the others by this much of
-# the spread of what a step accepts, about the root of the accepted tokens. Measured with texts of 64 tokens.
-LAG = 0.06
+# the spread of what a step accepts, about the root of the accepted tokens. Measured with texts of 64 tokens. The spread
+# of a text grows with the root of its drafts, too: those of a trial among plain steps cost more than later ones.
+LAG, LAG_OF_TEXT = 0.06, 0.25
 TOKENS_PER_DOUBLING = 0.4  # a first guess: what twice as many nodes accept more
 PRIOR_ROWS = 4.0  # that the first guess of accepted tokens weighs as much as
 STORE_SECONDS = 10.0  # of a long text what was learned is stored this often
@@ -55,7 +58,7 @@ class AcceptedTokens:
                     sums[place] += 1.0 + accepted - sums[place] / window
 
     def fade(self) -> None:
-        """A plain step told nothing. What is known gets old, and in the end weighs as much as a quarter of WINDOW."""
+        """A plain step told nothing. What is known gets old, and in the end weighs as much as WINDOW / 4 tokens."""
         for sums in self.sums:
             shrink = max(1.0 - 1.0 / WINDOW, min(1.0, 0.25 * WINDOW / sums[1]))
             sums[:] = [shrink * one for one in sums]
@@ -117,6 +120,7 @@ class Planner:
         """
         self._do_sample, self._is_served = do_sample, is_served
         self._last = -1  # the next step is not timed
+        self._num_accepted = 0.0  # drafts of a row, in the mean
 
     def costs(self, num_rows: int, length: int, *, do_sample: bool) -> list[float]:
         """The ratios of costs that the planner decides with under these conditions."""
@@ -135,7 +139,7 @@ class Planner:
         if self._hold == 0:
             self._decide(num_rows)
         self._hold -= 1
-        self._allowance += TRIAL_SHARE * self._costs.expect()[self._place]
+        self._allowance = min(self._allowance + TRIAL_SHARE * self._costs.expect()[self._place], MOST_TRIALS)
         self.is_counting = 0 < self._place <= self._num_nested
         self._started = self._clock()
         return self.policies[self._place]
@@ -145,8 +149,8 @@ class Planner:
         tokens, costs = [*nested.expect(), *shared.expect()[1:]], self._costs.expect()
         if num_rows == 1:  # nothing to share
             tokens, costs = tokens[: 1 + self._num_nested], costs[: 1 + self._num_nested]
-        lag = 0.0 if self._is_served else LAG * math.log2(num_rows)
-        tokens = [number - lag * math.sqrt(number - 1.0) for number in tokens]
+        doublings = 0.0 if self._is_served else math.log2(num_rows)
+        means, tokens = tokens, [number - LAG * doublings * math.sqrt(number - 1.0) for number in tokens]
         # What the first step with a policy takes more must pay within a fifth of the steps that were taken so far.
         # Plain decoding, with which all is compared, is always tried.
         first = median(self._begun.values()) if self._begun else 0.0
@@ -165,19 +169,18 @@ class Planner:
             hopes[0] = math.inf
         trial = max((i for i in range(len(rates)) if i != best), key=hopes.__getitem__)
         is_first = trial == 0 and math.isinf(self._costs.age)
-        num_steps = HOLD if is_first else 2 if self._is_warm(trial) else 3
-        price = num_steps * (costs[trial] - tokens[trial] / rates[best])
+        num_steps = HOLD if is_first else 2 if self._runs[trial] >= WARM else 3
+        drafts = self._num_accepted + num_steps * (means[trial] - 1.0)
+        lag = LAG_OF_TEXT * doublings * (math.sqrt(drafts) - math.sqrt(self._num_accepted))
+        price = num_steps * (costs[trial] - means[trial] / rates[best]) + lag
         if best == 0:
             price += min(max(0.0, median(self._readings)) * self._num_waiting, DEAREST)
         if is_first:
             price = 0.0  # a lasting mistake would cost more
-        if self._costs.is_ready and hopes[trial] > rates[best] and price <= self._allowance:
+        is_timed = self._last >= 0 and self._costs.is_ready  # not where rows have just changed
+        if is_timed and hopes[trial] > rates[best] and price <= self._allowance:
             self._allowance -= max(0.0, price)
             self._place, self._hold = trial, num_steps
-
-    def _is_warm(self, place: int) -> bool:
-        """Whether the policy has graphs and buffers by now."""
-        return self._runs[place] >= 2
 
     def learn(self, policy: TreePolicy | None, counted: Sequence[Sequence[int]]) -> None:
         """Takes in the outcome of the step just chosen, as soon as the host has read it.
@@ -188,12 +191,13 @@ class Planner:
                 batches, its drafts that each row accepted. Of a plain step it is not read.
         """
         seconds, place = self._clock() - self._started, self.policies.index(policy)
+        is_warm = self._runs[place] >= WARM
         # The first step after another one finds other weights in the processor's caches.
-        if place == self._last and self._is_warm(place):
+        if place == self._last and is_warm:
             if place not in self._begun and seconds > 0.0:
                 self._begun[place] = (self._first_seconds[place] / seconds - 1.0) * self._costs.expect()[place]
             self._costs.learn(place, seconds)
-        elif place and self._last == 0 and self._is_warm(place) and self._costs.is_ready and self._num_waiting >= MANY:
+        elif place and self._last == 0 and is_warm and self._costs.is_ready and self._num_waiting >= MANY:
             more = seconds / self._costs.plain_seconds - self._costs.expect()[place]
             self._readings.append(more / self._num_waiting)
         if self._runs[place] == 0:
@@ -207,10 +211,10 @@ class Planner:
             self._shared[self._do_sample].fade()
         else:
             self._drafted.add(self._do_sample)
-            if place > self._num_nested:
-                self._shared[self._do_sample].learn(0, counted)
-            else:
-                self._tokens[self._do_sample].learn(place - 1, counted)
+            kind, drafted = (self._shared, 0) if place > self._num_nested else (self._tokens, place - 1)
+            kind[self._do_sample].learn(drafted, counted)
+            if counted:
+                self._num_accepted += fmean(map(itemgetter(drafted), counted))
         if self._clock() - self._stored > STORE_SECONDS:
             self.store()
 

@@ -60,6 +60,14 @@ def test_what_was_measured_beside_a_wrong_guess_is_measured_again() -> None:
     assert costs.expect()[1:3] == pytest.approx([1.5, 3.0])
 
 
+def test_a_clock_that_stands_still_tells_nothing() -> None:
+    costs = costs_at()
+    guesses = costs.expect()[:]
+    run(costs, 0, *[0.0] * 4)
+    run(costs, 1, *[0.0] * 4)
+    assert costs.expect() == guesses
+
+
 def test_policies_that_have_not_run_miss_their_guesses_as_others_do() -> None:
     costs = costs_at()
     guesses = costs.expect()[:]

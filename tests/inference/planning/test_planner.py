@@ -114,6 +114,22 @@ def test_what_is_dear_with_more_rows_is_seen_beside_plain_steps() -> None:
     assert tokens / seconds > 1.1 * fixed.tokens / fixed.seconds
 
 
+def test_nothing_is_tried_where_rows_change_before_every_step() -> None:
+    """And what was not spent on trials meanwhile is not spent all at once."""
+    simulation = Simulation(TREES, COSTS["compiled"], CHANCES["mtp"])
+    simulation.decode(num_tokens=8)
+    simulation.drafted.clear()
+    for _ in range(4000):
+        simulation.decode(num_tokens=1)
+    assert simulation.drafted[0] < 0.02 * simulation.drafted.total()
+    tokens, seconds = simulation.tokens, simulation.seconds
+    for _ in range(20):
+        simulation.decode()
+    plain = Simulation(TREES, COSTS["compiled"], CHANCES["mtp"])
+    plain.decode(fixed=0)
+    assert (simulation.tokens - tokens) / (simulation.seconds - seconds) > 1.3 * plain.tokens / plain.seconds
+
+
 @pytest.mark.parametrize("chances", ["medusa", "mtp"])
 def test_trials_pay_for_what_a_drafter_must_read_first(chances: str) -> None:
     """16 rows, of which nothing drafted gains anything: reading a prompt takes as long as two plain steps."""
