@@ -88,12 +88,12 @@ class Emission:
 
     Attributes:
         output: the step's.
-        drafted: nodes of each row in the step's tensors, without the root.
+        widths: nodes of each row in the step's tensors, root included; where a drafter had no token, padding counts.
         given: of each row, its place in the step's tensors, what the step gave it, and what its text keeps of that.
     """
 
     output: StepOutput
-    drafted: list[int]
+    widths: list[int]
     given: list[tuple[int, Row, StepTokens, StepTokens]]
 
 
@@ -178,7 +178,7 @@ class Engine:
         # The read of the emission; with lazy processors also which rows walk on, at each depth.
         stats.num_host_syncs += 1 + width if is_lazy else 1
         for place, _, new, _ in emission.given:
-            stats.num_drafted += emission.drafted[place]
+            stats.num_drafted += emission.widths[place] - 1
             stats.count_step(len(new) - 1)
         return emission
 
@@ -186,7 +186,8 @@ class Engine:
         """Hands tokens to their texts, which decide whether they have ended."""
         state, width = self.state, output.accepted.path.shape[1]
         end = 1 + width * (2 if output.has_probabilities else 1)
-        emission = Emission(output, output.tree.count_drafted(), [])
+        tree = output.tree
+        emission = Emission(output, tree.widths or [tree.num_nodes] * len(tree.token_ids), [])
         counted: list[list[int]] = []
         emitted = output.emitted.tolist()  # the step's one synchronisation
         for place, (row, values) in enumerate(zip(state.rows, emitted, strict=True)):

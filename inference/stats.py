@@ -30,8 +30,8 @@ class GenerationStats:
     num_drafted: drafted nodes verified, without roots. Nodes for which a drafter had no token count.
     num_host_syncs: how often the host waited to read a tensor of a verify step. A step of any batch reads once for the
         emitted tokens, and once for each level of the tree (root included) for processors that run row by row. Not
-        counted: reads of the prefill and within processors, a `StagedDrafter`'s one per level after the first, and the
-        numbers of nodes of a `BatchTree`.
+        counted: reads of the prefill and within processors, a `StagedDrafter`'s one per level after the first, the
+        numbers of nodes of a `BatchTree`, and what recurrent layers read of trees.
     seconds: wall-clock seconds per phase. `total` includes the time between phases. `compile`, a part of other phases,
         is the time of first calls of compiled graphs. On an accelerator the phases are launch times unless the decoder
         has `is_synchronised`; `total` is always right.

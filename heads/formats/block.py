@@ -2,8 +2,8 @@
 
 Tensor names are ours, but for DSpark's two small heads and the mask. There the mask is a token of the vocabulary, whose
 embedding the target has, unless the checkpoint brings its own `embed_tokens.weight` or vLLM's `mask_embedding.pt`.
-Heads that were trained here have a mask of their own. It is written as the row of some token in a copy of the target's
-embeddings, which vLLM reads.
+Heads with `mask_token_id=None` have a mask of their own. It is written as the row of some token in a copy of the
+target's embeddings, which vLLM reads.
 
 `target_layer_ids` of the authors count layers from 0, so that id i is our feature i + 1; speculators' ids are ours.
 """
@@ -145,7 +145,7 @@ class DFlash(Format):
                 _is_odd(config),
                 f"predicts_at_anchor is {config.predicts_at_anchor}, markov_rank {config.markov_rank} and "
                 f"has_confidence {config.has_confidence}, and these are read: DFlash (false, 0, false) and DSpark "
-                "(true, above 0, either); choose speculators",
+                f"(true, above 0, either){'' if has_own_mask else '; choose speculators'}",
             ),
             *self.limits(config, has_own_mask),
         )
@@ -210,7 +210,11 @@ class BlockSpeculators(DFlash):
         refuse_unwritable(
             self.title,
             _last_state(config),
-            (EMBEDDING in written, "the mask was trained, and speculators loads the target's embeddings; choose vllm"),
+            (
+                EMBEDDING in written,
+                "the mask was trained, and speculators loads the target's embeddings"
+                f"{'' if _is_odd(config) else '; choose vllm'}",
+            ),
             (config.is_causal, "is_causal is true, and speculators' blocks see all of themselves; choose vllm"),
         )
         dtype = written["fc.weight"].dtype

@@ -106,13 +106,14 @@ class Lane:
         replies = {reply.row: reply for reply in self.replies}
         with self.step.active():
             emission = self._engine.advance()
-        drafted, depths = emission.drafted, emission.output.tree.measure_depths()
+        depths = emission.output.tree.measure_depths()
         for place, row, new, kept in emission.given:
             reply = replies[row]
             reply.stats.count_step(len(new) - 1)
-            reply.stats.num_drafted += drafted[place]
-            if drafted[place]:
-                reply.drafts.append(DraftedStep(depths[place], drafted[place], len(new) - 1))
+            num_drafted = emission.widths[place] - 1
+            reply.stats.num_drafted += num_drafted
+            if num_drafted:
+                reply.drafts.append(DraftedStep(depths[place], num_drafted, len(new) - 1))
             reply.publish(self._tokens_of(reply, place, emission.output, kept))
         self._forget_ended()
 

@@ -28,7 +28,7 @@ class RaggedRows:
     """
 
     def __init__(self, widths: Sequence[int], num_nodes: int) -> None:
-        is_real = torch.arange(num_nodes) < torch.tensor(widths)[:, None]
+        is_real = torch.arange(num_nodes, device="cpu") < torch.tensor(widths, device="cpu")[:, None]
         self._shape, self.places = is_real.shape, is_real.flatten().nonzero()[:, 0]
 
     def pack(self, values: Tensor) -> Tensor:

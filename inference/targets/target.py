@@ -300,7 +300,7 @@ class Target:
         """Scores every node of a tree in one forward pass, after `cache.open_slots(N, span)`, or more; commits nothing.
 
         Node i stands at position lengths + depth and sees the row's committed tokens and its own ancestors. Without
-        `widths`, the only host number that is read is the size of the cache's view.
+        `widths` and recurrent layers, the only host number that is read is the size of the cache's view.
 
         Returns:
             logits [B, N, V] of the token that follows each node, features [B, N, F] and last states [B, N, D].

@@ -28,9 +28,9 @@ class Survival:
 
     def __init__(self, num_depths: int) -> None:
         with torch.inference_mode(False):
-            guess = torch.tensor(GUESS).repeat(2, num_depths, 1)
+            guess = torch.tensor(GUESS, device="cpu").repeat(2, num_depths, 1)
             self._hits, self._seen = PRIOR * guess, torch.full_like(guess, PRIOR)
-            self._edges = torch.tensor(EDGES)
+            self._edges = torch.tensor(EDGES, device="cpu")
         self._num_steps = 0
 
     def predict(self, tree: TokenTree) -> Tensor:

@@ -76,10 +76,6 @@ class TokenTree(Nodes):
         """Nodes per row N, root and padding included."""
         return self.token_ids.shape[1]
 
-    def count_drafted(self) -> list[int]:
-        """Nodes of each row without the root; where a drafter had no token, padding is counted."""
-        return [width - 1 for width in self.widths or [self.num_nodes] * len(self.token_ids)]
-
     def measure_depths(self) -> list[int]:
         """Drafted levels of each row; of rows that share no budget of nodes, those of the deepest."""
         if self.widths is None:

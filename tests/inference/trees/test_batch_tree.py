@@ -175,7 +175,6 @@ def test_kept_nodes_keep_their_parents() -> None:
     assert kept.depths.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
     assert kept.widths == [4, 2]
     assert kept.num_read == 6
-    assert kept.count_drafted() == [3, 1]
     assert kept.measure_depths() == [3, 1]
     even = keep_nodes(tree, torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 0]]).bool())
     assert even.num_read == 8
@@ -229,8 +228,8 @@ def draft(
         is_path = ((tree.token_ids % 2 == 1) & (tree.parents >= 0)).tolist()
         paths = [[place for place, is_node in enumerate(row) if is_node and is_right] for row in is_path]
         path = torch.tensor([[0, *row, *[0] * (4 - len(row))] for row in paths])
-        policy.learn(tree, path, 20.0 + 2 * num_rows + sum(tree.count_drafted()))
-        verified.append(sum(tree.count_drafted()) / num_rows)
+        policy.learn(tree, path, 20.0 + 2 * num_rows + tree.num_read - num_rows)
+        verified.append(tree.num_read / num_rows - 1)
     return verified
 
 
