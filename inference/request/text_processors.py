@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor, penalise_occurrences
 from draftsmith.inference.request.token_history import TokenHistory
 
 NEVER = float("-inf")
@@ -91,46 +90,40 @@ class RepetitionPenalty(TextProcessor):
     @classmethod
     def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> RepetitionPenalty:
         ignored = processor.prompt_ignore_length
-        if isinstance(ignored, Tensor):
-            ignored = _per_row(ignored.to(texts.indices.device), texts)
+        if isinstance(ignored, Tensor):  # one of each prompt, whose `num_return_sequences` rows stand together
+            ignored = ignored.to(texts.indices.device).repeat_interleave(len(texts.indices) // len(ignored))
         else:
             ignored = torch.full_like(texts.indices, ignored or 0)
         return cls(processor.penalty, ignored)
 
     def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
         counts = texts.is_text & (texts.places >= self.ignored[texts.indices][:, None])
-        return _penalise(scores, texts.tokens, counts, self.penalty)
+        columns = _columns_of(texts.tokens, counts, scores)
+        padded = torch.nn.functional.pad(scores, (0, 1))
+        score = padded.gather(1, columns)
+        score = torch.where(score < 0, score * self.penalty, score / self.penalty)
+        return padded.scatter(1, columns, score)[:, :-1]
 
 
 @dataclass(frozen=True)
 class OccurrencePenalties(TextProcessor):
-    """Attributes:
-    presence, frequency: as the processor's.
-    begin: [] long, where the emitted tokens begin.
+    """OpenAI's penalties on tokens that were emitted already, which transformers has not; the prompt does not count.
+
+    Attributes:
+        presence: subtracted from the scores of tokens that occur; negative values encourage them.
+        frequency: subtracted once for each occurrence.
+        begin: [] long, where the emitted tokens begin.
     """
 
     presence: float
     frequency: float
     begin: Tensor
 
-    @classmethod
-    def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> OccurrencePenalties:
-        begin = torch.tensor(processor.prompt_length, device=texts.indices.device)
-        return cls(processor.presence, processor.frequency, begin)
-
     def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
-        is_emitted = texts.is_text & (texts.places >= self.begin)
-        return penalise_occurrences(scores, texts.tokens, is_emitted, self.presence, self.frequency)
-
-
-def _penalise(scores: Tensor, token_ids: Tensor, counts: Tensor, penalty: float) -> Tensor:
-    """Scores [R, V] with a penalty on the tokens [R, X] that count [R, X]."""
-    vocab_size = scores.shape[1]
-    chosen = torch.where(counts, token_ids.clamp(max=vocab_size), vocab_size)
-    padded = torch.nn.functional.pad(scores, (0, 1))  # a spare column takes the others
-    score = padded.gather(1, chosen)
-    score = torch.where(score < 0, score * penalty, score / penalty)
-    return padded.scatter(1, chosen, score)[:, :vocab_size]
+        columns = _columns_of(texts.tokens, texts.is_text & (texts.places >= self.begin), scores)
+        counts = scores.new_zeros(scores.shape[0], scores.shape[1] + 1)
+        counts = counts.scatter_add(1, columns, torch.ones_like(columns, dtype=scores.dtype))[:, :-1]
+        return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 @dataclass(frozen=True)
@@ -140,24 +133,14 @@ class NoRepeatedNgrams(TextProcessor):
 
     size: int
 
-    @classmethod
-    def read(cls, processor: Any, texts: TokenHistory, vocab_size: int) -> NoRepeatedNgrams:
-        return cls(processor.ngram_size)
-
     def __call__(self, texts: TokenHistory, scores: Tensor) -> Tensor:
         tokens, end = texts.tokens, texts.last(self.size)
         matches = texts.is_text & (texts.places >= self.size - 1)  # by the last token of the window
         for back in range(1, self.size):
             matches = matches & (tokens.roll(back, dims=1) == end[:, -back, None])
-        return _ban(scores, tokens, matches)
-
-
-def _ban(scores: Tensor, token_ids: Tensor, is_banned: Tensor) -> Tensor:
-    """Scores [R, V] without the tokens [R, X] that are banned [R, X]."""
-    vocab_size = scores.shape[1]
-    banned = torch.where(is_banned, token_ids.clamp(max=vocab_size), vocab_size)
-    mask = torch.zeros(scores.shape[0], vocab_size + 1, dtype=torch.bool, device=scores.device).scatter(1, banned, True)
-    return scores.masked_fill(mask[:, :vocab_size], NEVER)
+        is_banned = scores.new_zeros(scores.shape[0], scores.shape[1] + 1, dtype=torch.bool)
+        is_banned = is_banned.scatter(1, _columns_of(tokens, matches, scores), True)
+        return scores.masked_fill(is_banned[:, :-1], NEVER)
 
 
 @dataclass(frozen=True)
@@ -196,15 +179,14 @@ class SequenceBias(TextProcessor):
         return scores + bias
 
 
-def _per_row(values: Tensor, texts: TokenHistory) -> Tensor:
-    """Values [X, ...] of sources as [B, ...] of rows; the `num_return_sequences` rows of a source stand together."""
-    return values.repeat_interleave(texts.indices.shape[0] // values.shape[0], dim=0)
+def _columns_of(token_ids: Tensor, counts: Tensor, scores: Tensor) -> Tensor:
+    """The columns of scores [R, V] that tokens [R, S] stand for: V, a spare one, for those that do not count [R, S]."""
+    return torch.where(counts, token_ids.clamp(max=scores.shape[1]), scores.shape[1])
 
 
 READERS: dict[type, Callable[[Any, TokenHistory, int], TextProcessor]] = {
     stock.RepetitionPenaltyLogitsProcessor: RepetitionPenalty.read,
-    OccurrencePenaltiesLogitsProcessor: OccurrencePenalties.read,
-    stock.NoRepeatNGramLogitsProcessor: NoRepeatedNgrams.read,
+    stock.NoRepeatNGramLogitsProcessor: lambda one, *_: NoRepeatedNgrams(one.ngram_size),
     stock.SequenceBiasLogitsProcessor: SequenceBias.read,
     stock.NoBadWordsLogitsProcessor: SequenceBias.read,
     stock.MinLengthLogitsProcessor: lambda one, *rest: _forbid(one.eos_token_id, 0, one.min_length, *rest),

@@ -15,8 +15,8 @@ from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.noise import row_seeds
 from draftsmith.inference.request.chat_template import encode_prompt
 from draftsmith.inference.request.generate_arguments import make_request
-from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
 from draftsmith.inference.request.request import Request
+from draftsmith.inference.request.text_processors import OccurrencePenalties
 from draftsmith.inference.serving.errors import RequestError
 from draftsmith.inference.serving.grammar import Grammars
 from draftsmith.inference.serving.protocol import (
@@ -244,11 +244,8 @@ class ReplyMaker:
     def _processors(self, prompt_length: int, body: CompletionOptions) -> list[Any]:
         processors: list[Any] = []
         if body.presence_penalty or body.frequency_penalty:
-            processors.append(
-                OccurrencePenaltiesLogitsProcessor(
-                    presence=body.presence_penalty, frequency=body.frequency_penalty, prompt_length=prompt_length
-                )
-            )
+            begin = torch.tensor(prompt_length, device=self.target.device)
+            processors.append(OccurrencePenalties(body.presence_penalty, body.frequency_penalty, begin))
         if body.min_tokens and (ends := self._find_ends(body)):
             least = MinNewTokensLengthLogitsProcessor(
                 prompt_length, body.min_tokens, ends, device=str(self.target.device)

@@ -11,8 +11,7 @@ from packaging.version import Version
 from torch import Tensor
 from transformers.generation import logits_process as stock
 
-from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
-from draftsmith.inference.request.text_processors import TextProcessor, read_processors
+from draftsmith.inference.request.text_processors import OccurrencePenalties, TextProcessor, read_processors
 from draftsmith.inference.targets.masks import compute_ancestors
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import compute_depths
@@ -37,14 +36,21 @@ PROCESSORS: dict[str, Any] = {
     "new minimum": stock.MinNewTokensLengthLogitsProcessor(4, 3, torch.tensor([1, 5])),
     "first": stock.ForcedBOSTokenLogitsProcessor(3),
     "last": stock.ForcedEOSTokenLogitsProcessor(8, [1, 4]),
-    "occurrences": OccurrencePenaltiesLogitsProcessor(presence=0.7, frequency=-1.5, prompt_length=4),
+    "occurrences": OccurrencePenalties(presence=0.7, frequency=-1.5, begin=torch.tensor(4)),
 }
 with suppress(ValueError):  # older releases know one number for all rows
     PROCESSORS["repetition, padded"] = stock.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=PADDING)
 
 
+def penalise_occurrences(text: Tensor, scores: Tensor) -> Tensor:
+    counts = text[0, 4:].bincount(minlength=HIGHEST)[:VOCAB]
+    return scores - -1.5 * counts - 0.7 * (counts > 0)
+
+
 def of_row(processor: Any, row: int) -> Any:
     """transformers' own processor for one row of the batch."""
+    if isinstance(processor, OccurrencePenalties):
+        return penalise_occurrences
     if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
         return stock.RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=int(PADDING[row]))
     return processor

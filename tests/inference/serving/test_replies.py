@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.inference import Target, generate
-from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
+from draftsmith.inference.request.text_processors import OccurrencePenalties
 from draftsmith.inference.serving.scheduler import Limits
 from tests.inference.serving.arrivals import SECONDS
 from tests.inference.serving.conftest import MODEL, Running, running
@@ -166,7 +166,7 @@ def test_penalties_and_biases_change_a_text_as_generate_does(
     served: Running, served_target: Target, chat_tokenizer: PreTrainedTokenizerBase
 ) -> None:
     ids, settings = [5, 6, 7], {"max_new_tokens": 12}
-    penalties = OccurrencePenaltiesLogitsProcessor(presence=1.5, frequency=2.0, prompt_length=3)
+    penalties = OccurrencePenalties(presence=1.5, frequency=2.0, begin=torch.tensor(3))
     cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
         ({}, {"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
         ({"logit_bias": {"77": 100}}, {}, {"sequence_bias": [[[77], 100.0]]}),

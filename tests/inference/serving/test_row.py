@@ -9,8 +9,7 @@ from transformers.generation import logits_process as stock
 
 from draftsmith.inference.acceptance.sampler import Sampler, pick_token
 from draftsmith.inference.noise import row_seeds
-from draftsmith.inference.request.processors import OccurrencePenaltiesLogitsProcessor
-from draftsmith.inference.request.text_processors import read_processors
+from draftsmith.inference.request.text_processors import OccurrencePenalties, read_processors
 from draftsmith.inference.request.token_history import TokenHistory
 from draftsmith.inference.serving.reply import StopStrings
 
@@ -51,7 +50,7 @@ def make_samplers() -> tuple[list[Sampler], list[TokenHistory]]:
         ([stock.TemperatureLogitsWarper(0.6), stock.TopPLogitsWarper(0.8)], True),
         ([stock.TemperatureLogitsWarper(1.7), stock.TopKLogitsWarper(5)], True),
         ([stock.RepetitionPenaltyLogitsProcessor(1.9)], False),
-        ([OccurrencePenaltiesLogitsProcessor(presence=1.0, frequency=1.0, prompt_length=2), *warpers], True),
+        ([OccurrencePenalties(presence=1.0, frequency=1.0, begin=torch.tensor(2)), *warpers], True),
         ([stock.PrefixConstrainedLogitsProcessor(lambda _, text: [int(text[-1]), 3], 1)], False),
     ]
     samplers, texts = [], []
