@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, StopStringCriteria
 
 from draftsmith.inference.cache.source import Source
-from draftsmith.inference.request.prompt_checks import are_tokens, check_prompt, check_source, pad_left
+from draftsmith.inference.request.prompt_checks import check_prompt, check_source, pad_left
 from draftsmith.inference.request.request import Request
 from draftsmith.inference.targets.forward_names import CACHE_NAMES, read_cache
 from draftsmith.inference.targets.media_proof import prove_media
@@ -143,7 +143,8 @@ def _move_padding(
     valid ids. Other arguments with an entry per token are not moved."""
     _check_padding(attention_mask, media)
     padded_ids, mask = pad_left(input_ids, attention_mask)
-    return padded_ids.where((mask != 0) | are_tokens(padded_ids, target.num_embeddings), 0), mask
+    is_token = (padded_ids >= 0) & (padded_ids < target.num_embeddings)
+    return padded_ids.where((mask != 0) | is_token, 0), mask
 
 
 def _check_padding(attention_mask: Tensor, media: Collection[str]) -> None:

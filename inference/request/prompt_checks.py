@@ -40,33 +40,28 @@ def check_prompt(input_ids: Tensor, attention_mask: Tensor | None) -> None:
         )
 
 
-def check_token_ids(prompts: Sequence[Sequence[int]], num_embeddings: int) -> None:
-    """Refuses (ValueError) ids that the target does not have."""
-    for row, prompt in enumerate(prompts):
-        for token in (min(prompt), max(prompt)):
+def check_token_ids(rows: Sequence[Sequence[int]], num_embeddings: int, kind: str) -> None:
+    """Refuses (ValueError) ids that the target does not have; kind: prompt or source."""
+    for number, row in enumerate(rows):
+        for token in (min(row), max(row)):
             if not 0 <= token < num_embeddings:
                 raise ValueError(
-                    f"token {prompt.index(token)} of row {row} is {token}; this target has the ids 0 to "
-                    f"{num_embeddings - 1}: was the prompt written with another tokenizer, or is padding not masked?"
+                    f"token {row.index(token)} of row {number} is {token}; this target's {kind}s have the ids 0 to "
+                    f"{num_embeddings - 1}: was it written with another tokenizer, or is that padding? Mask padding, "
+                    "and in a source give it one of these ids, too"
                 )
 
 
-def are_tokens(ids: Tensor, num_embeddings: int) -> Tensor:
-    """Whether each id is one of the target's."""
-    return (ids >= 0) & (ids < num_embeddings)
+def count_tokens(attention_mask: Tensor, kind: str) -> list[int]:
+    """The real tokens of each row; refuses (ValueError) rows without any."""
+    counts: list[int] = (attention_mask != 0).sum(1).tolist()
+    if 0 in counts:
+        raise ValueError(f"row {counts.index(0)} of the {kind} is all padding: give each row at least 1 token")
+    return counts
 
 
 def check_source(model: Any, source_ids: Tensor, attention_mask: Tensor | None) -> None:
     """Refuses (ValueError) sources with invalid ids or without tokens. The encoder looks padding up too."""
-    embeddings = model.get_encoder().get_input_embeddings()
-    num_embeddings = embeddings.weight.shape[0]
-    wrong = (~are_tokens(source_ids, num_embeddings)).nonzero().tolist()
-    if wrong:
-        row, place = wrong[0]
-        raise ValueError(
-            f"token {place} of row {row} of the source is {int(source_ids[row, place])}; this target's encoder has the "
-            f"ids 0 to {num_embeddings - 1}, for padding too: was the source written with another tokenizer?"
-        )
-    if attention_mask is not None and not (attention_mask != 0).any(dim=1).all():
-        row = int((attention_mask != 0).any(dim=1).int().argmin())
-        raise ValueError(f"row {row} of the source is all padding: give each row at least 1 token")
+    check_token_ids(source_ids.tolist(), model.get_encoder().get_input_embeddings().weight.shape[0], "source")
+    if attention_mask is not None:
+        count_tokens(attention_mask, "source")

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria
 
 from draftsmith.inference.cache.source import Source
-from draftsmith.inference.request.prompt_checks import check_token_ids, pad_left
+from draftsmith.inference.request.prompt_checks import check_token_ids, count_tokens, pad_left
 from draftsmith.inference.request.row import Row
 from draftsmith.inference.request.stopping import Stopping
 from draftsmith.inference.targets.multimodal import Media
@@ -50,16 +50,10 @@ class Request:
             raise ValueError(f"a streamer takes a batch of 1, got {input_ids.shape[0]} rows: stream them one by one")
         self.input_ids = self.given_ids = input_ids.to(target.device)
         mask = torch.ones_like(self.input_ids) if attention_mask is None else attention_mask.to(target.device)
-        mask = (mask != 0).long()
-        counts: list[int] = mask.sum(1).tolist()
-        if min(counts) < 1:
-            raise ValueError(
-                f"row {counts.index(min(counts))} of the prompt is all padding: give each row at least 1 token"
-            )
+        counts = count_tokens(mask, "prompt")
         padded: list[list[int]] = pad_left(self.input_ids, mask)[0].tolist()
-        check_token_ids(
-            [row[len(row) - count :] for row, count in zip(padded, counts, strict=True)], target.num_embeddings
-        )
+        prompts = [row[len(row) - count :] for row, count in zip(padded, counts, strict=True)]
+        check_token_ids(prompts, target.num_embeddings, "prompt")
         self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
         self.processors = processors
