@@ -117,11 +117,9 @@ class DistributedDecoder:
         Read the stream to its end, or close it, before the next call.
         """
         request = make_request(self.target, input_ids, attention_mask, **options)
-        request.refuse_media("distributed decoding")
+        request.check_plain("distributed decoding")
         if request.batch_size > 1:
             raise ValueError(f"texts are decoded one at a time, and this call has {request.batch_size} rows")
-        if request.keeps_scores or request.keeps_logits:
-            raise ValueError("servers send tokens, not scores: leave output_scores and output_logits out")
         seeds = row_seeds(seed, 1, self.target.device).tolist() if request.do_sample else [None]
         prompt = Prompt.of_request(request, seeds[0], self.drafter.feature_layers)
         clock = PhaseClock(GenerationStats(), self.target.device)

@@ -102,14 +102,12 @@ class PipelinedDecoder:
         """
         with ending(streamer):
             request = make_request(self.target, input_ids, attention_mask, streamer=streamer, **options)
-            request.refuse_media("pipelined decoding")
+            request.check_plain("pipelined decoding")
             if names := sorted({type(one).__name__ for one in request.processors if type(one) not in PREFIX_FREE}):
                 raise ValueError(
                     f"{', '.join(names)} reads the text, and here several tokens of the text are predicted at once: "
                     "leave the option out, or decode with Decoder"
                 )
-            if request.keeps_scores or request.keeps_logits:
-                raise ValueError("output_scores and output_logits need Decoder: leave them out")
             seeds = row_seeds(seed, request.batch_size, self.target.device) if request.do_sample else None
             sampler = Sampler(request.processors, do_sample=request.do_sample, row_seeds=seeds)
             started = time.perf_counter()

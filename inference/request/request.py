@@ -95,10 +95,14 @@ class Request:
         self.eos_token_ids.clear()
         self.eos_token_ids.update(token_ids)
 
-    def refuse_media(self, purpose: str) -> None:
-        """Refuses (ValueError) prompts with images, video or audio."""
+    def check_plain(self, purpose: str) -> None:
+        """Refuses (ValueError) prompts with images, video or audio, and outputs with scores."""
         if self.media is not None:
             raise ValueError(f"{purpose} reads prompts of text only, without images, video or audio: use generate()")
+        if self.keeps_scores or self.keeps_logits:
+            raise ValueError(
+                f"{purpose} gives tokens, not scores: leave output_scores and output_logits out, or use generate()"
+            )
 
     @property
     def batch_size(self) -> int:

@@ -111,5 +111,5 @@ def test_refusals() -> None:
     decoder = PipelinedDecoder(tied_target())
     with pytest.raises(ValueError, match="RepetitionPenaltyLogitsProcessor reads the text"):
         decoder.generate(random_prompt(4), max_new_tokens=4, repetition_penalty=1.2)
-    with pytest.raises(ValueError, match="need Decoder"):
+    with pytest.raises(ValueError, match="pipelined decoding gives tokens, not scores"):
         decoder.generate(random_prompt(4), max_new_tokens=4, output_scores=True, return_dict_in_generate=True)
