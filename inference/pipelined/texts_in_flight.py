@@ -52,11 +52,6 @@ class TextInFlight:
         self.groups[0] = self._waiting.popleft() if self._waiting else None
 
     @property
-    def may_predict(self) -> bool:
-        """Whether the token after the segment in the first group is unknown until it is predicted."""
-        return self.groups[0] is not None and not self._waiting
-
-    @property
     def may_emit(self) -> bool:
         """Whether the segment in the last group is followed by the text's next token."""
         last = self.groups[-1]
@@ -66,15 +61,14 @@ class TextInFlight:
         """Moves everything on after a pass.
 
         Args:
-            predicted: the first group's next token, read if `may_predict`.
+            predicted: the first group's next token, read if none is waiting to enter that group.
             own: the target's own next token, read if `may_emit`: it is emitted.
 
         Returns:
             whether tokens in flight were dropped: the keys of positions from `known` - 1 on are then void.
         """
-        if self.may_predict:
-            newest = self.groups[0]
-            assert newest is not None
+        newest = self.groups[0]
+        if newest is not None and not self._waiting:
             self._waiting.append(Segment(newest.end, (predicted,)))
         if not self.may_emit:
             self._move_on()

@@ -80,7 +80,6 @@ def test_streamers() -> None:
 def test_the_example_of_the_docstring() -> None:
     text = TextInFlight([5, 6], num_groups=3, segment_size=2)
     assert text.groups == [Segment(0, (5, 6)), None, None]
-    assert text.may_predict
     assert not text.may_emit
     assert text.move(7, 0) is False
     assert text.move(9, 0) is False
