@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,12 +25,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from draftsmith.inference.serving.comparison import DifferenceRequest, describe_difference
-from draftsmith.inference.serving.errors import RequestError, error_body
-from draftsmith.inference.serving.protocol import ChatRequest, CompletionOptions, CompletionRequest, Strict
+from draftsmith.inference.serving.errors import RequestError
+from draftsmith.inference.serving.protocol import ChatRequest, CompletionRequest, Strict
 from draftsmith.inference.serving.replies import ReplyWriter
 from draftsmith.inference.serving.reply import Piece, Reply
 from draftsmith.inference.serving.reply_maker import ReplyMaker
-from draftsmith.inference.serving.scheduler import Scheduler
+from draftsmith.inference.serving.scheduler import INTERNAL_ERROR, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def _add_error_handlers(app: FastAPI, server: Server) -> None:
     @app.exception_handler(Exception)
     async def fail(_: Request, error: Exception) -> Response:
         logger.error("a request failed", exc_info=error)
-        return JSONResponse(error_body("internal error: see the server's log", status=500), 500)
+        return JSONResponse(RequestError(INTERNAL_ERROR, status=500).body, 500)
 
 
 def _refuse(server: Server, error: RequestError) -> Response:
@@ -141,17 +141,11 @@ def _add_routes(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = await _read_body(request, ChatRequest)
-
-        def encode() -> list[list[int]]:
-            return [server.maker.encode_chat(body)]
-
-        return await _reply(server, request, body, encode)
+        return await _reply(server, request, await _read_body(request, ChatRequest))
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        body = await _read_body(request, CompletionRequest)
-        return await _reply(server, request, body, lambda: server.maker.encode_prompts(body))
+        return await _reply(server, request, await _read_body(request, CompletionRequest))
 
     @app.get("/v1/learning")
     async def learning() -> Response:
@@ -195,9 +189,7 @@ async def _read_body(request: Request, kind: type[Body]) -> Body:
         raise RequestError("; ".join(shown[:SHOWN_ERRORS]) + more, param=places[0].partition(".")[0] or None) from error
 
 
-async def _reply(
-    server: Server, request: Request, body: CompletionOptions, encode: Callable[[], Iterable[list[int]]]
-) -> Response:
+async def _reply(server: Server, request: Request, body: ChatRequest | CompletionRequest) -> Response:
     if body.model is not None and body.model != server.model:
         raise RequestError(
             f"the model {body.model!r} does not exist; this server has {server.model!r}",
@@ -210,16 +202,19 @@ async def _reply(
     events: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 
-    def send(first: int, number: int, piece: Piece) -> None:
+    def send(index: int, piece: Piece) -> None:
         if not loop.is_closed():
-            loop.call_soon_threadsafe(events.put_nowait, (first + number, piece))
+            loop.call_soon_threadsafe(events.put_nowait, (index, piece))
 
     def make_replies() -> list[Reply]:
         replies: list[Reply] = []
-        for prompt in encode():
+        maker = server.maker
+        for prompt in [maker.encode_chat(body)] if isinstance(body, ChatRequest) else maker.encode_prompts(body):
             if len(replies) + body.n > (most := server.scheduler.limits.max_waiting):
                 raise RequestError(f"the request asks for more than {most} replies: send several", param="n")
-            replies += server.maker.make_replies(prompt, body, partial(send, len(replies)))
+            replies += maker.make_replies(prompt, body)
+        for index, reply in enumerate(replies):
+            reply.on_piece = partial(send, index)
         return replies
 
     lane = server.maker.choose_lane(body)
@@ -242,7 +237,7 @@ async def _stream(
             for chunk in writer.chunks(index, piece):
                 yield f"data: {json.dumps(chunk)}\n\n"
             if piece.error is not None:
-                yield f"data: {json.dumps(error_body(piece.error, status=500))}\n\n"
+                yield f"data: {json.dumps(RequestError(piece.error, status=500).body)}\n\n"
                 return
         if writer.body.stream_options is not None and writer.body.stream_options.include_usage:
             yield f"data: {json.dumps(writer.usage_chunk())}\n\n"
@@ -272,7 +267,7 @@ async def _collect(
         if not collecting.done():
             return Response(status_code=GONE)
         if (error := collecting.result()) is not None:
-            return JSONResponse(error_body(error, status=500), 500)
+            return JSONResponse(RequestError(error, status=500).body, 500)
         return JSONResponse(writer.response(pieces))
     finally:
         collecting.cancel()

@@ -37,7 +37,7 @@ def describe_difference(maker: ReplyMaker, body: DifferenceRequest) -> dict[str,
         raise RequestError(f"texts has token ids; the target's are 0 to {target.vocab_size - 1}", param="texts")
     chat = ChatRequest.model_validate({**body.model_dump(exclude={"texts"}, exclude_unset=True), "max_tokens": 1})
     prompt = [*maker.encode_chat(chat), *body.texts[0][:place]]
-    (reply,) = maker.make_replies(prompt, chat, lambda number, piece: None)
+    (reply,) = maker.make_replies(prompt, chat)
     tokens = body.texts[0][place], body.texts[1][place]
     found = judge(target, reply.request, place, tokens, seed=reply.row_seed.tolist())
     return {"is_near_tie": found.is_near_tie, "text": found.explain(CURES)}

@@ -6,7 +6,7 @@ RETRY_SECONDS = 5  # that clients are asked to wait when the server has too much
 
 
 class RequestError(ValueError):
-    """A request that is refused.
+    """A request that is refused, or that fails (status 500).
 
     Args:
         param: the field of the request that is wrong.
@@ -19,10 +19,6 @@ class RequestError(ValueError):
 
     @property
     def body(self) -> dict[str, Any]:
-        return error_body(str(self), status=self.status, param=self.param, code=self.code)
-
-
-def error_body(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}

@@ -119,7 +119,7 @@ class Lane:
 
     def _tokens_of(self, reply: Reply, place: int, output: StepOutput, new: StepTokens) -> list[ReplyToken]:
         """A row's tokens, with what the request wants to know of them."""
-        told = (new, [""] * len(new), new.depths, new.probabilities)
+        told = (new, reply.added, new.depths, new.probabilities)
         if reply.num_top is None or not new:
             return [ReplyToken(*each) for each in zip(*told, strict=True)]
         path = output.accepted.path[place, : len(new)]

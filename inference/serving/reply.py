@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -116,17 +116,18 @@ class Reply:
     Args:
         request: of one row.
         row_seed: [1] long.
-        on_piece: called in the engine's thread.
         num_top: how many of the likeliest tokens are reported; None = no log-probabilities.
         min_tokens: stop strings among the first so many tokens do not end the text.
         may_learn: whether the server's learner may see the text.
-        on_end: called in the engine's thread before the last piece, so that who has read it finds the reply counted.
+        on_piece: called in the engine's thread.
+        on_end: called there before the last piece, so that who has read it finds the reply counted.
 
     Attributes:
         row: the request's, which tells the reply its tokens and asks it for the end.
         end_reason: "stop", "length", "abort" (cancelled) or "error"; "" before.
         stats: counts its verify steps, and the nodes drafted for them.
         drafts: the steps with a draft, in their order.
+        added: what each token of the present step added to the text.
         arrived, started, first_token, ended: `time.perf_counter()` of these moments; None before. A reply starts when
             its prompt is about to be read.
     """
@@ -135,11 +136,11 @@ class Reply:
     row_seed: Tensor
     detokenizer: IncrementalDetokenizer
     stops: StopStrings
-    on_piece: Callable[[Piece], None]
     num_top: int | None = None
     min_tokens: int = 0
     may_learn: bool = True
-    on_end: Callable[[Reply], None] | None = None
+    on_piece: Callable[[Piece], None] = lambda _: None
+    on_end: Callable[[Reply], None] = lambda _: None
     stats: GenerationStats = field(default_factory=GenerationStats)
     arrived: float = field(default_factory=time.perf_counter)
     drafts: list[DraftedStep] = field(default_factory=list)
@@ -152,8 +153,8 @@ class Reply:
     def __post_init__(self) -> None:
         (self.row,) = self.request.rows
         self.row.on_token, self.row.is_end = self._read, lambda _: self.stops.is_found
-        self._added: list[str] = []  # what each token of the present step added to the text
-        self._shown: list[str] = []  # the part of it that is certain not to belong to a stop string
+        self.added: list[str] = []
+        self._shown: list[str] = []  # the part of `added` that is certain not to belong to a stop string
 
     @property
     def prompt(self) -> list[int]:
@@ -170,19 +171,18 @@ class Reply:
     def _read(self, token: int) -> None:
         """Turns a token that the row keeps into text."""
         added = "" if token in self.row.end_ids else self.detokenizer.add(token)
-        self._added.append(added)
+        self.added.append(added)
         self._shown.append(self.stops.add(added, may_end=len(self.row.new) > self.min_tokens))
 
     def publish(self, tokens: Sequence[ReplyToken]) -> None:
-        """Hands on the tokens that the row has kept of a step, or of its prompt; each gets its text here."""
+        """Hands on the tokens that the row has kept of a step, or of its prompt."""
         if self.is_over:
             return
         self.first_token = self.first_token or time.perf_counter()
         if self.row.error is not None:
             self.fail(self.row.error)
             return
-        kept = tuple(replace(token, text=added) for token, added in zip(tokens, self._added, strict=True))
-        texts, self._added, self._shown = self._shown, [], []
+        texts, self.added, self._shown = self._shown, [], []
         reason = None
         if self.row.is_finished:
             if not self.stops.is_found:
@@ -191,7 +191,7 @@ class Reply:
                 texts.append(self.stops.flush())
             reason = "stop" if self.stops.is_found or self.row.new[-1] in self.row.end_ids else "length"
             self._end(reason)
-        self.on_piece(Piece("".join(texts), kept, reason))
+        self.on_piece(Piece("".join(texts), tuple(tokens), reason))
 
     def fail(self, error: str) -> None:
         """Ends the reply unfinished."""
@@ -203,6 +203,4 @@ class Reply:
 
     def _end(self, reason: str) -> None:
         self.end_reason, self.ended = reason, time.perf_counter()
-        self.stats.num_new_tokens = len(self.row.new)
-        if self.on_end is not None:
-            self.on_end(self)
+        self.on_end(self)

@@ -4,7 +4,7 @@ import math
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -26,7 +26,7 @@ from draftsmith.inference.serving.protocol import (
     CompletionOptions,
     CompletionRequest,
 )
-from draftsmith.inference.serving.reply import Piece, Reply, StopStrings
+from draftsmith.inference.serving.reply import Reply, StopStrings
 from draftsmith.inference.serving.scheduler import LaneName
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.inference.streaming.token_texts import TokenTexts
@@ -118,11 +118,8 @@ class ReplyMaker:
             raise RequestError(f"tree is {tree!r}, and these heads draft chains only: use chain", param="tree")
         return name, tree
 
-    def make_replies(
-        self, prompt: list[int], body: CompletionOptions, on_piece: Callable[[int, Piece], None]
-    ) -> list[Reply]:
-        """The `n` replies of one prompt. `on_piece` gets the number of the reply, from 0, and is called in the engine's
-        thread.
+    def make_replies(self, prompt: list[int], body: ChatRequest | CompletionRequest) -> list[Reply]:
+        """The `n` replies of one prompt.
 
         Raises:
             RequestError: options that this target or server cannot honour.
@@ -134,7 +131,6 @@ class ReplyMaker:
         arguments = self._arguments(num_new, body)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         seeds = row_seeds(seed, body.n, self.target.device)
-        num_top = body.num_top if isinstance(body, (ChatRequest, CompletionRequest)) else None
         # A chat's reply begins a text; a completion goes on with the prompt's.
         context = self.token_texts.context_after(prompt) if isinstance(body, CompletionRequest) else []
         return [
@@ -143,8 +139,7 @@ class ReplyMaker:
                 seeds[number : number + 1],
                 IncrementalDetokenizer(self.tokenizer, context),
                 StopStrings(stops),
-                lambda piece, number=number: on_piece(number, piece),  # type: ignore[misc]
-                num_top=num_top,
+                num_top=body.num_top,
                 min_tokens=body.min_tokens,
                 may_learn=body.learn,
             )

@@ -59,8 +59,8 @@ class Arrival:
             row_seeds(self.seed, 1, "cpu"),
             IncrementalDetokenizer(Words()),
             StopStrings(()),
-            take,
             num_top=self.num_top,
+            on_piece=take,
         )
         return self.row
 
@@ -110,7 +110,7 @@ def draw_options(draws: random.Random, number: int) -> dict[str, Any]:
     return options
 
 
-def draw_arrivals(target: Target, count: int, **settings: Any) -> list[Arrival]:
+def draw_arrivals(target: Target, count: int) -> list[Arrival]:
     """Rows of all options, whose prompts begin alike or not."""
     draws = random.Random(1)
     common = random_prompt(40, seed=9)[0].tolist()  # long enough to be reused
@@ -118,7 +118,7 @@ def draw_arrivals(target: Target, count: int, **settings: Any) -> list[Arrival]:
     for number in range(count):
         prompt = random_prompt(draws.choice([1, 3, 17]), seed=number)[0].tolist()
         prompt = [*common, *prompt] if number % 3 == 0 else prompt
-        arrivals.append(Arrival(target, prompt, draw_options(draws, number), seed=number, **settings))
+        arrivals.append(Arrival(target, prompt, draw_options(draws, number), seed=number))
     return arrivals
 
 
