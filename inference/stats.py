@@ -94,14 +94,13 @@ class GenerationStats:
 
     def __add__(self, other: GenerationStats) -> GenerationStats:
         """The sum over generations."""
-        longest = max(len(self.accepted_histogram), len(other.accepted_histogram))
-        padded = [x.accepted_histogram + [0] * (longest - len(x.accepted_histogram)) for x in (self, other)]
+        histograms = itertools.zip_longest(self.accepted_histogram, other.accepted_histogram, fillvalue=0)
         return GenerationStats(
             self.num_target_forwards + other.num_target_forwards,
             self.num_verify_passes + other.num_verify_passes,
             self.num_new_tokens + other.num_new_tokens,
             self.num_verify_steps + other.num_verify_steps,
-            [a + b for a, b in zip(*padded, strict=True)],
+            [*map(sum, histograms)],
             self.num_drafted + other.num_drafted,
             self.num_host_syncs + other.num_host_syncs,
             seconds={name: self.seconds[name] + other.seconds[name] for name in self.seconds},

@@ -98,9 +98,8 @@ class Drafter(metaclass=ABCMeta):
         Args:
             num_rows: at most as many as it was started with.
         """
-        self._require_rows(state)
-        if state is not None:
-            state.reset(num_rows)
+        if (own := self._rows_of(state)) is not None:
+            own.reset(num_rows)
 
     def share_cache(self, state: Any, cache: KVCache) -> None:
         """Lends the target's cache to a drafter with `shares_target_cache`. Called after `start`, `restart`,
@@ -171,9 +170,8 @@ class Drafter(metaclass=ABCMeta):
         Raises:
             NotImplementedError: `can_copy_rows` is false, or the state is of a class that cannot.
         """
-        self._require_rows(state)
-        if state is not None:
-            state.copy_rows(source, rows, lengths, max_slots)
+        if (own := self._rows_of(state)) is not None:
+            own.copy_rows(source, rows, lengths, max_slots)
 
     def keep_rows(self, state: Any, rows: Sequence[int]) -> None:
         """Keeps some rows of a state, in place: row i becomes the present row rows[i] >= i. The others are forgotten.
@@ -181,9 +179,8 @@ class Drafter(metaclass=ABCMeta):
         The draft is not kept, so the next call is an `extend`. Called only with `can_copy_rows`. A drafter with
         `shares_target_cache` is lent the cache, which has lost the same rows, again.
         """
-        self._require_rows(state)
-        if state is not None:
-            state.keep_rows(rows)
+        if (own := self._rows_of(state)) is not None:
+            own.keep_rows(rows)
 
     def add_rows(self, state: Any, other: Any, *, max_slots: int) -> None:
         """Adds the rows of another state, of the same `max_length` and `num_scratch`, after the present rows of
@@ -195,16 +192,16 @@ class Drafter(metaclass=ABCMeta):
         Args:
             max_slots: no row of `other` has read more slots.
         """
-        self._require_rows(state)
-        if state is not None:
-            state.add_rows(other, max_slots)
+        if (own := self._rows_of(state)) is not None:
+            own.add_rows(other, max_slots)
 
-    def _require_rows(self, state: Any) -> None:
+    def _rows_of(self, state: Any) -> RowState | None:
         own = type(self).__name__
         if not (self.can_copy_rows or self.has_static_state):
             raise NotImplementedError(f"{own} cannot copy, drop or add rows: can_copy_rows is False")
-        if state is not None and not isinstance(state, RowState):
-            raise NotImplementedError(
-                f"{own} has can_copy_rows or has_static_state, and its state is a {type(state).__name__}: derive that "
-                "from RowState, or implement restart, copy_rows, keep_rows and add_rows"
-            )
+        if state is None or isinstance(state, RowState):
+            return state
+        raise NotImplementedError(
+            f"{own} has can_copy_rows or has_static_state, and its state is a {type(state).__name__}: derive that "
+            "from RowState, or implement restart, copy_rows, keep_rows and add_rows"
+        )

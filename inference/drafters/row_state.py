@@ -46,11 +46,10 @@ class RowState:
         for name in self.row_fields:
             for own, other in zip(_states_in(getattr(self, name)), _states_in(getattr(source, name)), strict=True):
                 own.copy_rows(other, rows, lengths, max_slots)
-        found = {name: getattr(source, name) for name in self.slot_fields}
         found = {
             name: one[:, :max_slots].index_select(0, rows.to(one.device))
-            for name, one in found.items()
-            if one is not None
+            for name in self.slot_fields
+            if (one := getattr(source, name)) is not None
         }
         self.show_rows(len(rows))
         for name, values in found.items():
