@@ -1,6 +1,7 @@
 """Acceptance against a walk in plain Python that knows nothing of batches, depths or noise tables."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from transformers.generation.logits_process import (
     LogitNormalization,
     LogitsProcessorList,
     MinPLogitsWarper,
-    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
@@ -21,7 +21,7 @@ from transformers.generation.logits_process import (
 from draftsmith.inference.acceptance.exact import Acceptance, accept_exact
 from draftsmith.inference.acceptance.sampler import Sampler
 from draftsmith.inference.noise import gumbel_noise, row_seeds
-from draftsmith.inference.request.processors import NO_TOKEN, PREFIX_FREE
+from draftsmith.inference.request.processors import NO_TOKEN
 from draftsmith.inference.trees.token_tree import TokenTree
 from tests.inference.plain_passes import compute_depths
 from tests.inference.ragged_texts import texts_of
@@ -72,13 +72,11 @@ def make_tree(logits: Tensor, sampler: Sampler, positions: Tensor, generator: to
     return TokenTree(token_ids, parents, depths, torch.zeros(batch, num_nodes), max_depth=int(depths.max()))
 
 
-def walk_in_python(
-    tree: TokenTree, row: int, draw: Callable[[int, int, list[int]], int], prefix: Sequence[int] = ()
-) -> tuple[list[int], list[int]]:
-    """The path and the emitted tokens of one row; draw(node, depth, emitted so far) is the target's own token."""
+def walk_in_python(tree: TokenTree, row: int, draw: Callable[[int, int], int]) -> tuple[list[int], list[int]]:
+    """The path and the emitted tokens of one row; draw(node, depth) is the target's own token."""
     node, path, emitted = 0, [0], list[int]()
     while True:
-        token = draw(node, len(emitted), [*prefix, *emitted])
+        token = draw(node, len(emitted))
         emitted.append(token)
         children = [
             child
@@ -91,13 +89,13 @@ def walk_in_python(
         path.append(node)
 
 
-def check(acceptance: Acceptance, tree: TokenTree, draw: Callable[[int, int, int, list[int]], int]) -> list[int]:
+def check(acceptance: Acceptance, tree: TokenTree, draw: Callable[[int, int, int], int]) -> list[int]:
     """Compare every row; returns how many nodes were accepted."""
     width = tree.path_width
     assert acceptance.path.shape == acceptance.next_tokens.shape == (tree.token_ids.shape[0], width)
     counts = []
     for row in range(tree.token_ids.shape[0]):
-        path, emitted = walk_in_python(tree, row, lambda node, depth, text, row=row: draw(row, node, depth, text))
+        path, emitted = walk_in_python(tree, row, partial(draw, row))
         assert acceptance.counts[row] == len(path) == len(emitted)
         assert acceptance.path[row].tolist() == path + [0] * (width - len(path))
         assert acceptance.next_tokens[row].tolist() == emitted + [0] * (width - len(path))
@@ -127,9 +125,7 @@ def test_random_trees_equal_the_python_walk(do_sample: bool, processors: list[An
         positions = torch.randint(0, 1000, (3,), generator=generator)
         tree = make_tree(logits, sampler, positions, generator)
 
-        def draw(
-            row: int, node: int, depth: int, text: list[int], logits: Tensor = logits, at: Tensor = positions
-        ) -> int:
+        def draw(row: int, node: int, depth: int, logits: Tensor = logits, at: Tensor = positions) -> int:
             scores = logits[row, node][None]
             for processor in processors:
                 scores = processor(None, scores)
@@ -166,27 +162,22 @@ def test_half_precision_logits_are_processed_in_float32() -> None:
     assert torch.equal(logits, kept)  # processors may write into what they get
 
 
-class TestLazyWalk:
-    """Processors that read the prefix run as in plain decoding."""
-
-    def test_a_processor_is_asked_once_per_emitted_token_in_order(self) -> None:
-        processor = PreviousToken()
-        parents = torch.tensor([[-1, 0, 1, 2]])
-        tree = TokenTree(torch.tensor([[4, 5, 6, 0]]), parents, compute_depths(parents), torch.zeros(1, 4))
-        sampler = Sampler([processor], texts=texts_of([[9, 4]]))
-        acceptance = accept_exact(sampler, tree, torch.zeros(1, 4, 10), torch.tensor([1]))
-        assert acceptance.next_tokens.tolist() == [[5, 6, 7, 0]]
-        assert processor.asked == [[9, 4], [9, 4, 5], [9, 4, 5, 6]]
-
-    @pytest.mark.parametrize(("eos", "num_new", "num_asked"), [((6,), 9, 2), ((), 2, 2), ((), 0, 0), ((), 9, 4)])
-    def test_it_stops_where_plain_decoding_does(self, eos: tuple[int, ...], num_new: int, num_asked: int) -> None:
-        processor = PreviousToken()
-        parents = torch.tensor([[-1, 0, 1, 2]])
-        tree = TokenTree(torch.tensor([[4, 5, 6, 7]]), parents, compute_depths(parents), torch.zeros(1, 4))
-        sampler = Sampler([processor], eos_token_ids=eos, texts=texts_of([[9, 4]], [num_new]))
-        acceptance = accept_exact(sampler, tree, torch.zeros(1, 4, 10), torch.tensor([1]))
-        assert len(processor.asked) == num_asked == int(acceptance.counts)
-        assert acceptance.next_tokens[0, :num_asked].tolist() == [5, 6, 7, 8][:num_asked]
+@pytest.mark.parametrize(
+    ("drafted", "eos", "num_new", "num_asked"),
+    [(7, (6,), 9, 2), (7, (), 2, 2), (7, (), 0, 0), (7, (), 9, 4), (0, (), 9, 3)],
+)
+def test_a_processor_is_asked_once_per_emitted_token_in_order(
+    drafted: int, eos: tuple[int, ...], num_new: int, num_asked: int
+) -> None:
+    """And stops where plain decoding does, or where the last draft is another token."""
+    processor = PreviousToken()
+    parents = torch.tensor([[-1, 0, 1, 2]])
+    tree = TokenTree(torch.tensor([[4, 5, 6, drafted]]), parents, compute_depths(parents), torch.zeros(1, 4))
+    sampler = Sampler([processor], eos_token_ids=eos, texts=texts_of([[9, 4]], [num_new]))
+    acceptance = accept_exact(sampler, tree, torch.zeros(1, 4, 10), torch.tensor([1]))
+    assert processor.asked == [[9, 4], [9, 4, 5], [9, 4, 5, 6], [9, 4, 5, 6, 7]][:num_asked]
+    assert int(acceptance.counts) == num_asked
+    assert acceptance.next_tokens[0].tolist() == [5, 6, 7, 8][:num_asked] + [0] * (4 - num_asked)
 
 
 class TestSampler:
@@ -196,21 +187,12 @@ class TestSampler:
 
         assert not Sampler([TopKLogitsWarper(3)]).is_lazy
         assert Sampler([ReadingTopK(3)]).is_lazy
-        assert TopKLogitsWarper in PREFIX_FREE
-        assert RepetitionPenaltyLogitsProcessor not in PREFIX_FREE
 
     def test_noise_belongs_to_the_drawn_tokens_position(self) -> None:
         seeds = row_seeds(0, 2, "cpu")
         noise = Sampler(do_sample=True, row_seeds=seeds).draw_noise(torch.tensor([10, 4]), 3, VOCAB)
         assert torch.equal(noise, gumbel_noise(seeds, torch.tensor([[11, 12, 13], [5, 6, 7]]), VOCAB))
         assert Sampler().draw_noise(torch.tensor([10]), 3, VOCAB) is None
-
-    def test_allowed_tokens_are_those_of_the_row(self) -> None:
-        processor = PrefixConstrainedLogitsProcessor(lambda row, text: [row + 5], num_beams=1)
-        tree = TokenTree.from_root(torch.tensor([1, 2]))
-        sampler = Sampler([processor], texts=texts_of([[1], [2]]))
-        accepted = accept_exact(sampler, tree, torch.zeros(2, 1, 9), torch.tensor([0, 0]))
-        assert accepted.next_tokens.tolist() == [[5], [6]]
 
     def test_drafts_are_warped_by_what_ignores_columns_and_prefix(self) -> None:
         processors = [

@@ -50,15 +50,15 @@ class MarkovDrafter:
         return DraftLogits(scores if self.columns is None else scores[..., self.columns], self.columns)
 
 
-def random_scores(seed: int, size: int = VOCAB) -> Tensor:
-    return torch.randn(size, size, generator=torch.Generator().manual_seed(seed))
+def random_scores(seed: int) -> Tensor:
+    return torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
 def make_sampler(
-    processors: Sequence[Any] = (), num_rows: int = NUM_DRAWS, seed: int = 0, texts: TokenHistory | None = None
+    processors: Sequence[Any] = (), num_rows: int = NUM_DRAWS, texts: TokenHistory | None = None
 ) -> Sampler:
     read = processors if texts is None else read_processors(processors, texts, VOCAB)
-    return Sampler(read, do_sample=True, row_seeds=row_seeds(seed, num_rows, "cpu"), texts=texts)
+    return Sampler(read, do_sample=True, row_seeds=row_seeds(0, num_rows, "cpu"), texts=texts)
 
 
 def take_step(

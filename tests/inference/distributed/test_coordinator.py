@@ -43,11 +43,11 @@ def make_prompt(number: int) -> list[int]:
     return [generator.randrange(VOCABULARY) for _ in range(1 + number % 7)]
 
 
-def make_drafter(number: int, acceptance: float, *, stalls: float = 0.1) -> Callable[[DraftChain], int | None]:
+def make_drafter(number: int, acceptance: float) -> Callable[[DraftChain], int | None]:
     generator = random.Random(number)
 
     def draft(chain: DraftChain) -> int | None:
-        if generator.random() < stalls:
+        if generator.random() < 0.1:
             return None
         truth = next_token(chain.text + chain.drafts)
         return truth if generator.random() < acceptance else (truth + 1) % VOCABULARY

@@ -88,8 +88,8 @@ def test_drafters_of_every_sort(drafter: Any) -> None:
     assert decode("llama", drafter, 3, CALLS["sampled"])[0]
 
 
-def fake(target: Target, num_servers: int = 2) -> FakeLink:
-    return FakeLink(partial(TargetServer, target), num_servers)
+def fake(target: Target) -> FakeLink:
+    return FakeLink(partial(TargetServer, target), 2)
 
 
 def test_ends_of_texts() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.inference import Drafter, DraftLogits, DraftSampling, DynamicTree
+from draftsmith.inference import DraftLogits, DraftSampling, DynamicTree
 from draftsmith.inference.drafters.ngram import BACKOFF, NgramDrafter
 
 
@@ -48,7 +48,6 @@ def check(draft: DraftLogits, texts: list[list[int]], paths: list[list[list[int]
 def test_the_docstrings_example() -> None:
     text = [ord(letter) for letter in "abcabdxbeab"]
     drafter = NgramDrafter(max_ngram=2, num_candidates=3)
-    assert isinstance(drafter, Drafter)
     state = drafter.start(1, 32, 0)
     draft = drafter.extend(state, None, torch.tensor([text]), torch.tensor([11]), max_slots=11)
     assert "".join(map(chr, draft.token_ids[0, 0].tolist())) == "dce"
@@ -101,15 +100,6 @@ def test_random_texts_and_trees_equal_the_slow_search(max_ngram: int, num_candid
             ]
             total += check(drafter.expand(state, tokens, parents, depth), texts, paths, drafter)
     assert total > 100
-
-
-def test_padding_at_the_end_of_the_buffer_does_no_harm() -> None:
-    drafter = NgramDrafter(max_ngram=1, num_candidates=1)
-    state = drafter.start(1, 4, 0)
-    drafter.extend(state, None, torch.tensor([[1, 2, 1]]), torch.tensor([3]), max_slots=3)
-    draft = drafter.extend(state, None, torch.tensor([[2, 9, 9, 9]]), torch.tensor([1]), max_slots=4)
-    assert state.history[0, :4].tolist() == [1, 2, 1, 2]
-    assert draft.token_ids.tolist() == [[[1]]]
 
 
 def test_its_state_is_on_the_targets_device() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.inference import Decoder, Drafter, DraftLogits, StagedDrafter, TreePolicy, chain, generate
+from draftsmith.inference import Decoder, DraftLogits, StagedDrafter, TreePolicy, chain, generate
 from draftsmith.inference.drafters.small_model import SmallModelDrafter, compare_tokenizers
 from draftsmith.inference.planning.planner import Planner
 from tests.inference.plain_passes import calm_target, run_plainly
@@ -17,18 +17,14 @@ from tests.params import slow_but
 from tests.tiny_targets import CORE_FAMILIES, pad_prompts, random_prompt, tiny_target
 
 
-def rough_copy(model: PreTrainedModel, seed: int = 0, noise: float = 0.02) -> PreTrainedModel:
+def rough_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A model that agrees with `model` often, but not always: its weights are a little off."""
     copy: Any = type(model)(model.config).eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for mine, theirs in zip(copy.parameters(), model.parameters(), strict=True):
-            mine.copy_(theirs * (1 + noise * torch.randn(theirs.shape, generator=generator)))
+            mine.copy_(theirs * (1 + 0.02 * torch.randn(theirs.shape, generator=generator)))
     return copy
-
-
-def score_plainly(model: PreTrainedModel, tokens: list[int]) -> Tensor:
-    return run_plainly(model, tokens).logits[0, -1]
 
 
 def check(draft: DraftLogits, model: PreTrainedModel, texts: list[list[int]], paths: list[list[list[int]]]) -> None:
@@ -36,7 +32,7 @@ def check(draft: DraftLogits, model: PreTrainedModel, texts: list[list[int]], pa
     assert draft.token_ids is None
     for row, nodes in enumerate(paths):
         for node, path in enumerate(nodes):
-            wanted = score_plainly(model, texts[row] + path)
+            wanted = run_plainly(model, texts[row] + path).logits[0, -1]
             torch.testing.assert_close(draft.logits[row, node], wanted, atol=1e-4, rtol=1e-4)
 
 
@@ -51,7 +47,6 @@ def test_every_level_is_a_recompute_of_its_paths(family: str, has_first: bool) -
     """Ragged rows, arrears, a row that waits, trees of several levels; windows of 8."""
     model = calm_target(family)
     drafter = SmallModelDrafter(model)
-    assert isinstance(drafter, Drafter)
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

@@ -25,10 +25,6 @@ def count_passes(small: SmallModelDrafter, monkeypatch: pytest.MonkeyPatch) -> C
     return passes
 
 
-def repeating_prompt(length: int = 6, times: int = 4, seed: int = 0) -> Tensor:
-    return random_prompt(length, seed=seed).repeat(1, times)
-
-
 @pytest.mark.parametrize(
     ("family", "is_agreeing"),
     slow_but(
@@ -73,8 +69,8 @@ def test_scores_are_a_recompute_whatever_the_loop_picks(
 def test_it_drafts_what_the_small_model_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens are accepted at every step, so the drafts were the same; the small model ran less often."""
     model = tiny_target("qwen3", initializer_range=0.3)
-    prompt = repeating_prompt()
-    small = rough_copy(model, noise=0.02)
+    prompt = random_prompt(6).repeat(1, 4)
+    small = rough_copy(model)
     alone, drafter = SmallModelDrafter(small), StagedDrafter(SmallModelDrafter(small), num_guesses=4)
     options: dict[str, Any] = {"do_sample": True, "temperature": 0.5, "seed": 4}
     passes, outputs, num_passes = count_passes(alone, monkeypatch), [], []  # both have the same model

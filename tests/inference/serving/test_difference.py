@@ -10,12 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.inference import Target, generate
 from tests.inference.serving.arrivals import SECONDS
 from tests.inference.serving.conftest import Running
-
-MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
+from tests.inference.serving.test_replies import MESSAGES, chat_ids
 
 
 def decode(target: Target, tokenizer: PreTrainedTokenizerBase, *, temperature: float) -> list[int]:
-    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = chat_ids(tokenizer)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     out = generate(target, None, torch.tensor([ids]), seed=5, max_new_tokens=8, **sampling)
     return out.sequences[0, len(ids) :].tolist()

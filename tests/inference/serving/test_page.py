@@ -68,8 +68,8 @@ def depths(page: Any) -> list[int]:
     ]
 
 
-def figures(page: Any, number: int = 0) -> dict[str, str]:
-    pairs = page.locator(".figures").nth(number).locator("> div:not([role])").all()
+def figures(page: Any) -> dict[str, str]:
+    pairs = page.locator(".figures").first.locator("> div:not([role])").all()
     return {pair.locator("dt").inner_text(): pair.locator("dd").inner_text() for pair in pairs}
 
 

@@ -306,6 +306,7 @@ def test_a_reply_is_counted_before_its_last_piece(oracle: Scheduler) -> None:
         "vllm:spec_decode_num_drafts_total",
         "vllm:spec_decode_num_accepted_tokens_total",
         "draftsmith:request_queue_time_seconds_count",
+        "draftsmith:e2e_request_latency_seconds_count",
     )
     arrival = Arrival(oracle.target, [3], {"max_new_tokens": 9, "do_sample": False})
     counts: list[tuple[float | None, ...]] = []
@@ -319,8 +320,8 @@ def test_a_reply_is_counted_before_its_last_piece(oracle: Scheduler) -> None:
     oracle.start()
     oracle.submit([arrival.make_row(look)], ("draft", None))
     assert done.wait(SECONDS)
-    assert counts[0] == (0, 0, 0, 0)
-    assert counts[-1] == (9, len(arrival.row.drafts), sum(step.num_accepted for step in arrival.row.drafts), 1)
+    assert counts[0] == (0, 0, 0, 0, 0)
+    assert counts[-1] == (9, len(arrival.row.drafts), sum(step.num_accepted for step in arrival.row.drafts), 1, 1)
     assert counts[-1][2]
 
 
