@@ -37,7 +37,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "output_attentions": ((None, False), "a verify step has attention over a tree; leave it out"),
     "output_hidden_states": ((None, False), "hidden states are not collected; leave it out"),
 }
-_LEAVE_OUT = "leave it out"
 _ONE_ADAPTER = (
     "every row has the model's active adapters; leave it out, call model.set_adapter(...), and decode the rows of each "
     "adapter in a call of their own"
@@ -46,11 +45,7 @@ _ONE_ADAPTER = (
 _READ = {"use_cache", "attention_mask", "decoder_attention_mask", "decoder_input_ids", "encoder_outputs", "tokenizer"}
 _REFUSED_ARGUMENTS = {
     "assistant_model": "pass a draftsmith.SmallModelDrafter of it as the drafter instead",
-    **dict.fromkeys(CACHE_NAMES, _LEAVE_OUT),
-    "inputs_embeds": _LEAVE_OUT,
-    "position_ids": _LEAVE_OUT,
-    "custom_generate": _LEAVE_OUT,
-    "synced_gpus": _LEAVE_OUT,
+    **dict.fromkeys((*CACHE_NAMES, "inputs_embeds", "position_ids", "custom_generate", "synced_gpus"), "leave it out"),
 }
 
 
