@@ -42,6 +42,10 @@ DRAFTERS: dict[str, tuple[str, Callable[[Target], Drafter | None]]] = {
 LIMITS = Limits(max_rows=3, max_length=200, max_waiting=20)
 
 
+def greedy(target: Target, prompt: list[int], num_new: int, **settings: Any) -> Arrival:
+    return Arrival(target, prompt, {"max_new_tokens": num_new, "do_sample": False}, **settings)
+
+
 @pytest.fixture
 def oracle() -> Iterator[Scheduler]:
     target = target_of("llama")
@@ -110,10 +114,7 @@ def test_the_planner_hears_of_every_row(oracle: Scheduler, monkeypatch: pytest.M
         learn(planner, policy, counted)
 
     monkeypatch.setattr(Planner, "learn", note)
-    arrivals = [
-        Arrival(oracle.target, [3 + n], {"max_new_tokens": 10 + 20 * n, "do_sample": False}, lane=("draft", "auto"))
-        for n in range(3)
-    ]
+    arrivals = [greedy(oracle.target, [3 + n], 10 + 20 * n, lane=("draft", "auto")) for n in range(3)]
     serve(oracle, arrivals, num_first=3)
     assert all(counted == running for counted, running in seen)
     assert max(seen) == (3, 3)
@@ -159,9 +160,8 @@ def test_a_batch_that_never_drafts_holds_no_more_with_every_step(monkeypatch: py
 def test_a_row_without_a_lane_is_not_passed_for_ever(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two lanes are busy for as long as others may pass; then one of them empties."""
     monkeypatch.setattr("draftsmith.inference.serving.scheduler.PATIENCE_SECONDS", 0.0)
-    options = {"max_new_tokens": 8, "do_sample": False}
     lanes = [("draft", None), ("none", None), ("draft", "chain:2"), *[("draft", None), ("none", None)] * 4]
-    arrivals = [Arrival(oracle.target, [number + 3], options, lane=lane) for number, lane in enumerate(lanes)]
+    arrivals = [greedy(oracle.target, [number + 3], 8, lane=lane) for number, lane in enumerate(lanes)]
     serve(oracle, arrivals, num_first=len(arrivals))
     starts = [one.row.started for one in arrivals if one.row is not None and one.row.started is not None]
     assert starts[2] == min(starts[2:])
@@ -170,7 +170,7 @@ def test_a_row_without_a_lane_is_not_passed_for_ever(oracle: Scheduler, monkeypa
 
 
 def test_reports_tell_drafts_from_the_targets_own_tokens(oracle: Scheduler) -> None:
-    arrival = Arrival(oracle.target, [5, 6, 7], {"max_new_tokens": 20, "do_sample": False}, num_top=3)
+    arrival = greedy(oracle.target, [5, 6, 7], 20, num_top=3)
     serve(oracle, [arrival], num_first=1)
     first, *steps = arrival.pieces
     assert [token.depth for token in first.tokens] == [0]
@@ -202,10 +202,7 @@ def test_long_prompts_are_read_between_the_steps_of_others(monkeypatch: pytest.M
     limits = Limits(max_rows=2, max_length=3 * PREFILL_CHUNK, max_waiting=4)
     scheduler = Scheduler(target, {"draft": drafter}, tree="chain:1", limits=limits)
     long = random_prompt(2 * PREFILL_CHUNK + 9, seed=3)[0].tolist()
-    arrivals = [
-        Arrival(target, [4, 5, 6], {"max_new_tokens": 30, "do_sample": False}),
-        Arrival(target, long, {"max_new_tokens": 3, "do_sample": False}),
-    ]
+    arrivals = [greedy(target, [4, 5, 6], 30), greedy(target, long, 3)]
     events: list[str] = []
     read_chunk, advance = prompt_reading._read_rest, Lane.advance
 
@@ -241,8 +238,7 @@ def test_prompts_that_begin_alike_are_read_once(oracle: Scheduler, monkeypatch: 
 
     monkeypatch.setattr(Target, "prefill", note)
     common = random_prompt(50, seed=5)[0].tolist()
-    options = {"max_new_tokens": 12, "do_sample": False}
-    arrivals = [Arrival(oracle.target, [*common, *rest], options) for rest in ([3, 4, 5], [6, 7, 8, 9], [3, 4, 5])]
+    arrivals = [greedy(oracle.target, [*common, *rest], 12) for rest in ([3, 4, 5], [6, 7, 8, 9], [3, 4, 5])]
     serve(oracle, arrivals[:2], num_first=1)
     serve(oracle, arrivals[2:], num_first=1)
     monkeypatch.undo()
@@ -267,17 +263,14 @@ def test_prompts_and_steps_run_in_the_runners_context(oracle: Scheduler, monkeyp
     for name in ("prefill", "verify"):
         monkeypatch.setattr(Target, name, note(name, getattr(Target, name)))
     monkeypatch.setattr(Step, "active", active)
-    options = {"max_new_tokens": 12, "do_sample": False}
-    serve(oracle, [Arrival(oracle.target, [4, 5, token], options) for token in (6, 7)], num_first=1)
+    serve(oracle, [greedy(oracle.target, [4, 5, token], 12) for token in (6, 7)], num_first=1)
     assert seen == {("prefill", 1), ("verify", 1)}
     assert open_contexts == [0]
 
 
 def test_cancelled_rows_leave_before_the_next_step(oracle: Scheduler) -> None:
     """One runs, one waits."""
-    options = {"max_new_tokens": 150, "do_sample": False}
-    arrivals = [Arrival(oracle.target, [number + 3], options) for number in range(4)]
-
+    arrivals = [greedy(oracle.target, [number + 3], 150) for number in range(4)]
     done = threading.Event()
 
     def look() -> None:
@@ -308,7 +301,7 @@ def test_a_reply_is_counted_before_its_last_piece(oracle: Scheduler) -> None:
         "draftsmith:request_queue_time_seconds_count",
         "draftsmith:e2e_request_latency_seconds_count",
     )
-    arrival = Arrival(oracle.target, [3], {"max_new_tokens": 9, "do_sample": False})
+    arrival = greedy(oracle.target, [3], 9)
     counts: list[tuple[float | None, ...]] = []
     done = threading.Event()
 
@@ -326,9 +319,8 @@ def test_a_reply_is_counted_before_its_last_piece(oracle: Scheduler) -> None:
 
 
 def test_a_failing_step_ends_its_rows_only(oracle: Scheduler, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    options = {"max_new_tokens": 12, "do_sample": False}
     broken, fine, later = (
-        Arrival(oracle.target, [number + 3], options, lane=(name, None))
+        greedy(oracle.target, [number + 3], 12, lane=(name, None))
         for number, name in enumerate(("draft", "none", "draft"))
     )
     advance = Lane.advance
@@ -349,8 +341,7 @@ def test_a_failing_step_ends_its_rows_only(oracle: Scheduler, monkeypatch: pytes
 
 def test_the_queue_is_bounded(oracle: Scheduler) -> None:
     oracle.start()
-    options = {"max_new_tokens": 2, "do_sample": False}
-    rows = [Arrival(oracle.target, [3], options).make_row() for _ in range(21)]
+    rows = [greedy(oracle.target, [3], 2).make_row() for _ in range(21)]
     with pytest.raises(RequestError, match="queue is full") as caught:
         oracle.submit(rows, ("draft", None))
     assert caught.value.status == 429
@@ -360,7 +351,7 @@ def test_the_queue_is_bounded(oracle: Scheduler) -> None:
 def test_stopping_lets_rows_end_for_a_while(oracle: Scheduler) -> None:
     """A short row ends; one that would go on gets an error; no new ones are taken."""
     started, ended = threading.Event(), threading.Event()
-    short = Arrival(oracle.target, [3], {"max_new_tokens": 20, "do_sample": False})
+    short = greedy(oracle.target, [3], 20)
     oracle.start()
     oracle.submit([short.make_row(started.set)], ("draft", None))
     assert started.wait(SECONDS)
@@ -371,7 +362,7 @@ def test_stopping_lets_rows_end_for_a_while(oracle: Scheduler) -> None:
     assert short.pieces[-1].finish_reason == "length"
 
     scheduler = Scheduler(oracle.target, {}, limits=LIMITS)
-    long = Arrival(oracle.target, [3], {"max_new_tokens": 190, "do_sample": False})
+    long = greedy(oracle.target, [3], 190)
     scheduler.start()
     scheduler.submit([long.make_row(lambda: ended.set())], ("draft", None))
     assert ended.wait(SECONDS)
@@ -394,7 +385,7 @@ def test_a_draft_is_as_long_as_the_rows_own_tree(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("draftsmith.inference.decoder.Planner", lambda trees, *_, **__: RestlessPlanner(trees[-1:]))
     target = target_of("llama")
     scheduler = Scheduler(target, {"draft": SmallModelDrafter(target)}, tree="auto", limits=LIMITS)
-    arrivals = [Arrival(target, [5, 6, number], {"max_new_tokens": 12, "do_sample": False}) for number in range(4)]
+    arrivals = [greedy(target, [5, 6, number], 12) for number in range(4)]
     serve(scheduler, arrivals)
     end(scheduler)
     drafts = [draft for arrival in arrivals if arrival.row is not None for draft in arrival.row.drafts]
