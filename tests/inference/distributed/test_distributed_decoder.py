@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from draftsmith.inference import Decoder, DistributedDecoder, Drafter, NgramDrafter, SmallModelDrafter, Target
+from draftsmith.inference import Decoder, DistributedDecoder, Drafter, NgramDrafter, Target
 from draftsmith.inference.distributed.server import TargetServer
-from tests.heads.tiny_heads import tiny_heads
 from tests.inference.distributed import ranks
 from tests.inference.distributed.fake_link import FakeLink
+from tests.inference.distributed.test_drafting import DRAFTERS
 from tests.inference.test_generation import Recorder
 from tests.inference.tiny_encoder_decoders import tiny_encoder_decoder
 from tests.processes import start_ranks
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_multimodal import multimodal_target, prompts_with_media
-from tests.tiny_targets import random_prompt, target_of, tiny_target
+from tests.tiny_targets import random_prompt, target_of
 
 NUM_NEW = 24
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 40, "top_p": 0.95}
@@ -45,18 +45,6 @@ def plain(family: str, prompt: Tensor, **kwargs: Any) -> Tensor:
 def scripted(target: Target, text: Tensor) -> Drafter:
     """Mostly right, with features, and without a candidate beyond the text."""
     return ScriptedDrafter([text[0]], target.vocab_size, ranks=(0, 0, 0, 0, 0, 0, 1, 9), is_strict=False)
-
-
-def small_model(target: Target, text: Tensor) -> Drafter:
-    return SmallModelDrafter(tiny_target("llama", 5))
-
-
-def n_grams(target: Target, text: Tensor) -> Drafter:
-    return NgramDrafter()
-
-
-def heads(kind: str, target: Target, text: Tensor) -> Drafter:
-    return tiny_heads(kind, target)
 
 
 def decode(family: str, drafter: Any, number: int, call: dict[str, Any]) -> tuple[bool, DistributedDecoder]:
@@ -83,9 +71,9 @@ def test_texts_are_those_of_plain_decoding(call: str) -> None:
         assert decoder.timeline.verifications
 
 
-@pytest.mark.parametrize("drafter", [n_grams, small_model, partial(heads, "eagle3"), partial(heads, "kangaroo")])
-def test_drafters_of_every_sort(drafter: Any) -> None:
-    assert decode("llama", drafter, 3, CALLS["sampled"])[0]
+@pytest.mark.parametrize("name", ["n-grams", "small model", "eagle3", "kangaroo"])
+def test_drafters_of_every_sort(name: str) -> None:
+    assert decode("llama", lambda target, _: DRAFTERS[name](target), 3, CALLS["sampled"])[0]
 
 
 def fake(target: Target) -> FakeLink:

@@ -58,16 +58,6 @@ def wait(page: Any) -> None:
     page.locator("#send").wait_for(state="visible", timeout=1000 * SECONDS)
 
 
-def texts(page: Any) -> list[str]:
-    return page.locator(".reply").all_text_contents()
-
-
-def depths(page: Any) -> list[int]:
-    return [
-        int(depth) for depth in page.eval_on_selector_all("[data-depth]", "all => all.map(one => one.dataset.depth)")
-    ]
-
-
 def figures(page: Any) -> dict[str, str]:
     pairs = page.locator(".figures").first.locator("> div:not([role])").all()
     return {pair.locator("dt").inner_text(): pair.locator("dd").inner_text() for pair in pairs}
@@ -86,8 +76,8 @@ def test_replies(browser: Any, chat_target: PreTrainedModel, chat_tokenizer: Any
                 page.get_by_label("Temperature").fill(temperature)
                 send(page, "What are the benefits of exercise?")
                 assert page.locator(".verdict").last.inner_text().startswith("Identical.")
-            assert max(depths(page)) > 1
-            drafted, plain, *_ = texts(page)
+            assert page.eval_on_selector_all("[data-depth]", "all => all.some(one => one.dataset.depth > 1)")
+            drafted, plain, *_ = page.locator(".reply").all_text_contents()
             assert drafted == plain
             assert drafted.startswith("Regular exercise is a great way to improve your mood")  # as in the README
             assert 1 < float(figures(page)["acceptance length"]) <= 5

@@ -71,7 +71,8 @@ def test_a_text_depends_on_nobody_else_in_the_batch(name: str) -> None:
     for number, arrival in enumerate(arrivals):
         assert arrival.pieces[-1].error is None
         assert arrival.tokens == arrival.alone(), number
-        assert arrival.text == "".join(f" {token}" for token in arrival.tokens if not is_end(arrival, token))
+        ends = arrival.options.get("eos_token_id", [])
+        assert arrival.text == "".join(f" {token}" for token in arrival.tokens if token not in ends)
     if "oracle" in name or name == "staged":
         rows = [one.row for one in arrivals if one.row is not None and one.lane[0] == "draft"]
         assert max(len(row.stats.accepted_per_depth) for row in rows) >= 3, "deep drafts were accepted"
@@ -85,10 +86,6 @@ def test_texts_of_a_batch_invariant_target_in_bfloat16() -> None:
     serve(scheduler, arrivals)
     end(scheduler)
     assert [one.tokens for one in arrivals] == [one.alone() for one in arrivals]
-
-
-def is_end(arrival: Arrival, token: int) -> bool:
-    return token in arrival.options.get("eos_token_id", [])
 
 
 def set_costs(monkeypatch: pytest.MonkeyPatch, *, most_rows: int) -> None:
