@@ -74,13 +74,8 @@ def _try_children(
         q_token, p_token = q.gather(1, token)[:, 0], p.gather(1, token)[:, 0]
         accepts = exists & (uniforms[:, rank] * q_token < p_token)
         chosen, is_chosen = torch.where(accepts, child, chosen), is_chosen | accepts
-        rejects = (exists & ~accepts)[:, None]
-        p = torch.where(rejects, _normalise((p - q).clamp(min=0), p), p)
+        left = (p - q).clamp(min=0)
+        total = left.sum(-1, keepdim=True)  # 0 only from rounding: then p stays
+        p = torch.where((exists & ~accepts)[:, None] & (total > 0), left / total.clamp(min=1e-38), p)
         log_q = log_q.scatter(1, token, float("-inf"))
     return chosen, is_chosen, p
-
-
-def _normalise(values: Tensor, otherwise: Tensor) -> Tensor:
-    """Rows [B, V] that sum to one; a row of zeros (from rounding) becomes the row of `otherwise`."""
-    total = values.sum(-1, keepdim=True)
-    return torch.where(total > 0, values / total.clamp(min=1e-38), otherwise)

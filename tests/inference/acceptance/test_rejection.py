@@ -31,7 +31,7 @@ from tests.inference.ragged_texts import texts_of
 from tests.tiny_targets import tiny_target
 
 NUM_DRAWS, VOCAB, FALSE_ALARM = 50_000, 6, 1e-6
-TEXT = torch.tensor([2, 3, 0])
+ROOT = 0
 WIDE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 LOSSLESS = {"exact": accept_exact, "rejection": accept_by_rejection}
 
@@ -79,23 +79,19 @@ def take_step(
     return accept(sampler, tree, target[tree.token_ids], positions, noise=noise)
 
 
-def draw_pairs(
-    accept: Callable[..., Acceptance], sampler: Sampler, policy: StaticTree, target: Tensor, drafter: MarkovDrafter
-) -> tuple[Tensor, float]:
-    """The first two tokens after TEXT, [rows, 2], and the mean number of tokens of the first step."""
-    num_rows = NUM_DRAWS if sampler.row_seeds is None else len(sampler.row_seeds)
-    text, zeros = TEXT.expand(num_rows, -1), torch.zeros(num_rows, dtype=torch.long)
-
-    first = take_step(accept, sampler, policy, target, drafter, text[:, -1], zeros)
-    second = take_step(accept, sampler, policy, target, drafter, first.next_tokens[:, 0], zeros + 1)
+def draw_pairs(policy: StaticTree, target: Tensor, drafter: MarkovDrafter) -> tuple[Tensor, float]:
+    """The first two tokens after ROOT, [NUM_DRAWS, 2], and the mean number of tokens of the first step."""
+    sampler, zeros = make_sampler(), torch.zeros(NUM_DRAWS, dtype=torch.long)
+    first = take_step(accept_by_rejection, sampler, policy, target, drafter, zeros + ROOT, zeros)
+    second = take_step(accept_by_rejection, sampler, policy, target, drafter, first.next_tokens[:, 0], zeros + 1)
     second_token = torch.where(first.counts > 1, first.next_tokens[:, 1], second.next_tokens[:, 0])
     return torch.stack([first.next_tokens[:, 0], second_token], dim=1), first.counts.float().mean().item()
 
 
 def compare(pairs: Tensor, target: Tensor) -> float:
-    """`chi_square` of two tokens after TEXT."""
+    """`chi_square` of two tokens after ROOT."""
     chances = torch.softmax(target.double(), dim=-1)
-    return chi_square(pairs, chances[TEXT[-1], :, None] * chances)
+    return chi_square(pairs, chances[ROOT, :, None] * chances)
 
 
 def chi_square(pairs: Tensor, chances: Tensor) -> float:
@@ -112,7 +108,7 @@ def chi_square(pairs: Tensor, chances: Tensor) -> float:
 
 def test_a_drafter_that_knows_fewer_tokens() -> None:
     target, drafter = random_scores(3), MarkovDrafter(random_scores(4), columns=torch.tensor([5, 1, 2]))
-    pairs, _ = draw_pairs(accept_by_rejection, make_sampler(), StaticTree(WIDE), target, drafter)
+    pairs, _ = draw_pairs(StaticTree(WIDE), target, drafter)
     assert compare(pairs, target) < 1
 
 
@@ -126,7 +122,7 @@ class CandidateDrafter(MarkovDrafter):
 
 def test_a_drafter_with_other_candidates_at_each_node() -> None:
     target, drafter = random_scores(5), CandidateDrafter(random_scores(6))
-    pairs, _ = draw_pairs(accept_by_rejection, make_sampler(), StaticTree(WIDE), target, drafter)
+    pairs, _ = draw_pairs(StaticTree(WIDE), target, drafter)
     assert compare(pairs, target) < 1
 
 
@@ -134,7 +130,7 @@ def test_siblings_behind_a_sharp_draft_are_judged_by_what_is_left_of_q() -> None
     """Behind the likeliest token, q holds 1e-60: no float32, and yet the second child is drawn from it."""
     target, drafter = random_scores(20), MarkovDrafter(random_scores(21))
     drafter.scores[:, 0] += 140
-    pairs, _ = draw_pairs(accept_by_rejection, make_sampler(), StaticTree([[0], [1], [2]]), target, drafter)
+    pairs, _ = draw_pairs(StaticTree([[0], [1], [2]]), target, drafter)
     assert compare(pairs, target) < 1
 
 
@@ -144,7 +140,7 @@ def test_tokens_per_step_of_token_rejection(gamma: int) -> None:
     target, draft = (random_scores(seed)[:1].expand(VOCAB, -1).contiguous() for seed in (5, 6))
     p, q = torch.softmax(target[0], -1), torch.softmax(draft[0], -1)
     alpha = torch.minimum(p, q).sum().item()
-    _, mean = draw_pairs(accept_by_rejection, make_sampler(), chain(gamma), target, MarkovDrafter(draft))
+    _, mean = draw_pairs(chain(gamma), target, MarkovDrafter(draft))
     expected = (1 - alpha ** (gamma + 1)) / (1 - alpha)
     assert mean == pytest.approx(expected, abs=4 * gamma / math.sqrt(NUM_DRAWS))
 
@@ -153,7 +149,7 @@ def test_siblings_that_are_all_there_is_are_always_accepted() -> None:
     """Two tokens, both drafted: the second has all of what is left of p."""
     p, q = torch.full((2, VOCAB, VOCAB), -torch.inf)
     p[:, :2], q[:, :2] = torch.tensor([0.9, 0.1]).log(), torch.tensor([0.2, 0.8]).log()
-    _, mean = draw_pairs(accept_by_rejection, make_sampler(), StaticTree([[0], [1]]), p, MarkovDrafter(q))
+    _, mean = draw_pairs(StaticTree([[0], [1]]), p, MarkovDrafter(q))
     assert mean == pytest.approx(2, abs=1e-4)
 
 

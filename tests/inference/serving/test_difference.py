@@ -13,18 +13,14 @@ from tests.inference.serving.conftest import Running
 from tests.inference.serving.test_replies import MESSAGES, chat_ids
 
 
-def decode(target: Target, tokenizer: PreTrainedTokenizerBase, *, temperature: float) -> list[int]:
-    ids = chat_ids(tokenizer)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    out = generate(target, None, torch.tensor([ids]), seed=5, max_new_tokens=8, **sampling)
-    return out.sequences[0, len(ids) :].tolist()
-
-
 @pytest.mark.parametrize("temperature", [0, 0.9])
 def test_a_fault(
     served: Running, served_target: Target, chat_tokenizer: PreTrainedTokenizerBase, temperature: float
 ) -> None:
-    text = decode(served_target, chat_tokenizer, temperature=temperature)
+    ids = chat_ids(chat_tokenizer)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    out = generate(served_target, None, torch.tensor([ids]), seed=5, max_new_tokens=8, **sampling)
+    text = out.sequences[0, len(ids) :].tolist()
     body: dict[str, Any] = {"messages": MESSAGES, "temperature": temperature, "seed": 5}
     body["texts"] = [text, [*text[:4], (text[4] + 7) % 4096, *text[5:]]]
     with httpx.Client(base_url=served.url, timeout=SECONDS) as client:

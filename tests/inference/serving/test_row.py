@@ -38,9 +38,6 @@ def test_stop_strings_before_the_least_number_of_tokens_do_not_count() -> None:
     assert stops.is_found
 
 
-ROW_FIELDS = ("token_ids", "lengths", "limits", "indices")
-
-
 def make_samplers() -> tuple[list[Sampler], list[TokenHistory]]:
     """Greedy, sampled alike twice, sampled otherwise, with processors that read the text, and with a lazy one."""
     warpers = [stock.TemperatureLogitsWarper(0.6), stock.TopPLogitsWarper(0.8)]
@@ -84,8 +81,8 @@ def test_rows_of_a_joined_sampler_are_those_of_their_own_samplers() -> None:
 
 
 def join(texts: list[TokenHistory], chosen: Sequence[int] = range(7)) -> TokenHistory:
-    own = {name: torch.cat([getattr(texts[one], name) for one in chosen]) for name in ROW_FIELDS}
-    return replace(texts[0], **own)
+    names = ("token_ids", "lengths", "limits", "indices")
+    return replace(texts[0], **{name: torch.cat([getattr(texts[one], name) for one in chosen]) for name in names})
 
 
 def check(joined: Sampler, numbers: list[int], history: TokenHistory) -> None:
