@@ -67,8 +67,7 @@ class TreeWalk:
         self._tokens: list[Tensor] = []
         self._walked: list[Tensor] = []
         self._scores: list[Tensor] = []
-        everywhere = torch.ones_like(self.rows, dtype=torch.bool)
-        self.is_walking = self._may_emit() if sampler.is_lazy else everywhere
+        self.is_walking = self._may_emit() if sampler.is_lazy else torch.ones_like(self.rows, dtype=torch.bool)
 
     def score(self) -> Tensor:
         """[B, V], the processed scores at the rows' nodes, as in plain decoding. Call it once before each step."""

@@ -70,11 +70,8 @@ class Batch:
         texts: [B, length] tokens; few different ones, so that n-grams repeat.
     """
 
-    def __init__(
-        self, target: Target, drafter: Drafter, texts: Tensor, *, max_length: int, num_scratch: int, has_first: bool
-    ) -> None:
+    def __init__(self, target: Target, drafter: Drafter, texts: Tensor, *, max_length: int, num_scratch: int) -> None:
         self.target, self.drafter, self.texts = target, drafter, texts
-        self.has_first = has_first
         mask = torch.ones_like(texts)
         self.features = encode(target, texts, mask, feature_layers=drafter.feature_layers).features
         self.ends = [0] * len(texts)
@@ -84,7 +81,7 @@ class Batch:
             drafter.share_cache(self.state, self.cache)
 
     def read_first(self) -> Self:
-        if self.has_first and self.drafter.reads_first_token:
+        if self.drafter.reads_first_token:
             self.drafter.read_first(self.state, self.texts[:, 0])
         return self
 
@@ -120,7 +117,7 @@ class Batch:
     ) -> tuple[Batch, Batch]:
         """A batch of copied rows whose texts go on as `texts`, and one of the same texts that has yet to begin."""
         sizes = {"max_length": max_length, "num_scratch": num_scratch}
-        copied, fresh = (Batch(self.target, self.drafter, texts, has_first=self.has_first, **sizes) for _ in range(2))
+        copied, fresh = (Batch(self.target, self.drafter, texts, **sizes) for _ in range(2))
         index, counts = torch.tensor(rows), torch.tensor(lengths)
         assert self.drafter.can_copy_rows
         self.drafter.copy_rows(copied.state, self.state, index, counts, max_slots=max(lengths))
@@ -196,7 +193,7 @@ def test_copied_rows_are_rows_read_from_the_start(make: Maker, tmp_path: Path) -
     one. The source goes on as one that was never copied, until a row is full and another still gets many slots."""
     target, drafter = make(tmp_path)
     texts = draw_texts(3, 30, seed=0)
-    sizes: dict[str, Any] = {"max_length": 23, "num_scratch": 6, "has_first": True}
+    sizes = {"max_length": 23, "num_scratch": 6}
     source = Batch(target, drafter, texts, **sizes).read_first()
     # A prompt in parts, of which not every row has one, then one slot of every row.
     for ends in ([6, 6, 6], [12, 8, 12], [12, 8, 19], [13, 9, 20]):
@@ -229,7 +226,7 @@ def test_kept_rows_stay_in_their_memory_and_go_on(make: Maker, tmp_path: Path) -
     """Two of four rows leave, one of them in front, then one more. The rest goes on as in a batch of its own."""
     target, drafter = make(tmp_path)
     texts = draw_texts(4, 40, seed=0)
-    sizes: dict[str, Any] = {"max_length": 39, "num_scratch": 6, "has_first": True}
+    sizes = {"max_length": 39, "num_scratch": 6}
     batch = Batch(target, drafter, texts, **sizes).read_first()
     batch.draft([9, 6, 9, 9], seed=1)
     batch.draft([12, 9, 10, 13], seed=2)
@@ -249,7 +246,7 @@ def test_added_rows_go_on_as_if_they_had_been_there(make: Maker, tmp_path: Path)
     own batch goes on by itself."""
     target, drafter = make(tmp_path)
     texts = draw_texts(4, 40, seed=0)
-    sizes: dict[str, Any] = {"max_length": 39, "num_scratch": 6, "has_first": True}
+    sizes = {"max_length": 39, "num_scratch": 6}
     batch, other = (Batch(target, drafter, part, **sizes).read_first() for part in (texts[:2], texts[2:]))
     if drafter.has_static_state:
         batch.draft([7, 11], seed=0)
@@ -287,7 +284,7 @@ def test_a_row_may_end_within_a_part_of_a_prompt(num_scratch: int) -> None:
     target, drafter = make_heads("kangaroo", {"exit_layer": 4})
     assert drafter.shares_target_cache
     texts, ends = draw_texts(2, 18, seed=0), [9, 16]
-    sizes: dict[str, Any] = {"max_length": 20, "num_scratch": num_scratch, "has_first": True}
+    sizes = {"max_length": 20, "num_scratch": num_scratch}
     batch, at_once = (Batch(target, drafter, texts, **sizes) for _ in range(2))
     for begin, counts, taken in ((0, [8, 8], [8, 8]), (8, [1, 8], [8, 15])):
         target.prefill(batch.cache, texts[:, begin : begin + 8], torch.tensor(counts), span=Span(begin, begin))

@@ -49,7 +49,9 @@ PENALTIES = {"options0": {"repetition_penalty": 1.8}, "options1": {"repetition_p
         {f"{name}-{side}": (options, side) for name, options in PENALTIES.items() for side in ("left", "right")},
     ),
 )
-def test_padding_is_not_penalised(options: dict[str, Any], side: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_padding_is_not_penalised(
+    options: dict[str, Any], side: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not where it is EOS either, as with most Llamas. The oldest transformers penalise it in their batches."""
     options = {**GREEDY, "eos_token_id": EOS, "pad_token_id": 0, **options}
     alone = [new_tokens(model().generate(p[None], **options), len(p))[0] for p in PROMPTS]
@@ -58,11 +60,8 @@ def test_padding_is_not_penalised(options: dict[str, Any], side: str, caplog: py
         one["input_ids"].masked_fill_(one["attention_mask"] == 0, options["pad_token_id"])
     expected = new_tokens(model().generate(**usual, **options), inputs["input_ids"].shape[1])
     assert expected == alone or version.parse(transformers.__version__) < version.parse("5.23")
-    logging.getLogger("transformers").propagate = True
-    try:
-        output = generate(target(), NgramDrafter(), **inputs, **options).sequences
-    finally:
-        logging.getLogger("transformers").propagate = False
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    output = generate(target(), NgramDrafter(), **inputs, **options).sequences
     assert new_tokens(output, inputs["input_ids"].shape[1]) == expected
     assert torch.equal(output[:, : inputs["input_ids"].shape[1]], inputs["input_ids"]), "the prompts come back as given"
     assert any(row[-1] == EOS for row in alone) or options["pad_token_id"] == 0
