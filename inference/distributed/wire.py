@@ -37,6 +37,9 @@ def decode(data: bytes) -> Message:
         if version != VERSION:
             raise ValueError(f"its format has version {version}, and this side reads {VERSION}")
         message: Message = None if kind == "NoneType" else KINDS[kind](**fields, **tensors)
+        features, ids = tensors.get("features"), fields.get("token_ids")
+        if features is not None and len(features) != len(ids):
+            raise ValueError(f"features of {len(features)} of {len(ids)} tokens")
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"a message cannot be read: {error!r}. Install the same release of draftsmith on all ranks"

@@ -69,7 +69,9 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         decode(data)
 
 
-def test_what_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_long_or_lacks_features_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="features of 2 of 3 tokens"):
+        decode(encode(Answer(1, 5, [8, 9, 7], FEATURES.T[:2])))
     monkeypatch.setattr("draftsmith.inference.distributed.wire.MAX_BYTES", 10)
     with pytest.raises(ValueError, match=r"Task of .* bytes is too long"):
         encode(Task(1, 4, 5, [7]))
