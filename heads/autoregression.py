@@ -208,13 +208,14 @@ class AutoregressionHeads(DraftHeads):
         assert features is not None
         fused, caches = self.fuse(features), state.caches
         positions = caches[0].lengths[:, None] + torch.arange(fused.shape[1], device=fused.device)
-        read = None if self.further_layers else counts  # later slots read the keys and values of a single layer only
+        is_single = not self.further_layers  # later slots read the keys and values of a single layer only
 
         def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention.attend(q, *caches[number].append(k, v, counts, max_slots), read)
+            rows = caches[number].open(k.shape[2], counts, max_slots, reads_last=is_single)
+            return attention.decode(q, k, v, rows)
 
-        hidden = self.run_layers(self.embed(next_token_ids), fused, positions, attend, read)
-        hidden = last_slot(hidden, counts) if read is None else hidden
+        hidden = self.run_layers(self.embed(next_token_ids), fused, positions, attend, counts if is_single else None)
+        hidden = hidden if is_single else last_slot(hidden, counts)
         last_hidden = torch.where(counts[:, None, None] > 0, hidden, state.hidden[:, :1])
         state.hidden.narrow(1, 0, 1).copy_(last_hidden)
         state.tree.forget_levels()
@@ -226,7 +227,7 @@ class AutoregressionHeads(DraftHeads):
         positions = (state.caches[0].lengths[:, None] + level.depth).expand(-1, token_ids.shape[1])
 
         def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention.attend(q, *state.caches[number].append_scratch(k, v, level.own, level.ancestors))
+            return attention.decode(q, k, v, state.caches[number].open_scratch(level.own, level.ancestors))
 
         hidden = self.run_layers(self.embed(token_ids), level.parents_of(state.hidden), positions, attend)
         state.hidden.index_copy_(1, level.places, hidden)

@@ -306,14 +306,16 @@ class BlockHeads(DraftHeads):
         context = self.fuse(features)
         positions = state.caches[0].lengths[:, None] + torch.arange(context.shape[1], device=context.device)
         for layer, cache in zip(self.each_layer, state.caches, strict=True):
-            cache.append(*layer.self_attn.project_context(context, positions), counts, max_slots)
+            rows = cache.open(context.shape[1], counts, max_slots)
+            rows.update(*layer.self_attn.project_context(context, positions))
         anchors = last_slot(next_token_ids, counts)
         hidden = self.embed_blocks(anchors)
         size = self.config.block_size
         positions = state.caches[0].lengths[:, None] + torch.arange(size, device=hidden.device)
         for layer, cache in zip(self.each_layer, state.caches, strict=True):
             mask = self.mask_of_block(layer.self_attn.window).expand(hidden.shape[0], -1, -1)
-            hidden = layer.run(hidden, positions, partial(_attend_in_cache, layer.self_attn, cache, mask))
+            rows = cache.open_scratch(cache.columns[:size], mask)
+            hidden = layer.run(hidden, positions, partial(layer.self_attn.decode, rows=rows))
         state.hidden = self.norm(hidden[:, size - self.max_depth :])
         state.logits = self.score_as_target(state.hidden)
         return self.expand(state, anchors, torch.zeros_like(anchors), 0)
@@ -340,12 +342,6 @@ def _attend_in_training(
     attention: BlockAttention, view: BlockView, context: tuple[Tensor, Tensor], q: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     return attention.output(view.attend(q, keys, values, context))
-
-
-def _attend_in_cache(
-    attention: BlockAttention, cache: DraftCache, mask: Tensor, q: Tensor, keys: Tensor, values: Tensor
-) -> Tensor:
-    return attention.attend(q, *cache.append_scratch(keys, values, cache.columns[: mask.shape[1]], mask))
 
 
 def _gather_clamped(token_ids: Tensor, places: Tensor) -> Tensor:

@@ -291,11 +291,9 @@ class MTPHeads(DraftHeads):
         outputs: list[Tensor] = []  # of all blocks but the last, at all slots
         newest: list[Tensor] = []  # of all blocks, at the newest slot
         for depth, (block, cache) in enumerate(zip(self.each_block, state.caches, strict=True)):
-            columns, mask = cache.open(width, counts, max_slots)
-            if depth:
-                mask = _without_first(mask, columns, cache.num_scratch, depth)
             is_last = depth == len(state.caches) - 1
-            rows = Rows(cache, columns, mask, counts if is_last else None)
+            rows = cache.open(width, counts, max_slots, reads_last=is_last)
+            rows = _without_first(rows, depth) if depth else rows
             output = block.next_state(block.layer.decode(block.join(previous, embedded), positions, rows))
             newest.append(output if is_last else last_slot(output, counts))
             if is_last:
@@ -304,8 +302,8 @@ class MTPHeads(DraftHeads):
             # At each token the next depth reads this block's output at the token before.
             previous = torch.cat([last_B1nD[:, :, depth], output[:, :-1]], dim=1)
         if state.trail is not None:
-            every_row = torch.arange(len(columns), device=columns.device)[:, None]
-            state.trail[every_row, columns - state.caches[0].num_scratch] = torch.stack(outputs, dim=2)
+            every_row = torch.arange(len(rows.columns), device=rows.columns.device)[:, None]
+            state.trail[every_row, rows.columns - state.caches[0].num_scratch] = torch.stack(outputs, dim=2)
         last_B1nD = torch.where(counts[:, None, None, None] > 0, torch.stack(newest, dim=2), last_B1nD)
         state.states.narrow(1, 0, 1).copy_(last_B1nD)
         state.tree.forget_levels()
@@ -324,18 +322,18 @@ class MTPHeads(DraftHeads):
             seen = level.ancestors
             if index:
                 seen = seen & ((cache.lengths[:, None] + state.tree.depths >= index)[:, None] | level.itself)
-            mask = cache.see_scratch(seen)
-            if index:
-                mask = _without_first(mask, level.own, cache.num_scratch, index)
+            rows = cache.open_scratch(level.own, seen)
+            rows = _without_first(rows, index) if index else rows
             x = block.join(parent_states[:, :, max(index - 1, 0)], embedded)
-            outputs.append(block.next_state(block.layer.decode(x, positions, Rows(cache, level.own, mask))))
+            outputs.append(block.next_state(block.layer.decode(x, positions, rows)))
         state.states.narrow(2, begin, len(outputs)).index_copy_(1, level.places, torch.stack(outputs, dim=2))
         return DraftLogits(self.score(self.each_block[begin], outputs[0]), self.draft_token_ids)
 
 
-def _without_first(mask: Tensor, columns: Tensor, num_scratch: int, depth: int) -> Tensor:
+def _without_first(rows: Rows, depth: int) -> Rows:
     """Hides the first `depth` columns, which a block of this depth does not have. Each of them still sees itself:
     attention over nothing is NaN."""
-    seen = torch.arange(mask.shape[-1], device=mask.device)
-    is_missing = (seen >= num_scratch) & (seen < num_scratch + depth)
-    return mask & (~is_missing | (seen == columns[..., None])[..., None, :, :])
+    seen, first = torch.arange(rows.mask.shape[-1], device=rows.mask.device), rows.cache.num_scratch
+    is_missing = (seen >= first) & (seen < first + depth)
+    mask = rows.mask & (~is_missing | (seen == rows.columns[..., None])[..., None, :, :])
+    return Rows(rows.cache, rows.columns, mask, rows.counts)

@@ -252,13 +252,12 @@ class ParallelHeads(Eagle3Heads):
         seen = torch.ones(num_masks, num_masks, dtype=torch.bool, device=counts.device).tril()
 
         def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache = state.caches[number]
-            _, _, mask = cache.append(k[:, :, :width], v[:, :, :width], counts, max_slots)
-            keys, values, mask_of_masks = cache.append_scratch(
-                *(k[:, :, width:], v[:, :, width:], steps[:num_masks], seen.expand(batch, -1, -1)),
-                ahead=1 + steps[:num_masks],
-            )
-            return attention.attend(q, keys, values, torch.cat([mask, mask_of_masks], dim=2))
+            cache, own = state.caches[number], steps[:num_masks]
+            slots = cache.open(width, counts, max_slots)
+            masks = cache.open_scratch(own, seen.expand(batch, -1, -1), ahead=1 + own)
+            slots.update(k[:, :, :width], v[:, :, :width])
+            keys, values = masks.update(k[:, :, width:], v[:, :, width:])
+            return attention.attend(q, keys, values, torch.cat([slots.mask, masks.mask], dim=2))
 
         rows = self.with_masks(self.embed(next_token_ids), self.fuse(features), num_masks)
         hidden = self.run_layers(*rows, torch.cat([lengths + steps[:width], mask_positions], dim=1), attend)
