@@ -107,8 +107,8 @@ class EagleHeads(AutoregressionHeads):
             self.config.embedding_scale = balance_embeddings(target)
 
     @property
-    def layer(self) -> EagleLayer:
-        return cast(EagleLayer, self.layers[0])
+    def draft_layers(self) -> tuple[EagleLayer]:
+        return (cast(EagleLayer, self.layers[0]),)
 
     def fuse(self, features: Tensor) -> Tensor:
         return features.to(self.compute_dtype)

@@ -181,12 +181,8 @@ class Eagle3Heads(AutoregressionHeads):
     # The layer's inputs and the scores of its outputs.
 
     @property
-    def layer(self) -> Eagle3Layer:
-        return self.midlayer
-
-    @property
-    def further_layers(self) -> list[DecoderLayer]:
-        return cast(list[DecoderLayer], list(self.layers))
+    def draft_layers(self) -> tuple[Eagle3Layer, *tuple[DecoderLayer, ...]]:
+        return (self.midlayer, *cast(list[DecoderLayer], list(self.layers)))
 
     def fuse(self, features: Tensor) -> Tensor:
         features = features.to(self.compute_dtype)

@@ -174,10 +174,7 @@ class ParallelHeads(Eagle3Heads):
         mask_positions = send(torch.cat([band.positions for band in bands], dim=1), input_ids.device)
         rows = self.with_masks(self.embed(ahead), self.fuse(features), mask_positions.shape[1])
 
-        views = [
-            [self._view(band, length, layer.self_attn.window) for band in bands]
-            for layer in (self.midlayer, *self.further_layers)
-        ]
+        views = [[self._view(band, length, layer.self_attn.window) for band in bands] for layer in self.draft_layers]
 
         def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             (slot_q, *masks_q), (slot_k, *masks_k), (slot_v, *masks_v) = (
@@ -237,7 +234,7 @@ class ParallelHeads(Eagle3Heads):
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> ParallelState:  # type: ignore[override]
         self.require_vocabulary()
         sizes = {"num_slots": max_length, "num_scratch": self.max_depth - 1}
-        caches = [layer.self_attn.new_cache(batch_size, **sizes) for layer in (self.midlayer, *self.further_layers)]
+        caches = [layer.self_attn.new_cache(batch_size, **sizes) for layer in self.draft_layers]
         hidden = torch.zeros(batch_size, self.max_depth, self.config.hidden_size, device=self.device, dtype=self.dtype)
         return ParallelState(caches, hidden)
 

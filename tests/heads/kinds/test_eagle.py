@@ -82,7 +82,7 @@ class TestGradients:
         """Without attention, step 1 knows the features through step 0's outputs only."""
         heads = eagle(target, ttt_steps=2)
         with torch.no_grad():
-            heads.layer.self_attn.o_proj.weight.zero_()
+            heads.layers[0].self_attn.o_proj.weight.zero_()
         features = torch.randn(1, 6, 32, requires_grad=True)
         first, second = heads.unroll(features, random_prompt(6))
         second.hidden.sum().backward(retain_graph=True)
