@@ -7,9 +7,9 @@ import pytest
 
 from draftsmith.heads.formats.eagle.eagle3 import IDS
 from draftsmith.heads.formats.registry import find_format
-from tests.heads.formats.round_trip import CHECKPOINTS, NUM_LAYERS, change, publish, refusal_of
+from draftsmith.inference import Target
+from tests.heads.formats.round_trip import CHECKPOINTS, change, publish, refusal_of
 from tests.heads.tiny_heads import AS_PUBLISHED, tiny_heads
-from tests.tiny_targets import target_of
 
 SPARK = {"block_size": 4, "predicts_at_anchor": True, "markov_rank": 6, "has_confidence": True}
 MORE: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -86,8 +86,7 @@ KEYS: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "keys", "message"), KEYS, ids=[f"{name}-{keys}" for name, keys, _ in KEYS])
-def test_a_key_that_is_wrong_is_named(name: str, keys: dict[str, Any], message: str) -> None:
-    target = target_of("llama", num_hidden_layers=NUM_LAYERS)
+def test_a_key_that_is_wrong_is_named(name: str, keys: dict[str, Any], message: str, target: Target) -> None:
     wanted, kind, settings = {**CHECKPOINTS, **MORE}[name]
     known = find_format(wanted, kind)
     published = change(publish(known, tiny_heads(kind, target, **settings)), config=keys)

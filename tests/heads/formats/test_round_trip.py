@@ -15,10 +15,15 @@ from draftsmith.heads.formats.format import Format
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import FORMATS, find_format
 from draftsmith.inference import Target
-from tests.heads.formats.round_trip import NUM_LAYERS, assert_damage_is_named, assert_lost_keys_are_refused
+from tests.heads.formats.round_trip import (
+    assert_damage_is_named,
+    assert_lost_keys_are_refused,
+    export_heads,
+    publish,
+    write,
+)
 from tests.heads.test_contract import assert_same_tensors, config_of
 from tests.heads.tiny_heads import AS_PUBLISHED, VARIANT_IDS, VARIANTS, tiny_heads
-from tests.tiny_targets import target_of
 
 # What a format does not take, per variant, and the words of its reason. The other pairs must come back as they were.
 REFUSED: dict[tuple[str, str], str] = {
@@ -151,12 +156,6 @@ CASES = [
 ]
 
 
-def export(known: Format, heads: DraftHeads, target: Target, folder: Path) -> Path:
-    folder.mkdir()
-    known.write(heads.config, heads.state_dict(), target).save(folder)
-    return folder
-
-
 @pytest.mark.parametrize(("known", "kind", "overrides", "reason", "dtype", "is_damaged"), CASES)
 def test_heads_come_back_as_they_were(
     known: Format,
@@ -165,15 +164,15 @@ def test_heads_come_back_as_they_were(
     reason: str | None,
     dtype: torch.dtype,
     is_damaged: bool,
+    target: Target,
     tmp_path: Path,
 ) -> None:
-    target = target_of("llama", num_hidden_layers=NUM_LAYERS)
     heads = tiny_heads(kind, target, **overrides).to(dtype)
     if reason is not None:
         with pytest.raises(ValueError, match=reason):
-            export(known, heads, target, tmp_path / "out")
+            export_heads(known, heads)
         return
-    folder = export(known, heads, target, tmp_path / "out")
+    folder = write(export_heads(known, heads), tmp_path)
     again = DraftHeads.from_pretrained(folder, target=target)
     assert type(again) is type(heads)
     assert not again.training
@@ -191,8 +190,6 @@ def test_heads_come_back_as_they_were(
     assert_lost_keys_are_refused(known, published, heads)
 
 
-def test_sglang_counts_layers_from_the_one_after() -> None:
-    target = target_of("llama", num_hidden_layers=NUM_LAYERS)
-    heads = tiny_heads("eagle3", target, feature_layers=[1, 3, 6])
-    config = find_format("sglang", "eagle3").write(heads.config, heads.state_dict(), target).config
+def test_sglang_counts_layers_from_the_one_after(target: Target) -> None:
+    config = publish(find_format("sglang", "eagle3"), tiny_heads("eagle3", target, feature_layers=[1, 3, 6])).config
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]

@@ -12,7 +12,7 @@ from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
-from tests.heads.formats.round_trip import CHECKPOINTS, change, heads_of, publish_as, read, refusal
+from tests.heads.formats.round_trip import CHECKPOINTS, change, heads_of, publish, publish_as, read, refusal
 from tests.heads.test_contract import assert_same_tensors
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt
@@ -116,8 +116,7 @@ def test_frozen_copies_of_the_targets_tensors_in_the_speculators_format(
     draft_vocab_size: int | None, target: Target
 ) -> None:
     heads = tiny_heads("eagle3", target, draft_vocab_size=draft_vocab_size)
-    exported = find_format("speculators", "eagle3").write(heads.config, heads.state_dict(), target)
-    published = Published("somewhere", json.loads(json.dumps(exported.config)), exported.file, dict(exported.tensors))
+    published = publish(find_format("speculators", "eagle3"), heads)
     lm_head, gain = target.lm_head_weight().detach(), target.final_norm_gain()
     rows = lm_head if draft_vocab_size is None else lm_head[published["t2d"]]
     for copy in (lm_head, rows):
