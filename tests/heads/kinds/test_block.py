@@ -17,11 +17,8 @@ from draftsmith.heads.kinds.block import BlockHeads
 from draftsmith.heads.modules import block_view as view_module
 from draftsmith.inference import DraftSampling, Target, chain, generate
 from draftsmith.inference.trees.token_tree import TokenTree
-from draftsmith.training.features.encoding import encode
-from draftsmith.training.losses.draft_loss import draft_loss
-from draftsmith.training.losses.teacher import compute_teacher
 from tests.heads.kinds.slow_layer import run_block
-from tests.heads.tiny_heads import tiny_heads
+from tests.heads.tiny_heads import compute_loss, encode_for, tiny_heads
 from tests.tiny_targets import random_prompt
 
 block = partial(tiny_heads, "block")
@@ -166,11 +163,8 @@ class TestTrainingSlots:
         heads = block(target, **SWITCHES["dspark"]).train()
         input_ids = random_prompt(9)
         mask = torch.zeros_like(input_ids)
-        encoded = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
         loss_type = "1.8*total_variation+0.1*cross_entropy"
-        teacher = compute_teacher(target, encoded.last_hidden, input_ids, mask, None, loss_type=loss_type)
-        steps = heads.unroll_where(encoded.features, input_ids, mask)
-        loss = draft_loss(steps, teacher, mask, loss_type=loss_type, step_decay=0.8).loss
+        loss = compute_loss(heads, encode_for(heads, input_ids), input_ids, mask, loss_type=loss_type).loss
         assert loss.item() == 0
         loss.backward()
         trained = {name: weight for name, weight in heads.named_parameters() if weight.requires_grad}

@@ -19,11 +19,10 @@ from draftsmith.heads.kinds.kangaroo import KangarooHeads
 from draftsmith.inference import DraftSampling, DynamicTree, Target, chain
 from draftsmith.inference.step import Step
 from draftsmith.inference.trees.token_tree import TokenTree
-from draftsmith.training.features.encoding import encode
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.test_contract import Prefix, assert_scores, assert_tree_matches
-from tests.heads.tiny_heads import tiny_heads
+from tests.heads.tiny_heads import encode_for, tiny_heads
 from tests.tiny_targets import random_prompt, target_of, tiny_target
 
 kangaroo = partial(tiny_heads, "kangaroo")
@@ -82,8 +81,7 @@ def test_the_first_layers_are_prepared_once_for_each_model(monkeypatch: pytest.M
 def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any]) -> None:
     heads = kangaroo(target, **overrides)
     input_ids = random_prompt(9, batch_size=2)
-    encoded = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
-    (step,) = heads.unroll(encoded.features, input_ids)
+    (step,) = heads.unroll(encode_for(heads, input_ids).features, input_ids)
     assert step.shift == 2
     for row in range(2):
         expected = score_slowly(heads, input_ids[row].tolist())
