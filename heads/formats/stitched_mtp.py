@@ -144,7 +144,7 @@ class VLLMMTP(Format):
         settings = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
         own = {"num_steps": config.num_steps, "norm_output": config.norm_output}
         settings |= {"num_nextn_predict_layers": num_blocks, OWN_KEY: own}
-        replaced = {one for one in find_tensors(str(checkpoint)) if naming.has(one, target.num_layers)}
+        replaced = {one for one in find_tensors(str(checkpoint)) if naming.place(one, target.num_layers) is not None}
         return Stitched(
             settings,
             written,

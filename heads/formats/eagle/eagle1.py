@@ -57,8 +57,6 @@ class Eagle1(Format):
         reading = Reading(published, target, dict(published))
         layers = {match[1] for name in published if (match := re.match(r"layers\.(\d+)\.", name))}
         settings = read_decoder(reading, len(layers))
-        if len(layers) > 1:
-            reading.refuse(f"the checkpoint has {len(layers)} layers, and EAGLE-1 heads here have one")
         drop_rope_tables(reading, settings)
         settings |= {
             **read_biases(reading, "layers.0."),
