@@ -92,10 +92,7 @@ class AutoregressionHeads(DraftHeads):
     def init_from_target(self, target: Target) -> None:
         """Embeddings of the heads' own start as the target's."""
         if self.config.own_embedding:
-            with torch.no_grad():
-                self.embed_tokens.weight.copy_(
-                    target.embed_tokens(torch.arange(target.vocab_size, device=target.device))
-                )
+            self.embed_tokens.weight.copy_(target.embed_tokens(torch.arange(target.vocab_size, device=target.device)))
 
     @property
     def dtype(self) -> torch.dtype:

@@ -201,7 +201,7 @@ class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[mis
         self.token_counts = token_counts
 
     def init_from_target(self, target: Target) -> None:
-        """Copies initial weights from the target. The base class copies nothing."""
+        """Copies initial weights from the target; called without gradients. The base class copies nothing."""
 
     # Binding.
 

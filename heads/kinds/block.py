@@ -205,16 +205,15 @@ class BlockHeads(DraftHeads):
         """The LM head expects states of the final norm's scale, so the norm starts from the target's. MASK and the
         Markov bias start from the target's embeddings; from random numbers the bias learns far less in a few million
         tokens."""
-        with torch.no_grad():
-            if (gain := target.final_norm_gain()) is not None:
-                self.norm.weight.copy_(gain)
-            if (token := self.config.mask_token_id) is None:
-                self.mask_embedding.copy_(mean_embedding(target))
-            else:
-                self.mask_embedding.copy_(target.embed_tokens(torch.tensor([token], device=target.device))[0])
-            if self.markov is not None:
-                known = principal_embeddings(target, self.config.markov_rank)
-                self.markov.embedding.weight[:, : known.shape[1]] = known
+        if (gain := target.final_norm_gain()) is not None:
+            self.norm.weight.copy_(gain)
+        if (token := self.config.mask_token_id) is None:
+            self.mask_embedding.copy_(mean_embedding(target))
+        else:
+            self.mask_embedding.copy_(target.embed_tokens(torch.tensor([token], device=target.device))[0])
+        if self.markov is not None:
+            known = principal_embeddings(target, self.config.markov_rank)
+            self.markov.embedding.weight[:, : known.shape[1]] = known
 
     # Used by training and decoding.
 

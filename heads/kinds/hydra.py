@@ -185,9 +185,8 @@ class HydraHeads(DraftHeads):
 
     def init_from_target(self, target: Target) -> None:
         weight = target.lm_head_weight()
-        with torch.no_grad():
-            for lm_head in self.lm_head:
-                cast(Tensor, lm_head.weight).copy_(weight)
+        for lm_head in self.lm_head:
+            cast(Tensor, lm_head.weight).copy_(weight)
 
     def embed_normed(self, token_ids: Tensor) -> Tensor:
         return cast(Tensor, self.embedding_norm(self.embed(token_ids)))

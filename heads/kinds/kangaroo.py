@@ -142,9 +142,8 @@ class KangarooHeads(DraftHeads):
 
     def init_from_target(self, target: Target) -> None:
         """The LM head expects states of the final norm's scale."""
-        with torch.no_grad():
-            if (gain := target.final_norm_gain()) is not None:
-                self.norm.weight.copy_(gain)
+        if (gain := target.final_norm_gain()) is not None:
+            self.norm.weight.copy_(gain)
 
     def score(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V], by the target's LM head."""

@@ -209,16 +209,15 @@ class MTPHeads(DraftHeads):
         """The LM head expects states of the final norm's scale, so the norm starts from the target's. The projection
         starts by passing the state on, which learns faster than a random projection."""
         gain, size = target.final_norm_gain(), target.hidden_size
-        with torch.no_grad():
-            for block in self.each_block:
-                if gain is not None:
-                    block.norm.weight.copy_(gain)
-                state_begin = 0 if block.is_hidden_first else size
-                embedding = block.eh_proj.weight[:, size - state_begin : 2 * size - state_begin]
-                embedding.mul_(0.5)
-                block.eh_proj.weight[:, state_begin : state_begin + size] = torch.eye(size, device=embedding.device)
-            if self.config.reads_before_final_norm:
-                cast(Tensor, self.state_gain).copy_(find_state_gain(target))
+        for block in self.each_block:
+            if gain is not None:
+                block.norm.weight.copy_(gain)
+            state_begin = 0 if block.is_hidden_first else size
+            embedding = block.eh_proj.weight[:, size - state_begin : 2 * size - state_begin]
+            embedding.mul_(0.5)
+            block.eh_proj.weight[:, state_begin : state_begin + size] = torch.eye(size, device=embedding.device)
+        if self.config.reads_before_final_norm:
+            cast(Tensor, self.state_gain).copy_(find_state_gain(target))
 
     def first_state(self, features: Tensor) -> Tensor:
         """The state that depth 0 reads. `hnorm` ignores the length of its input, so dividing by the gain of the

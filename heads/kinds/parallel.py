@@ -141,8 +141,7 @@ class ParallelHeads(Eagle3Heads):
 
     def init_from_target(self, target: Target) -> None:
         super().init_from_target(target)
-        with torch.no_grad():
-            self._mask_row().copy_(mean_embedding(target))
+        self._mask_row().copy_(mean_embedding(target))
 
     def _mask_row(self) -> Tensor:
         """[D], the embedding of mask rows: by itself, or a row of the heads' own table."""
