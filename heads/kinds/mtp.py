@@ -264,19 +264,12 @@ class MTPHeads(DraftHeads):
             block.layer.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch)
             for block in self.each_block
         ]
-        states, trail = (
-            torch.zeros(batch_size, length, count, self.config.hidden_size, device=self.device, dtype=self.dtype)
-            for length, count in (
-                (1 + num_scratch, len(caches)),
-                (max_length + 1, len(caches) - 1),
-            )  # the last slot takes padding
-        )
-        return MTPState(
-            caches,
-            states=states,
-            trail=trail if len(caches) > 1 else None,
-            tree=TreeRows(batch_size, num_scratch, self.device),
-        )
+        zeros = partial(torch.zeros, device=self.device, dtype=self.dtype)
+        size, count = self.config.hidden_size, len(caches)
+        states = zeros(batch_size, 1 + num_scratch, count, size)
+        # The last slot takes padding.
+        trail = zeros(batch_size, max_length + 1, count - 1, size) if count > 1 else None
+        return MTPState(caches, states, trail, TreeRows(batch_size, num_scratch, self.device))
 
     def extend(
         self, state: MTPState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
