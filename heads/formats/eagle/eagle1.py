@@ -79,12 +79,10 @@ class Eagle1(Format):
             if stated and published.setting("bias") is None and not is_sglang:
                 reading.refuse('config.json has no "bias", which means true: where fc has none, set "bias" to false')
             return bool(stated)
-        if stated:
+        if stated or (is_sglang and bias.any()):
             return True
-        if bool(bias.any()) and not is_sglang:
+        if bias.any():
             reading.refuse('config.json has "bias": false, and tensor fc.bias is not zero')
-        if bool(bias.any()):
-            return True
         del reading.tensors["fc.bias"]
         return False
 

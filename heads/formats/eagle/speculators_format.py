@@ -54,9 +54,10 @@ class Speculators(Eagle3):
         refuse_unwritable(self.title, *engine_limits(config, "vLLM"))
         token, named = write_masks(config, tensors, target)
         named.setdefault("embed_tokens.weight", target_table(target).to(named["fc.weight"].dtype))
-        algorithm, cls, depths = _ALGORITHMS[0], "Eagle3DraftModel", config.ttt_steps if token is None else 0
-        if token is not None:
-            algorithm, cls, depths = _ALGORITHMS[1], "PEagleDraftModel", config.num_depths
+        if token is None:
+            algorithm, cls, depths = "eagle3", "Eagle3DraftModel", config.ttt_steps
+        else:
+            algorithm, cls, depths = "peagle", "PEagleDraftModel", config.num_depths
         keys = {
             **speculators_keys(config, target, algorithm, depths),
             "architectures": [cls],
