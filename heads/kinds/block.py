@@ -35,9 +35,6 @@ from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
-# gamma of the loss weights exp(-(k - 1) / gamma), by block size (DFlash); elsewhere half the block.
-DECAY_OF_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
-
 
 def spaced_feature_layers(num_layers: int, count: int = 5) -> list[int]:
     """Tapped layers: evenly spaced from the second layer to the third-last one, as in DFlash's code; fewer where these
@@ -197,9 +194,10 @@ class BlockHeads(DraftHeads):
 
     @property
     def default_step_decay(self) -> float:  # type: ignore[override]
-        """The factor from one step to the next of the weights exp(-(k - 1) / gamma)."""
+        """The factor from one step to the next of the weights exp(-(k - 1) / gamma); gamma is half the block, but 7 for
+        the 16 tokens of DFlash."""
         size = self.config.block_size
-        return math.exp(-1 / DECAY_OF_BLOCK.get(size, size / 2))
+        return math.exp(-1 / (7 if size == 16 else size / 2))
 
     def init_from_target(self, target: Target) -> None:
         """The LM head expects states of the final norm's scale, so the norm starts from the target's. MASK and the
