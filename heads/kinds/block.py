@@ -36,16 +36,16 @@ from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
 
-def spaced_feature_layers(num_layers: int, count: int = 5) -> list[int]:
-    """Tapped layers: evenly spaced from the second layer to the third-last one, as in DFlash's code; fewer where these
-    collide.
+def spaced_feature_layers(num_layers: int) -> list[int]:
+    """Five tapped layers: evenly spaced from the second layer to the third-last one, as in DFlash's code; fewer where
+    these collide.
 
     >>> spaced_feature_layers(36), spaced_feature_layers(16), spaced_feature_layers(6)
     ([2, 10, 18, 26, 34], [2, 5, 8, 11, 14], [2, 3, 4])
     """
     low = min(2, num_layers)
     high = max(num_layers - 2, low)
-    count = min(count, high - low + 1)
+    count = min(5, high - low + 1)
     return [low] if count == 1 else [low + (2 * i * (high - low) + count - 1) // (2 * count - 2) for i in range(count)]
 
 

@@ -338,13 +338,13 @@ def draw_tree(widths: list[int], batch: int, vocab_size: int, seed: int) -> tupl
     return tokens, parents
 
 
-def assert_tree_matches(prefix: Prefix, state: Any, seed: int) -> None:
+def assert_tree_matches(prefix: Prefix, state: Any) -> None:
     """Drafts a tree with several frontier nodes a level, and compares each node's scores with its own path's unroll."""
     heads = prefix.heads
     depth = len(heads.unroll(torch.zeros(1, 8, prefix.features.shape[-1]), random_prompt(8))) - 1
     widths = [3, 4, 1, 5, 2, 3] if heads.runs_target_layers else [3, 4, 1, 5, 2, 3][:depth]
     batch = len(prefix.lengths)
-    tokens, parents = draw_tree(widths, batch, heads.target.vocab_size, seed)
+    tokens, parents = draw_tree(widths, batch, heads.target.vocab_size, seed=1)
     paths: list[list[list[int]]] = [[[]] for _ in range(batch)]
     for level, (ids, above) in enumerate(zip(tokens, parents, strict=True)):
         logits = prefix.scores_of(heads.expand(state, ids, above, level + 1))
@@ -372,7 +372,7 @@ class TestDrafting:
         found = prefix.extend(state, [0, 0, 0], prefix.counts.tolist())
         for row in range(3):
             assert_scores(found[row], prefix.expected(row, []))
-        assert_tree_matches(prefix, state, seed=1)
+        assert_tree_matches(prefix, state)
 
     @first_of_each_kind
     def test_long_prompts_are_read_in_chunks(self, head_type: str, overrides: dict[str, Any]) -> None:
@@ -405,7 +405,7 @@ def test_a_window_keeps_its_slots_in_a_ring(
             found = prefix.extend(state, starts, ends)
         for row in range(3):
             assert_scores(found[row], prefix.expected(row, []))
-        assert_tree_matches(prefix, state, seed=1)
+        assert_tree_matches(prefix, state)
         caches = state.caches
         assert all(cache.keys.shape[2] == cache.num_scratch + 6 + 4 + 1 for cache in caches)
 
