@@ -1,14 +1,31 @@
-"""A decoder layer one slot at a time, and a block drafter's pass, for references that are compared with trained heads.
+"""A decoder layer one slot at a time, a block drafter's pass, and how heads are compared with references made of them.
 
 Legend: D hidden size, H query heads, d head size, T context length, N block size.
 """
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from draftsmith.heads import DraftStep
+from tests.tiny_targets import random_prompt
+
+
+def unroll_both(
+    heads: Any, slowly: Callable[[Any, Tensor, list[int]], list[list[Tensor]]]
+) -> Iterator[tuple[DraftStep, Tensor, Tensor]]:
+    """For each row of a random batch and each step of its unroll: the step, its states [T', D] at the slots that the
+    slow reference has, and what that gives there, stacked."""
+    input_ids = random_prompt(9, batch_size=2)
+    features = torch.randn(2, 9, len(heads.feature_layers) * heads.target.hidden_size)
+    steps = heads.unroll(features, input_ids)
+    for row, ids in enumerate(input_ids.tolist()):
+        for step, outputs in zip(steps, slowly(heads, features[row], ids), strict=True):
+            yield step, step.hidden[row, : len(outputs)], torch.stack(outputs)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
