@@ -96,38 +96,18 @@ MORE: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("hydra", "hydra", {**_HYDRA_PLUS, "rope_parameters": {**_ROPE, "rope_theta": 5e5}}, "rope_parameters is .*500000"),
     ("hydra", "hydra", {**_HYDRA_PLUS, "intermediate_size": 24}, "intermediate_size is 24, and there 64"),
 ]
-# Layers that are not the usual ones -> the formats that cannot have them, and why.
-LAYERS: dict[tuple[int, ...], dict[str, str]] = {
-    (1, 3, 6): {"eagle": "their code reads layers"},
-    (7, 2, 4): {
-        "eagle": "their code reads layers",
-        "vllm": "vLLM sorts",
-        "sglang": "SGLang sorts",
-        "speculators": "vLLM sorts",
-    },
-    (2, 5): {
-        "eagle": "their code reads layers",
-        "vllm": "vLLM taps three",
-        "sglang": "SGLang taps three",
-        "speculators": "vLLM taps three",
-    },
-    (2, 4, 8): {
-        "eagle": "reads layers",
-        "vllm": "not the last norm's output",
-        "sglang": "not the last norm's output",
-        "speculators": "not the last norm",
-    },
-    (0, 4, 5): {"eagle": "their code reads layers", "sglang": "SGLang cannot tap the embeddings"},
-}
 _OWN_SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "intermediate_size": 40}
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 # As `MORE`, where no damage is looked for.
 WHOLE = [
-    *(
-        (name, "eagle3", {"feature_layers": [*layers]}, reasons.get(name))
-        for layers, reasons in LAYERS.items()
-        for name in ("eagle", "vllm", "sglang", "speculators")
-    ),
+    # Layers that are not the usual ones. The engines' limits are one function.
+    *((name, "eagle3", {"feature_layers": [1, 3, 6]}, None) for name in ("vllm", "sglang", "speculators")),
+    *((name, "eagle3", {"feature_layers": [0, 4, 5]}, None) for name in ("vllm", "speculators")),
+    ("sglang", "eagle3", {"feature_layers": [0, 4, 5]}, "SGLang cannot tap the embeddings"),
+    ("eagle", "eagle3", {"feature_layers": [1, 3, 6]}, "their code reads layers"),
+    ("vllm", "eagle3", {"feature_layers": [7, 2, 4]}, "vLLM sorts"),
+    ("sglang", "eagle3", {"feature_layers": [2, 4, 8]}, "not the last norm's output"),
+    ("speculators", "eagle3", {"feature_layers": [2, 5]}, "vLLM taps three"),
     *(
         (name, kind, {"rope_parameters": {**_ROPE, "rope_theta": 5e5, **rope}, **_OWN_SIZES}, None)
         for rope in ({}, {"rope_type": "llama3", **_LLAMA3})
