@@ -5,6 +5,7 @@ if not __name__.startswith("draftsmith."):  # a second copy of the classes must 
 
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from draftsmith.heads.base import DraftHeads
@@ -53,5 +54,6 @@ def create_heads(head_type: str, target: Target | PreTrainedModel, **overrides: 
     target = Target.of(target)
     heads = kind(kind.config_class.from_target(target, **overrides))
     heads.bind(target)
-    heads.init_from_target(target)
+    with torch.no_grad():
+        heads.init_from_target(target)
     return heads

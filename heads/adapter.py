@@ -125,10 +125,8 @@ def load_adapter(model: nn.Module, folder: Path, *, merge: bool) -> nn.Module:
     except (RuntimeError, SafetensorError) as error:
         raise ValueError(f"the adapter in {folder} does not fit the target, or is damaged: {error}") from error
     adapted.eval()
-    if not merge:
-        setattr(adapted, _HASH, hash_adapter(folder))
-        return cast(nn.Module, adapted)
-    merged: nn.Module = adapted.merge_and_unload()
-    setattr(merged, _MERGED, place)
-    setattr(merged, _HASH, hash_adapter(folder))
-    return merged
+    if merge:
+        adapted = adapted.merge_and_unload()
+        setattr(adapted, _MERGED, place)
+    setattr(adapted, _HASH, hash_adapter(folder))
+    return cast(nn.Module, adapted)

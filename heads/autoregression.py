@@ -92,25 +92,17 @@ class AutoregressionHeads(DraftHeads):
     def init_from_target(self, target: Target) -> None:
         """Embeddings of the heads' own start as the target's."""
         if self.config.own_embedding:
-            with torch.no_grad():
-                self.embed_tokens.weight.copy_(
-                    target.embed_tokens(torch.arange(target.vocab_size, device=target.device))
-                )
+            self.embed_tokens.weight.copy_(target.embed_tokens(torch.arange(target.vocab_size, device=target.device)))
 
     @property
     def dtype(self) -> torch.dtype:
         """transformers' own walks through all parameters at every call."""
-        return self.layer.self_attn.k_proj.weight.dtype
+        return self.draft_layers[0].self_attn.k_proj.weight.dtype
 
     @property
     @abstractmethod
-    def layer(self) -> DraftLayer:
-        """The first layer."""
-
-    @property
-    def further_layers(self) -> list[DecoderLayer]:
-        """The layers above the first, each of which reads the output of the one before."""
-        return []
+    def draft_layers(self) -> tuple[DraftLayer, *tuple[DecoderLayer, ...]]:
+        """The first layer, and those above it, each of which reads the output of the one before."""
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -137,12 +129,12 @@ class AutoregressionHeads(DraftHeads):
         Args:
             counts: of a single layer, whose `attend` gives its output at each row's last own slot only [B, 1, D].
         """
-        first = self.layer
+        first, *further = self.draft_layers
         residual, inputs = self.prepare(embedded, state)
         attended = attend(0, first.self_attn, *first.self_attn.project(inputs, positions))
         residual = residual if counts is None else last_slot(residual, counts)
         hidden = first.finish(residual, attended)
-        for number, layer in enumerate(self.further_layers, start=1):
+        for number, layer in enumerate(further, start=1):
             hidden = layer.run(hidden, positions, partial(attend, number, layer.self_attn))
         return self.finish(hidden)
 
@@ -163,7 +155,7 @@ class AutoregressionHeads(DraftHeads):
         positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
         embedded = self.embed(input_ids)
         steps: list[DraftStep] = []
-        past: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in (self.layer, *self.further_layers)]
+        past: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in self.draft_layers]
 
         def attend(number: int, attention: DraftAttention, q: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = past[number]
@@ -190,7 +182,7 @@ class AutoregressionHeads(DraftHeads):
         self.require_vocabulary()
         caches = [
             layer.self_attn.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch)
-            for layer in (self.layer, *self.further_layers)
+            for layer in self.draft_layers
         ]
         hidden = torch.zeros(batch_size, 1 + num_scratch, self.config.hidden_size, device=self.device, dtype=self.dtype)
         tree = TreeRows(batch_size, num_scratch, self.device)
@@ -208,13 +200,14 @@ class AutoregressionHeads(DraftHeads):
         assert features is not None
         fused, caches = self.fuse(features), state.caches
         positions = caches[0].lengths[:, None] + torch.arange(fused.shape[1], device=fused.device)
-        read = None if self.further_layers else counts  # later slots read the keys and values of a single layer only
+        is_single = len(self.draft_layers) == 1  # later slots read the keys and values of a single layer only
 
         def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention.attend(q, *caches[number].append(k, v, counts, max_slots), read)
+            rows = caches[number].open(k.shape[2], counts, max_slots, reads_last=is_single)
+            return attention.decode(q, k, v, rows)
 
-        hidden = self.run_layers(self.embed(next_token_ids), fused, positions, attend, read)
-        hidden = last_slot(hidden, counts) if read is None else hidden
+        hidden = self.run_layers(self.embed(next_token_ids), fused, positions, attend, counts if is_single else None)
+        hidden = hidden if is_single else last_slot(hidden, counts)
         last_hidden = torch.where(counts[:, None, None] > 0, hidden, state.hidden[:, :1])
         state.hidden.narrow(1, 0, 1).copy_(last_hidden)
         state.tree.forget_levels()
@@ -226,7 +219,7 @@ class AutoregressionHeads(DraftHeads):
         positions = (state.caches[0].lengths[:, None] + level.depth).expand(-1, token_ids.shape[1])
 
         def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention.attend(q, *state.caches[number].append_scratch(k, v, level.own, level.ancestors))
+            return attention.decode(q, k, v, state.caches[number].open_scratch(level.own, level.ancestors))
 
         hidden = self.run_layers(self.embed(token_ids), level.parents_of(state.hidden), positions, attend)
         state.hidden.index_copy_(1, level.places, hidden)

@@ -201,7 +201,7 @@ class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[mis
         self.token_counts = token_counts
 
     def init_from_target(self, target: Target) -> None:
-        """Copies initial weights from the target. The base class copies nothing."""
+        """Copies initial weights from the target; called without gradients. The base class copies nothing."""
 
     # Binding.
 
@@ -246,6 +246,7 @@ class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[mis
             self._copies.views.add(view)
         return view
 
+    @torch.no_grad()
     def write_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replaces all weights in place, also in the views that decoders have made. Call it between two steps.
 
@@ -256,7 +257,16 @@ class DraftHeads(DraftVocabulary, Drafter, PreTrainedModel):  # type: ignore[mis
         Raises:
             ValueError: names or shapes differ from the heads' own.
         """
-        self._copies.write(self, {name: tensor for name, tensor in weights.items() if name != COUNTS})
+        given = {name: tensor for name, tensor in weights.items() if name != COUNTS}
+        own: dict[str, Tensor] = dict(self.named_parameters())
+        own |= {name: buffer for name, buffer in self.named_buffers() if name in given}
+        if {name: x.shape for name, x in given.items()} != {name: x.shape for name, x in own.items()}:
+            raise ValueError(
+                f"got weights of other {self.config.head_type} heads, with other names or shapes: give those of heads "
+                "with the same config"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(given[name])
         counts, old, choose = weights.get(COUNTS), self.token_counts, None
         if counts is not None and (old is None or not torch.equal(counts, old)):
             DraftVocabulary.choose_vocabulary(self, counts)  # the rows of an own LM head are among the weights

@@ -2,7 +2,7 @@
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -97,20 +97,6 @@ class WeightCopies:
         self._packed.add(packed)
         return packed
 
-    @torch.no_grad()
-    def write(self, module: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-        """Replaces the weights of `module` in place, and buffers if some are given. Its copies follow with `update`."""
-        own: dict[str, Tensor] = dict(module.named_parameters())
-        own |= {name: buffer for name, buffer in module.named_buffers() if name in weights}
-        if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in own.items()}:
-            raise ValueError(
-                f"got weights of other {module.config.head_type} heads, with other names or shapes: give those of "
-                "heads with the same config"
-            )
-        for name, tensor in own.items():
-            tensor.copy_(weights[name])
-
-    @torch.no_grad()
     def update(self, choose: Callable[[int], Tensor] | None) -> None:
         """Takes over the weights in all copies that somebody holds, also packed ones.
 

@@ -47,13 +47,13 @@ def generate_with_heads(
         what `model.generate` returns.
     """
     given = {name: value for name, value in arguments.items() if value is not None or name not in _NAMED}
+    prompts = inputs if input_ids is None else input_ids
     if "custom_generate" in given:  # the model's generate was replaced by this one, and the decoder calls it
         stock: Any = type(model)
-        return stock.generate(model, inputs=inputs if input_ids is None else input_ids, **given)
+        return stock.generate(model, inputs=prompts, **given)
     if (chosen := heads or default_heads) is None:
         raise ValueError(f"these heads were not written for the hub. {_CURE}")
     drafter = chosen if isinstance(chosen, Drafter) else load_heads(os.fspath(chosen), model)
-    prompts = inputs if input_ids is None else input_ids
     if prompts is None:
         raise ValueError("there is no prompt: give input_ids (model.generate(**inputs, ...))")
     options = take_decoder_options(given)

@@ -165,7 +165,6 @@ class DraftVocabulary:
         columns = choose_columns(size, self.token_counts, self.config.target_vocab_size, self.own_token_ids)
         return cast(Tensor, columns)
 
-    @torch.no_grad()
     def _take_columns(self, heads: DraftVocabulary) -> None:
         """Lets this view keep the columns that its heads have chosen again."""
         ids = cast(Tensor, self._column_ids)

@@ -282,12 +282,10 @@ def _write_shape(config: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _check_shape(reading: Reading) -> None:
-    """What must stand in a config, since readers differ in their defaults, and what draft layers here do not have."""
+    """What must stand in a config, since readers differ in their defaults, and what must be the target's."""
     published = reading.published
     rope = published.setting("rope_parameters") or {}
     if "rope_theta" not in rope and published.setting("rope_theta") is None:
         reading.refuse("config.json has no rope_theta")
     reading.expect("num_target_layers", reading.target.num_layers, may_lack=True)
     reading.expect("draft_vocab_size", reading.target.vocab_size, may_lack=True)  # drafts are scored over all of it
-    if published.setting("use_swa", False):
-        reading.refuse("use_swa is not read: windows are read from sliding_window and layer_types")

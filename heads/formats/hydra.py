@@ -80,7 +80,7 @@ class Hydra(Format):
         names = _names(num_heads, num_layers, has_prefix=has_prefix)
         found = rename(tensors, names)
         optional = [name for name in names if re.fullmatch(r"(mlps\..*\.residual|lm_head\.\d+)\.bias", name)]
-        use_biases = not all(_is_zero_bias(found, name) for name in optional if name in found)
+        use_biases = not all(name in found and _is_zero_bias(found, name) for name in optional)
         settings: dict[str, Any] = {
             "num_heads": num_heads,
             "num_layers": num_layers,
@@ -93,8 +93,6 @@ class Hydra(Format):
         settings |= {name: value for name in own if (value := published.own_setting(name)) is not None}
         if has_prefix:
             settings["rope_parameters"] = _prefix_rope(target)
-        if lost := [f"tensor {names[name]} is missing" for name in optional if name not in found]:
-            refuse(published.path, *lost)
         if not use_biases:
             found = {name: x for name, x in found.items() if name not in optional}
         return Imported("hydra", settings, found, names)

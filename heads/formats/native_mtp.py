@@ -55,18 +55,19 @@ class Naming:
     settings: dict[str, Any]
     top: dict[str, str] = field(default_factory=dict)
 
-    def rename(self, name: str, num_layers: int) -> tuple[int, str] | None:
-        """(module, name in our block) of a checkpoint's tensor; None if it is borrowed or not of an MTP module."""
+    def place(self, name: str, num_layers: int) -> tuple[int, str] | None:
+        """(module, name in our block) of a checkpoint's tensor, "" for a copy of the target's; None if it is not of an
+        MTP module."""
         if name in self.top:
             return 0, self.top[name]
         match = re.fullmatch(self.layer, name)
-        if match is None or match["rest"] in _BORROWED:
+        if match is None or (index := int(match["index"]) - (num_layers if self is DEEPSEEK else 0)) < 0:
             return None
-        index = int(match["index"]) - (num_layers if self is DEEPSEEK else 0)
-        return (index, self.parts.get(match["rest"], f"layer.layer.{match['rest']}")) if index >= 0 else None
+        rest = match["rest"]
+        return index, "" if rest in _BORROWED else self.parts.get(rest, f"layer.layer.{rest}")
 
     def name(self, index: int, ours: str, num_layers: int) -> str:
-        """The inverse of `rename`: the checkpoint's name of a part of module `index`."""
+        """The inverse of `place`: the checkpoint's name of a part of module `index`."""
         for theirs, known in self.top.items():
             if known == ours:
                 return theirs
@@ -74,12 +75,6 @@ class Naming:
         return self.prefix.format(num_layers + index if self is DEEPSEEK else index) + (
             rest or ours.removeprefix("layer.layer.")
         )
-
-    def has(self, name: str, num_layers: int) -> bool:
-        """Whether a tensor is of an MTP module, or a copy of the target's beside one."""
-        match = re.fullmatch(self.layer, name)
-        first = num_layers if self is DEEPSEEK else 0
-        return name in self.top or (match is not None and int(match["index"]) >= first)
 
 
 DEEPSEEK = Naming(
@@ -200,7 +195,8 @@ def find_tensors(path: str, **hub: Any) -> dict[str, str]:
 def _find_modules(path: str, names: Iterable[str], num_layers: int) -> tuple[Naming, dict[str, tuple[int, str]]]:
     """The checkpoint's naming, and the place in our heads of every tensor of an MTP module."""
     for naming in (DEEPSEEK, QWEN, MIMO):
-        places = {name: place for name in names if (place := naming.rename(name, num_layers)) is not None}
+        found = {name: place for name in names if (place := naming.place(name, num_layers)) is not None}
+        places = {name: place for name, place in found.items() if place[1]}
         if any(ours == "eh_proj.weight" for _, ours in places.values()):
             return naming, places
     raise ValueError(

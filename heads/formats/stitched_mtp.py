@@ -43,8 +43,6 @@ FAMILIES: dict[str, Naming] = {
     "qwen3_5_text": QWEN,
     "qwen3_5_moe_text": QWEN,
 }
-# Here vLLM (0.32) passes the state before the module's final norm on to the next depth, and SGLang the one after it.
-_PASSED_BEFORE_NORM_IN_VLLM = ("glm4_moe",)
 _FILE = "model-mtp.safetensors"
 _INDEX = "model.safetensors.index.json"
 _NOT_LINKED = ("config.json", "README.md", _INDEX, _FILE)
@@ -99,7 +97,8 @@ class VLLMMTP(Format):
     name: ClassVar[str] = "vllm"
     title: ClassVar[str] = "MTP modules in the target's own checkpoint"
     kinds = ("mtp",)
-    passed_before_norm: ClassVar[tuple[str, ...]] = _PASSED_BEFORE_NORM_IN_VLLM
+    # Here vLLM (0.32) passes the state before the module's final norm on to the next depth, SGLang the one after it.
+    passed_before_norm: ClassVar[tuple[str, ...]] = ("glm4_moe",)
     free: ClassVar[frozenset[str]] = frozenset()  # settings of a family that heads may have otherwise
 
     def matches(self, published: Published) -> bool:
@@ -144,7 +143,7 @@ class VLLMMTP(Format):
         settings = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
         own = {"num_steps": config.num_steps, "norm_output": config.norm_output}
         settings |= {"num_nextn_predict_layers": num_blocks, OWN_KEY: own}
-        replaced = {one for one in find_tensors(str(checkpoint)) if naming.has(one, target.num_layers)}
+        replaced = {one for one in find_tensors(str(checkpoint)) if naming.place(one, target.num_layers) is not None}
         return Stitched(
             settings,
             written,

@@ -35,20 +35,17 @@ from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
 
-# gamma of the loss weights exp(-(k - 1) / gamma), by block size (DFlash); elsewhere half the block.
-DECAY_OF_BLOCK = {16: 7.0, 10: 5.0, 8: 4.0}
 
-
-def spaced_feature_layers(num_layers: int, count: int = 5) -> list[int]:
-    """Tapped layers: evenly spaced from the second layer to the third-last one, as in DFlash's code; fewer where these
-    collide.
+def spaced_feature_layers(num_layers: int) -> list[int]:
+    """Five tapped layers: evenly spaced from the second layer to the third-last one, as in DFlash's code; fewer where
+    these collide.
 
     >>> spaced_feature_layers(36), spaced_feature_layers(16), spaced_feature_layers(6)
     ([2, 10, 18, 26, 34], [2, 5, 8, 11, 14], [2, 3, 4])
     """
     low = min(2, num_layers)
     high = max(num_layers - 2, low)
-    count = min(count, high - low + 1)
+    count = min(5, high - low + 1)
     return [low] if count == 1 else [low + (2 * i * (high - low) + count - 1) // (2 * count - 2) for i in range(count)]
 
 
@@ -197,24 +194,24 @@ class BlockHeads(DraftHeads):
 
     @property
     def default_step_decay(self) -> float:  # type: ignore[override]
-        """The factor from one step to the next of the weights exp(-(k - 1) / gamma)."""
+        """The factor from one step to the next of the weights exp(-(k - 1) / gamma); gamma is half the block, but 7 for
+        the 16 tokens of DFlash."""
         size = self.config.block_size
-        return math.exp(-1 / DECAY_OF_BLOCK.get(size, size / 2))
+        return math.exp(-1 / (7 if size == 16 else size / 2))
 
     def init_from_target(self, target: Target) -> None:
         """The LM head expects states of the final norm's scale, so the norm starts from the target's. MASK and the
         Markov bias start from the target's embeddings; from random numbers the bias learns far less in a few million
         tokens."""
-        with torch.no_grad():
-            if (gain := target.final_norm_gain()) is not None:
-                self.norm.weight.copy_(gain)
-            if (token := self.config.mask_token_id) is None:
-                self.mask_embedding.copy_(mean_embedding(target))
-            else:
-                self.mask_embedding.copy_(target.embed_tokens(torch.tensor([token], device=target.device))[0])
-            if self.markov is not None:
-                known = principal_embeddings(target, self.config.markov_rank)
-                self.markov.embedding.weight[:, : known.shape[1]] = known
+        if (gain := target.final_norm_gain()) is not None:
+            self.norm.weight.copy_(gain)
+        if (token := self.config.mask_token_id) is None:
+            self.mask_embedding.copy_(mean_embedding(target))
+        else:
+            self.mask_embedding.copy_(target.embed_tokens(torch.tensor([token], device=target.device))[0])
+        if self.markov is not None:
+            known = principal_embeddings(target, self.config.markov_rank)
+            self.markov.embedding.weight[:, : known.shape[1]] = known
 
     # Used by training and decoding.
 
@@ -306,14 +303,16 @@ class BlockHeads(DraftHeads):
         context = self.fuse(features)
         positions = state.caches[0].lengths[:, None] + torch.arange(context.shape[1], device=context.device)
         for layer, cache in zip(self.each_layer, state.caches, strict=True):
-            cache.append(*layer.self_attn.project_context(context, positions), counts, max_slots)
+            rows = cache.open(context.shape[1], counts, max_slots)
+            rows.update(*layer.self_attn.project_context(context, positions))
         anchors = last_slot(next_token_ids, counts)
         hidden = self.embed_blocks(anchors)
         size = self.config.block_size
         positions = state.caches[0].lengths[:, None] + torch.arange(size, device=hidden.device)
         for layer, cache in zip(self.each_layer, state.caches, strict=True):
             mask = self.mask_of_block(layer.self_attn.window).expand(hidden.shape[0], -1, -1)
-            hidden = layer.run(hidden, positions, partial(_attend_in_cache, layer.self_attn, cache, mask))
+            rows = cache.open_scratch(cache.columns[:size], mask)
+            hidden = layer.run(hidden, positions, partial(layer.self_attn.decode, rows=rows))
         state.hidden = self.norm(hidden[:, size - self.max_depth :])
         state.logits = self.score_as_target(state.hidden)
         return self.expand(state, anchors, torch.zeros_like(anchors), 0)
@@ -340,12 +339,6 @@ def _attend_in_training(
     attention: BlockAttention, view: BlockView, context: tuple[Tensor, Tensor], q: Tensor, keys: Tensor, values: Tensor
 ) -> Tensor:
     return attention.output(view.attend(q, keys, values, context))
-
-
-def _attend_in_cache(
-    attention: BlockAttention, cache: DraftCache, mask: Tensor, q: Tensor, keys: Tensor, values: Tensor
-) -> Tensor:
-    return attention.attend(q, *cache.append_scratch(keys, values, cache.columns[: mask.shape[1]], mask))
 
 
 def _gather_clamped(token_ids: Tensor, places: Tensor) -> Tensor:

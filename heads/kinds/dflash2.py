@@ -175,7 +175,8 @@ class DFlash2Heads(BlockHeads):
         grown = cls(DFlash2Config(**{**kept, **overrides}))
         grown._adapter[:], grown.token_counts = heads._adapter, heads.token_counts
         grown.bind(heads.target)
-        grown.init_from_target(heads.target)
+        with torch.no_grad():
+            grown.init_from_target(heads.target)
         own, given = grown.state_dict(), heads.state_dict()
         if wrong := [name for name, tensor in given.items() if tensor.shape != own.get(name, tensor[:0]).shape]:
             raise ValueError(f"the settings {overrides} do not fit the heads to start from: {', '.join(wrong)} differ")

@@ -53,9 +53,8 @@ class EagleConfig(AutoregressionConfig):
     embedding_scale: float | None = 1.0
 
     def __post_init__(self, **kwargs: Any) -> None:
-        noise, scale = self.feature_noise, self.embedding_scale
-        if noise < 0:
-            raise ValueError(f"feature_noise is {noise}; allowed is 0 (none) or more (the authors use 0.2)")
+        self.check_range("feature_noise", 0)
+        scale = self.embedding_scale
         if scale is not None and (scale <= 0 or math.frexp(scale)[0] != 0.5):
             raise ValueError(f"embedding_scale is {scale}; allowed are powers of two, such as 0.5, 1 or 32")
         super().__post_init__(**kwargs)
@@ -107,8 +106,8 @@ class EagleHeads(AutoregressionHeads):
             self.config.embedding_scale = balance_embeddings(target)
 
     @property
-    def layer(self) -> EagleLayer:
-        return cast(EagleLayer, self.layers[0])
+    def draft_layers(self) -> tuple[EagleLayer]:
+        return (cast(EagleLayer, self.layers[0]),)
 
     def fuse(self, features: Tensor) -> Tensor:
         return features.to(self.compute_dtype)

@@ -172,21 +172,16 @@ class Eagle3Heads(AutoregressionHeads):
         """The LM head expects states of the final norm's scale, so both start from the target's. `fit_vocabulary`
         copies the rows of a reduced vocabulary."""
         super().init_from_target(target)
-        with torch.no_grad():
-            if (gain := target.final_norm_gain()) is not None:
-                self.norm.weight.copy_(gain)
-            if not self.has_draft_vocab:
-                self.lm_head.weight.copy_(target.lm_head_weight())
+        if (gain := target.final_norm_gain()) is not None:
+            self.norm.weight.copy_(gain)
+        if not self.has_draft_vocab:
+            self.lm_head.weight.copy_(target.lm_head_weight())
 
     # The layer's inputs and the scores of its outputs.
 
     @property
-    def layer(self) -> Eagle3Layer:
-        return self.midlayer
-
-    @property
-    def further_layers(self) -> list[DecoderLayer]:
-        return cast(list[DecoderLayer], list(self.layers))
+    def draft_layers(self) -> tuple[Eagle3Layer, *tuple[DecoderLayer, ...]]:
+        return (self.midlayer, *cast(list[DecoderLayer], list(self.layers)))
 
     def fuse(self, features: Tensor) -> Tensor:
         features = features.to(self.compute_dtype)

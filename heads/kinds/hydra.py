@@ -25,7 +25,7 @@ from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import DecoderConfig, decoder_settings
 from draftsmith.heads.kinds.medusa import ResidualBlock
 from draftsmith.heads.modules.draft_step import DraftStep
-from draftsmith.heads.modules.layers import DecoderLayer, DraftCache, RMSNorm, Rows, last_slot
+from draftsmith.heads.modules.layers import DecoderLayer, DraftCache, RMSNorm, last_slot
 from draftsmith.inference.drafters.base import DraftLogits
 from draftsmith.inference.drafters.row_state import RowState
 from draftsmith.inference.targets.target import Target
@@ -105,7 +105,7 @@ class PrefixLayer(DecoderLayer):
         """Appends counts[b] of the states [B, S, D] of new slots to the cache, and returns the layer's output [B, 1, D]
         at the last of them."""
         positions = cache.lengths[:, None] + torch.arange(states.shape[1], device=states.device)
-        rows = Rows(cache, *cache.open(states.shape[1], counts, max_slots), counts)
+        rows = cache.open(states.shape[1], counts, max_slots, reads_last=True)
         return cast(Tensor, self.norm(self.decode(states, positions, rows)))
 
 
@@ -185,9 +185,8 @@ class HydraHeads(DraftHeads):
 
     def init_from_target(self, target: Target) -> None:
         weight = target.lm_head_weight()
-        with torch.no_grad():
-            for lm_head in self.lm_head:
-                cast(Tensor, lm_head.weight).copy_(weight)
+        for lm_head in self.lm_head:
+            cast(Tensor, lm_head.weight).copy_(weight)
 
     def embed_normed(self, token_ids: Tensor) -> Tensor:
         return cast(Tensor, self.embedding_norm(self.embed(token_ids)))

@@ -142,9 +142,8 @@ class KangarooHeads(DraftHeads):
 
     def init_from_target(self, target: Target) -> None:
         """The LM head expects states of the final norm's scale."""
-        with torch.no_grad():
-            if (gain := target.final_norm_gain()) is not None:
-                self.norm.weight.copy_(gain)
+        if (gain := target.final_norm_gain()) is not None:
+            self.norm.weight.copy_(gain)
 
     def score(self, hidden: Tensor) -> Tensor:
         """[..., D] -> [..., V], by the target's LM head."""
@@ -184,7 +183,7 @@ class KangarooHeads(DraftHeads):
         assert state.rows is not None, "share_cache comes before extend"
         positions = state.cache.lengths[:, None] + torch.arange(features.shape[1], device=features.device)
         _, keys, values = self.adapter.project(features.to(self.compute_dtype), positions)
-        state.cache.append(keys, values, counts, max_slots)
+        state.cache.open(features.shape[1], counts, max_slots).update(keys, values)
         state.rows.max_slots = max_slots
         state.tree.forget_levels()
         root_ids = last_slot(next_token_ids, counts)
@@ -205,11 +204,9 @@ class KangarooHeads(DraftHeads):
         assert rows is not None
         rows.open_level(level.own, level.depth, state.tree.depths)
         features = self.target.run_first_layers(rows, token_ids, level.ancestors, num_layers=self.config.exit_layer)
-        hidden = features.to(self.compute_dtype)
         positions = (cache.lengths[:, None] + level.depth).expand_as(token_ids)
-        q, keys, values = self.adapter.project(hidden, positions)
-        attended = self.adapter.self_attn.attend(q, *cache.append_scratch(keys, values, level.own, level.ancestors))
-        logits = self.score(self.adapter.finish(hidden, attended))
+        nodes = cache.open_scratch(level.own, level.ancestors)
+        logits = self.score(self.adapter.decode(features.to(self.compute_dtype), positions, nodes))
         wide = logits.float()
         state.confidence.index_copy_(1, level.places, (wide.amax(-1) - wide.logsumexp(-1)).exp())
         return logits

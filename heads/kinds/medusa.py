@@ -102,10 +102,9 @@ class MedusaHeads(DraftHeads):
 
     def init_from_target(self, target: Target) -> None:
         weight = target.lm_head_weight()
-        with torch.no_grad():
-            for head in self.each_head:
-                if head.lm_head is not None:
-                    head.lm_head.weight.copy_(weight)
+        for head in self.each_head:
+            if head.lm_head is not None:
+                head.lm_head.weight.copy_(weight)
 
     def scorer_of(self, head: MedusaHead) -> Callable[[Tensor], Tensor]:
         """Scores the outputs of a head's blocks: [..., D] -> [..., V]."""

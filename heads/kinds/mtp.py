@@ -209,16 +209,15 @@ class MTPHeads(DraftHeads):
         """The LM head expects states of the final norm's scale, so the norm starts from the target's. The projection
         starts by passing the state on, which learns faster than a random projection."""
         gain, size = target.final_norm_gain(), target.hidden_size
-        with torch.no_grad():
-            for block in self.each_block:
-                if gain is not None:
-                    block.norm.weight.copy_(gain)
-                state_begin = 0 if block.is_hidden_first else size
-                embedding = block.eh_proj.weight[:, size - state_begin : 2 * size - state_begin]
-                embedding.mul_(0.5)
-                block.eh_proj.weight[:, state_begin : state_begin + size] = torch.eye(size, device=embedding.device)
-            if self.config.reads_before_final_norm:
-                cast(Tensor, self.state_gain).copy_(find_state_gain(target))
+        for block in self.each_block:
+            if gain is not None:
+                block.norm.weight.copy_(gain)
+            state_begin = 0 if block.is_hidden_first else size
+            embedding = block.eh_proj.weight[:, size - state_begin : 2 * size - state_begin]
+            embedding.mul_(0.5)
+            block.eh_proj.weight[:, state_begin : state_begin + size] = torch.eye(size, device=embedding.device)
+        if self.config.reads_before_final_norm:
+            cast(Tensor, self.state_gain).copy_(find_state_gain(target))
 
     def first_state(self, features: Tensor) -> Tensor:
         """The state that depth 0 reads. `hnorm` ignores the length of its input, so dividing by the gain of the
@@ -265,19 +264,12 @@ class MTPHeads(DraftHeads):
             block.layer.new_cache(batch_size, num_slots=max_length, num_scratch=num_scratch)
             for block in self.each_block
         ]
-        states, trail = (
-            torch.zeros(batch_size, length, count, self.config.hidden_size, device=self.device, dtype=self.dtype)
-            for length, count in (
-                (1 + num_scratch, len(caches)),
-                (max_length + 1, len(caches) - 1),
-            )  # the last slot takes padding
-        )
-        return MTPState(
-            caches,
-            states=states,
-            trail=trail if len(caches) > 1 else None,
-            tree=TreeRows(batch_size, num_scratch, self.device),
-        )
+        zeros = partial(torch.zeros, device=self.device, dtype=self.dtype)
+        size, count = self.config.hidden_size, len(caches)
+        states = zeros(batch_size, 1 + num_scratch, count, size)
+        # The last slot takes padding.
+        trail = zeros(batch_size, max_length + 1, count - 1, size) if count > 1 else None
+        return MTPState(caches, states, trail, TreeRows(batch_size, num_scratch, self.device))
 
     def extend(
         self, state: MTPState, features: Tensor | None, next_token_ids: Tensor, counts: Tensor, *, max_slots: int
@@ -291,11 +283,9 @@ class MTPHeads(DraftHeads):
         outputs: list[Tensor] = []  # of all blocks but the last, at all slots
         newest: list[Tensor] = []  # of all blocks, at the newest slot
         for depth, (block, cache) in enumerate(zip(self.each_block, state.caches, strict=True)):
-            columns, mask = cache.open(width, counts, max_slots)
-            if depth:
-                mask = _without_first(mask, columns, cache.num_scratch, depth)
             is_last = depth == len(state.caches) - 1
-            rows = Rows(cache, columns, mask, counts if is_last else None)
+            rows = cache.open(width, counts, max_slots, reads_last=is_last)
+            rows = _without_first(rows, depth) if depth else rows
             output = block.next_state(block.layer.decode(block.join(previous, embedded), positions, rows))
             newest.append(output if is_last else last_slot(output, counts))
             if is_last:
@@ -304,8 +294,8 @@ class MTPHeads(DraftHeads):
             # At each token the next depth reads this block's output at the token before.
             previous = torch.cat([last_B1nD[:, :, depth], output[:, :-1]], dim=1)
         if state.trail is not None:
-            every_row = torch.arange(len(columns), device=columns.device)[:, None]
-            state.trail[every_row, columns - state.caches[0].num_scratch] = torch.stack(outputs, dim=2)
+            every_row = torch.arange(len(rows.columns), device=rows.columns.device)[:, None]
+            state.trail[every_row, rows.columns - state.caches[0].num_scratch] = torch.stack(outputs, dim=2)
         last_B1nD = torch.where(counts[:, None, None, None] > 0, torch.stack(newest, dim=2), last_B1nD)
         state.states.narrow(1, 0, 1).copy_(last_B1nD)
         state.tree.forget_levels()
@@ -324,18 +314,18 @@ class MTPHeads(DraftHeads):
             seen = level.ancestors
             if index:
                 seen = seen & ((cache.lengths[:, None] + state.tree.depths >= index)[:, None] | level.itself)
-            mask = cache.see_scratch(seen)
-            if index:
-                mask = _without_first(mask, level.own, cache.num_scratch, index)
+            rows = cache.open_scratch(level.own, seen)
+            rows = _without_first(rows, index) if index else rows
             x = block.join(parent_states[:, :, max(index - 1, 0)], embedded)
-            outputs.append(block.next_state(block.layer.decode(x, positions, Rows(cache, level.own, mask))))
+            outputs.append(block.next_state(block.layer.decode(x, positions, rows)))
         state.states.narrow(2, begin, len(outputs)).index_copy_(1, level.places, torch.stack(outputs, dim=2))
         return DraftLogits(self.score(self.each_block[begin], outputs[0]), self.draft_token_ids)
 
 
-def _without_first(mask: Tensor, columns: Tensor, num_scratch: int, depth: int) -> Tensor:
+def _without_first(rows: Rows, depth: int) -> Rows:
     """Hides the first `depth` columns, which a block of this depth does not have. Each of them still sees itself:
     attention over nothing is NaN."""
-    seen = torch.arange(mask.shape[-1], device=mask.device)
-    is_missing = (seen >= num_scratch) & (seen < num_scratch + depth)
-    return mask & (~is_missing | (seen == columns[..., None])[..., None, :, :])
+    seen, first = torch.arange(rows.mask.shape[-1], device=rows.mask.device), rows.cache.num_scratch
+    is_missing = (seen >= first) & (seen < first + depth)
+    mask = rows.mask & (~is_missing | (seen == rows.columns[..., None])[..., None, :, :])
+    return Rows(rows.cache, rows.columns, mask, rows.counts)

@@ -141,8 +141,7 @@ class ParallelHeads(Eagle3Heads):
 
     def init_from_target(self, target: Target) -> None:
         super().init_from_target(target)
-        with torch.no_grad():
-            self._mask_row().copy_(mean_embedding(target))
+        self._mask_row().copy_(mean_embedding(target))
 
     def _mask_row(self) -> Tensor:
         """[D], the embedding of mask rows: by itself, or a row of the heads' own table."""
@@ -174,10 +173,7 @@ class ParallelHeads(Eagle3Heads):
         mask_positions = send(torch.cat([band.positions for band in bands], dim=1), input_ids.device)
         rows = self.with_masks(self.embed(ahead), self.fuse(features), mask_positions.shape[1])
 
-        views = [
-            [self._view(band, length, layer.self_attn.window) for band in bands]
-            for layer in (self.midlayer, *self.further_layers)
-        ]
+        views = [[self._view(band, length, layer.self_attn.window) for band in bands] for layer in self.draft_layers]
 
         def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             (slot_q, *masks_q), (slot_k, *masks_k), (slot_v, *masks_v) = (
@@ -237,7 +233,7 @@ class ParallelHeads(Eagle3Heads):
     def start(self, batch_size: int, max_length: int, num_scratch: int) -> ParallelState:  # type: ignore[override]
         self.require_vocabulary()
         sizes = {"num_slots": max_length, "num_scratch": self.max_depth - 1}
-        caches = [layer.self_attn.new_cache(batch_size, **sizes) for layer in (self.midlayer, *self.further_layers)]
+        caches = [layer.self_attn.new_cache(batch_size, **sizes) for layer in self.draft_layers]
         hidden = torch.zeros(batch_size, self.max_depth, self.config.hidden_size, device=self.device, dtype=self.dtype)
         return ParallelState(caches, hidden)
 
@@ -252,13 +248,12 @@ class ParallelHeads(Eagle3Heads):
         seen = torch.ones(num_masks, num_masks, dtype=torch.bool, device=counts.device).tril()
 
         def attend(number: int, attention: DraftAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache = state.caches[number]
-            _, _, mask = cache.append(k[:, :, :width], v[:, :, :width], counts, max_slots)
-            keys, values, mask_of_masks = cache.append_scratch(
-                *(k[:, :, width:], v[:, :, width:], steps[:num_masks], seen.expand(batch, -1, -1)),
-                ahead=1 + steps[:num_masks],
-            )
-            return attention.attend(q, keys, values, torch.cat([mask, mask_of_masks], dim=2))
+            cache, own = state.caches[number], steps[:num_masks]
+            slots = cache.open(width, counts, max_slots)
+            masks = cache.open_scratch(own, seen.expand(batch, -1, -1), ahead=1 + own)
+            slots.update(k[:, :, :width], v[:, :, :width])
+            keys, values = masks.update(k[:, :, width:], v[:, :, width:])
+            return attention.attend(q, keys, values, torch.cat([slots.mask, masks.mask], dim=2))
 
         rows = self.with_masks(self.embed(next_token_ids), self.fuse(features), num_masks)
         hidden = self.run_layers(*rows, torch.cat([lengths + steps[:width], mask_positions], dim=1), attend)

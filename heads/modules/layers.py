@@ -155,17 +155,12 @@ class DraftCache(RowState):
         self.columns = torch.arange(num_scratch + self.num_held, device=device)
         self.max_slots = 0
 
-    def append(self, keys: Tensor, values: Tensor, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes W slots [B, G, W, d] after each row's own, and keeps the first counts[b] of row b.
+    def open(self, width: int, counts: Tensor, max_slots: int, *, reads_last: bool = False) -> Rows:
+        """Opens W slots after each row's own, and keeps the first counts[b] of row b.
 
-        Returns:
-            keys and values [B, G, S, d] up to the last slot written, and the mask [B, 1, W, S] (True = sees).
+        Args:
+            reads_last: only the output of each row's last own slot is read.
         """
-        columns, mask = self.open(keys.shape[2], counts, max_slots)
-        return (*self.write(columns, keys, values), mask)
-
-    def open(self, width: int, counts: Tensor, max_slots: int) -> tuple[Tensor, Tensor]:
-        """The first half of `append`: returns the columns [B, W] to write, and the mask."""
         assert self.window is None or width <= PREFILL_CHUNK, "more slots than a ring has room for beside its window"
         slots_BW = self.lengths[:, None] + torch.arange(width, device=self.keys.device)
         self.max_slots = min(max_slots, self.num_held)
@@ -180,26 +175,21 @@ class DraftCache(RowState):
             held, own = self._held_slots(slots_BW[:, -1:]), slots_BW[..., None]
             mask_BWS = F.pad((held <= own) & (held > own - self.window), (self.num_scratch, 0))
         self.lengths += counts  # in place: its address stays from step to step
-        return columns, mask_BWS[:, None]
+        return Rows(self, columns, mask_BWS[:, None], counts if reads_last else None)
 
-    def append_scratch(
-        self, keys: Tensor, values: Tensor, own: Tensor, ancestors: Tensor, ahead: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Writes the W tree rows `own` [W] of one level; `ancestors` [B, W, R] are the tree rows that each sees.
+    def open_scratch(self, own: Tensor, ancestors: Tensor, ahead: Tensor | None = None) -> Rows:
+        """Opens the W tree rows `own` [W] of one level; `ancestors` [B, W, R] are the tree rows that each sees.
 
         With a window each row sees what the last accepted slot sees, or [W] `ahead` slots less of it.
         """
-        return (*self.write(own, keys, values), self.see_scratch(ancestors, ahead))
-
-    def see_scratch(self, ancestors: Tensor, ahead: Tensor | None = None) -> Tensor:
-        """The mask [B, 1, W, S] of `append_scratch`."""
         if self.window is None:
             certain = (self.columns[: self.max_slots] < self.lengths[:, None])[:, None]
         else:
             first = self.lengths[:, None, None] - self.window
             first = first if ahead is None else first + ahead[:, None]
             certain = self._held_slots(self.lengths[:, None] - 1) >= first
-        return torch.cat([ancestors, certain.expand(-1, ancestors.shape[1], -1)], dim=-1)[:, None]
+        mask = torch.cat([ancestors, certain.expand(-1, ancestors.shape[1], -1)], dim=-1)[:, None]
+        return Rows(self, own, mask)
 
     def _held_slots(self, ends: Tensor) -> Tensor:
         """[B, 1, places in view], the slot at each place of the ring after those up to `ends` [B, 1] were written; a
@@ -233,25 +223,13 @@ class DraftCache(RowState):
             else:
                 plane[every_row, :, self.num_scratch + slots % self.num_held] = found
 
-    def write(self, columns: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Fills columns [W] or [B, W], and returns keys and values up to the last column in view."""
-        if columns.dim() == 1:
-            self.keys.index_copy_(2, columns, keys)  # a slice assignment may copy the cache
-            self.values.index_copy_(2, columns, values)
-        else:
-            every_row = torch.arange(len(columns), device=columns.device)[:, None]
-            self.keys[every_row, :, columns] = keys.transpose(1, 2)
-            self.values[every_row, :, columns] = values.transpose(1, 2)
-        view = self.num_scratch + self.max_slots
-        return self.keys[:, :, :view], self.values[:, :, :view]
-
 
 @dataclass(frozen=True)
 class Rows:
     """The rows of one cached pass: where a layer writes its keys and values, and what it sees.
 
     Attributes:
-        columns: the cache columns opened for the rows.
+        columns: [B, Q] or [Q], the cache columns opened for the rows.
         mask: [B, 1, Q, S] bool, True = sees.
         counts: [B] where only the output of each row's last own slot is read: later slots read the keys and values of
             the others. None = the outputs of all rows.
@@ -264,7 +242,16 @@ class Rows:
 
     def update(self, keys: Tensor, values: Tensor, *_: object, **more: object) -> tuple[Tensor, Tensor]:
         """[B, G, Q, d] of the rows -> [B, G, S, d] of everything in view. transformers' layers call this method."""
-        return self.cache.write(self.columns, keys, values)
+        cache, columns = self.cache, self.columns
+        if columns.dim() == 1:
+            cache.keys.index_copy_(2, columns, keys)  # a slice assignment may copy the cache
+            cache.values.index_copy_(2, columns, values)
+        else:
+            every_row = torch.arange(len(columns), device=columns.device)[:, None]
+            cache.keys[every_row, :, columns] = keys.transpose(1, 2)
+            cache.values[every_row, :, columns] = values.transpose(1, 2)
+        view = cache.num_scratch + cache.max_slots
+        return cache.keys[:, :, :view], cache.values[:, :, :view]
 
 
 class DraftAttention(nn.Module):
@@ -326,6 +313,10 @@ class DraftAttention(nn.Module):
         if counts is not None:
             q, mask = last_slot(q.transpose(1, 2), counts).transpose(1, 2), last_slot(mask[:, 0], counts)[:, None]
         return self.output(attend_masked(q, keys, values, mask))
+
+    def decode(self, q: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+        """`attend` after the rows' keys and values [B, G, Q, d] are written: [B, Q, D]; with counts [B, 1, D]."""
+        return self.attend(q, *rows.update(keys, values), rows.mask, rows.counts)
 
     def attend_unrolled(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
         """`draftsmith.heads.modules.unrolled_attention.attend_unrolled` and the output projection: [B, T, D]."""
@@ -394,8 +385,7 @@ class DecoderLayer(DraftLayer):
 
     def decode(self, hidden: Tensor, positions: Tensor, rows: Rows) -> Tensor:
         """`run` over `rows` of a cache; with their `counts` [B, 1, D]."""
-        q, keys, values = self.project(hidden, positions)
-        attended = self.self_attn.attend(q, *rows.update(keys, values), rows.mask, rows.counts)
+        attended = self.self_attn.decode(*self.project(hidden, positions), rows)
         return self.finish(hidden if rows.counts is None else last_slot(hidden, rows.counts), attended)
 
     def unroll(self, hidden: Tensor, positions: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:

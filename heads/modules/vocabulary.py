@@ -33,7 +33,6 @@ def map_tensors(token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
     return d2t, t2d
 
 
-@torch.no_grad()
 def move_rows(rows: Tensor, before: Tensor, after: Tensor, table: Tensor) -> Tensor:
     """The rows [Vd, D] of an LM head for other tokens. Those of tokens that stay are kept; the others are the target's,
     mapped as those of the tokens before are mapped to `rows`, by least squares.
@@ -66,27 +65,25 @@ def seldom_token(target: Target) -> int:
     return pad if pad is not None and pad not in used and 0 <= pad < target.vocab_size else target.vocab_size - 1
 
 
-@torch.no_grad()
-def mean_embedding(target: Target, num_tokens: int = 1024) -> Tensor:
-    """[D] float32: the mean embedding of the first `num_tokens` tokens, from which mask embeddings start."""
-    token_ids = torch.arange(min(target.vocab_size, num_tokens), device=target.device)
+def mean_embedding(target: Target) -> Tensor:
+    """[D] float32: the mean embedding of the first 1,024 tokens, from which mask embeddings start."""
+    token_ids = torch.arange(min(target.vocab_size, 1024), device=target.device)
     embedded: Tensor = target.embed_tokens(token_ids)
     return embedded.float().mean(0)
 
 
-@torch.no_grad()
-def balance_embeddings(target: Target, num_tokens: int = 4096) -> float:
+def balance_embeddings(target: Target) -> float:
     """The power of two nearest to the root mean square of the target's last states over that of its embeddings; 1 where
     the target has no final norm. (A power of two, so that multiplying it into a weight rounds nothing.)"""
     if (gain := target.final_norm_gain()) is None:
         return 1.0
-    token_ids = torch.arange(0, target.vocab_size, max(1, target.vocab_size // num_tokens), device=target.device)
+    # Some 4,096 of the tokens.
+    token_ids = torch.arange(0, target.vocab_size, max(1, target.vocab_size // 4096), device=target.device)
     embedded: Tensor = target.embed_tokens(token_ids)
     ratio = gain.float().square().mean().sqrt() / embedded.float().square().mean().sqrt().clamp(min=1e-6)
     return 2.0 ** round(math.log2(float(ratio.clamp(min=1e-6))))
 
 
-@torch.no_grad()
 def principal_embeddings(target: Target, rank: int) -> Tensor:
     """[V, min(rank, D)] float32: the target's token embeddings along their principal directions, each row scaled to a
     root mean square of 1."""

@@ -18,18 +18,20 @@ from draftsmith.heads.modules import layers
 from draftsmith.heads.modules.draft_step import count_predicted
 from draftsmith.inference import DraftLogits, Target, generate
 from draftsmith.training.features.encoding import encode
-from draftsmith.training.losses.draft_loss import draft_loss
-from draftsmith.training.losses.teacher import compute_teacher
-from tests.heads.tiny_heads import FIRST_BY_DEFAULT, VARIANT_IDS, VARIANTS, tiny_heads
+from tests.heads.tiny_heads import (
+    FIRST,
+    FIRST_BY_DEFAULT,
+    VARIANT_IDS,
+    VARIANTS,
+    compute_loss,
+    encode_for,
+    tiny_heads,
+)
 from tests.params import slow_but
 from tests.tiny_targets import CORE_FAMILIES, random_prompt, target_of, tiny_target
 
 every_kind = pytest.mark.parametrize(("head_type", "overrides"), VARIANTS, ids=VARIANT_IDS)
-_FIRST = {kind: index for index, (kind, _) in reversed([*enumerate(VARIANTS)])}
 first_of_each_kind = pytest.mark.parametrize(("head_type", "overrides"), FIRST_BY_DEFAULT)
-one_of_each_kind = pytest.mark.parametrize(
-    ("head_type", "overrides"), [VARIANTS[index] for index in _FIRST.values()], ids=[*_FIRST]
-)
 # Each configuration of heads has one family, and each kind as many as it has configurations: what crosses is heads with
 # the shapes and norms of a target.
 _CROSSED = [(*variant, CORE_FAMILIES[index % len(CORE_FAMILIES)]) for index, variant in enumerate(VARIANTS)]
@@ -114,18 +116,10 @@ def take_gradients(heads: DraftHeads, target: Target, loss_type: str) -> Tensor:
     attention_mask[1, 15:] = 0
     loss_mask = attention_mask.clone()
     loss_mask[:, :4] = 0
-    encoded = encode(target, input_ids, attention_mask, feature_layers=heads.feature_layers)
-    teacher = compute_teacher(
-        target, encoded.last_hidden, input_ids, loss_mask, heads.draft_token_ids, loss_type=loss_type
-    )
+    states = encode(target, input_ids, attention_mask, feature_layers=heads.feature_layers)
     heads.train().zero_grad()
     torch.manual_seed(0)  # some kinds draw noise, or the slots they learn from
-    output = heads(
-        encoded.features,
-        input_ids,
-        loss_fn=lambda steps: draft_loss(steps, teacher, loss_mask, loss_type=loss_type, step_decay=0.8),
-        loss_mask=loss_mask,
-    )
+    output = compute_loss(heads, states, input_ids, loss_mask, loss_type=loss_type)
     output.loss.backward()
     return output.loss.detach()
 
@@ -145,7 +139,7 @@ class TestTraining:
         target = target_of(family)
         heads = tiny_heads(head_type, target, **overrides)
         input_ids = random_prompt(11, batch_size=2)
-        features = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers).features
+        features = encode_for(heads, input_ids).features
         steps = heads.unroll(features, input_ids)
         assert [step.shift for step in steps] == list(range(2, 2 + len(steps)))
         assert len(steps) == heads.num_unrolled_steps
@@ -221,7 +215,7 @@ class TestTraining:
             assert parameter.grad.abs().max() > 0, f"the gradient of {name} is zero"
 
     @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-    @one_of_each_kind
+    @first_of_each_kind
     def test_recomputed_states_give_the_same_gradients(self, head_type: str, overrides: dict[str, Any]) -> None:
         """In less memory, for kinds with decoder layers; the others refuse it by name."""
         target = target_of("llama")
@@ -265,11 +259,7 @@ class Prefix:
         self.token_ids = torch.randint(2, heads.target.vocab_size, shape, generator=generator)
         self.features = torch.randn(*shape, width, generator=generator)
         if heads.runs_target_layers:
-            self.features = self.encode(self.token_ids)
-
-    def encode(self, input_ids: Tensor) -> Tensor:
-        layers = self.heads.feature_layers
-        return encode(self.heads.target, input_ids, torch.ones_like(input_ids), feature_layers=layers).features
+            self.features = encode_for(heads, self.token_ids).features
 
     def start(self, max_length: int, num_scratch: int) -> Any:
         state = self.heads.start(len(self.lengths), max_length, num_scratch)
@@ -291,7 +281,7 @@ class Prefix:
         features = torch.full((1, input_ids.shape[1], self.features.shape[-1]), 50.0)  # of the root on: not known yet
         features[0, : length - 1] = self.features[row, : length - 1]
         if self.heads.runs_target_layers:
-            features = self.encode(input_ids)
+            features = encode_for(self.heads, input_ids).features
         loss_mask = torch.zeros_like(input_ids)
         loss_mask[0, length] = 1
         steps = self.heads.unroll_where(features, input_ids, loss_mask)
@@ -348,13 +338,13 @@ def draw_tree(widths: list[int], batch: int, vocab_size: int, seed: int) -> tupl
     return tokens, parents
 
 
-def assert_tree_matches(prefix: Prefix, state: Any, seed: int) -> None:
+def assert_tree_matches(prefix: Prefix, state: Any) -> None:
     """Drafts a tree with several frontier nodes a level, and compares each node's scores with its own path's unroll."""
     heads = prefix.heads
     depth = len(heads.unroll(torch.zeros(1, 8, prefix.features.shape[-1]), random_prompt(8))) - 1
     widths = [3, 4, 1, 5, 2, 3] if heads.runs_target_layers else [3, 4, 1, 5, 2, 3][:depth]
     batch = len(prefix.lengths)
-    tokens, parents = draw_tree(widths, batch, heads.target.vocab_size, seed)
+    tokens, parents = draw_tree(widths, batch, heads.target.vocab_size, seed=1)
     paths: list[list[list[int]]] = [[[]] for _ in range(batch)]
     for level, (ids, above) in enumerate(zip(tokens, parents, strict=True)):
         logits = prefix.scores_of(heads.expand(state, ids, above, level + 1))
@@ -382,7 +372,7 @@ class TestDrafting:
         found = prefix.extend(state, [0, 0, 0], prefix.counts.tolist())
         for row in range(3):
             assert_scores(found[row], prefix.expected(row, []))
-        assert_tree_matches(prefix, state, seed=1)
+        assert_tree_matches(prefix, state)
 
     @first_of_each_kind
     def test_long_prompts_are_read_in_chunks(self, head_type: str, overrides: dict[str, Any]) -> None:
@@ -415,7 +405,7 @@ def test_a_window_keeps_its_slots_in_a_ring(
             found = prefix.extend(state, starts, ends)
         for row in range(3):
             assert_scores(found[row], prefix.expected(row, []))
-        assert_tree_matches(prefix, state, seed=1)
+        assert_tree_matches(prefix, state)
         caches = state.caches
         assert all(cache.keys.shape[2] == cache.num_scratch + 6 + 4 + 1 for cache in caches)
 
@@ -449,7 +439,7 @@ def greedy_text_of(family: str, num_new: int) -> Tensor:
 class TestDecoding:
     @pytest.mark.parametrize(
         ("head_type", "overrides", "family"),
-        slow_but({VARIANT_IDS[index] for index in _FIRST.values()}, dict(zip(VARIANT_IDS, _CROSSED, strict=True))),
+        slow_but(FIRST, dict(zip(VARIANT_IDS, _CROSSED, strict=True))),
     )
     def test_greedy_text_is_the_targets_own(self, head_type: str, overrides: dict[str, Any], family: str) -> None:
         target, prompt = target_of(family), random_prompt(12)
@@ -459,7 +449,7 @@ class TestDecoding:
             output = generate(target, heads, prompt, tree=tree, max_new_tokens=12, do_sample=False)
             assert torch.equal(output.sequences, expected)
 
-    @one_of_each_kind
+    @first_of_each_kind
     def test_float32_heads_on_a_bfloat16_target(self, head_type: str, overrides: dict[str, Any]) -> None:
         target = target_of("qwen2", dtype=torch.bfloat16)
         model, heads = target.model, tiny_heads(head_type, target, **overrides)

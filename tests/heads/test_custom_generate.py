@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, dynamic_module_
 
 from draftsmith.heads import HEAD_TYPES, DraftHeads
 from draftsmith.heads.formats.custom_generate import CustomGenerateFolder
-from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import NgramDrafter, Target, generate
+from tests.heads.formats.round_trip import export_heads
 from tests.heads.tiny_heads import tiny_heads
 from tests.inference.test_generation import Recorder
 from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
@@ -23,8 +23,7 @@ STOP = ["3"]  # chat-13m's token 21, which the model writes after some others
 
 def write_folder(heads: DraftHeads, folder: Path, at: str | None = None) -> str:
     folder.mkdir(parents=True)
-    kind = heads.config.head_type
-    find_format("custom_generate", kind).write(heads.config, heads.state_dict(), heads.target).save(folder, at)
+    export_heads(CustomGenerateFolder(), heads).save(folder, at)
     return str(folder)
 
 
@@ -152,8 +151,7 @@ def test_requirements_are_pinned_to_this_package(
     installed: str, line: str, heads: DraftHeads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draftsmith.heads.formats.custom_generate.version", lambda _: installed)
-    known = find_format("custom_generate", heads.config.head_type)
-    files = known.write(heads.config, heads.state_dict(), heads.target).files
+    files = export_heads(CustomGenerateFolder(), heads).files
     assert files["custom_generate/requirements.txt"] == f"{line}\n"
     (tmp_path / "requirements.txt").write_text(f"{line}\n")
     stock: Any = dynamic_module_utils.importlib.metadata
@@ -184,6 +182,5 @@ def test_heads_that_are_not_there_are_to_be_named(model: Any, folder: str) -> No
 def test_heads_with_an_adapter_are_refused(model: Any) -> None:
     heads = tiny_heads("medusa", Target.of(model))
     heads.config.target_adapter = "adapter"
-    known = find_format("custom_generate", heads.config.head_type)
     with pytest.raises(ValueError, match="for a target with an adapter"):
-        known.write(heads.config, heads.state_dict(), heads.target)
+        export_heads(CustomGenerateFolder(), heads)

@@ -151,8 +151,8 @@ class TestCounts:
 
 
 def test_a_limit_after_learning_takes_the_most_frequent_tokens() -> None:
-    target = Target.of(tiny_target("llama", vocab_size=9000))
-    heads = tiny_heads("mtp", target).bind(target)
+    target = target_of("llama", vocab_size=9000)
+    heads = tiny_heads("mtp", target)
     heads.fit_vocabulary(torch.arange(9000))
     assert heads.learn_draft_vocabulary() == 8192
     assert torch.equal(heads.limit_vocabulary(16).for_target(target).draft_token_ids, torch.arange(9000 - 16, 9000))
@@ -160,7 +160,7 @@ def test_a_limit_after_learning_takes_the_most_frequent_tokens() -> None:
 
 def test_large_lm_heads_are_cut_by_default() -> None:
     """8,192 of 9,000 tokens, if there are counts, and nobody says another number."""
-    target = Target.of(tiny_target("llama", vocab_size=9000))
+    target = target_of("llama", vocab_size=9000)
     heads = tiny_heads("mtp", target)
     assert heads.for_target(target).draft_token_ids is None
     heads.fit_vocabulary(torch.arange(9000))
@@ -174,7 +174,7 @@ def test_large_lm_heads_are_cut_by_default() -> None:
 
 def test_other_counts_are_other_rows_of_own_lm_heads() -> None:
     """Copies of LM heads follow counts that come later, and change."""
-    target = Target.of(tiny_target("llama", vocab_size=9000))
+    target = target_of("llama", vocab_size=9000)
     heads = tiny_heads("medusa", target)
     assert heads.for_target(target).draft_token_ids is None
     for counts in (torch.arange(9000), torch.arange(9000).flip(0)):

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
 from draftsmith.inference import GenerationStats, Target, chain, generate
-from draftsmith.training.features.encoding import encode
 from draftsmith.training.losses.draft_loss import draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
+from tests.heads.tiny_heads import encode_for
 from tests.tiny_targets import random_prompt
 
 PROMPT_LENGTH, NUM_NEW = 8, 40
@@ -34,7 +34,7 @@ def learn(
     loss_mask[:, :PROMPT_LENGTH] = 0
     if heads.wants_token_counts:
         heads.fit_vocabulary(text[0].bincount(minlength=heads.target.vocab_size))
-    encoded = encode(heads.target, text, torch.ones_like(text), feature_layers=heads.feature_layers)
+    encoded = encode_for(heads, text)
     teacher = compute_teacher(
         heads.target, encoded.last_hidden, text, loss_mask, heads.draft_token_ids, loss_type=loss_type
     )

@@ -7,8 +7,7 @@ import torch
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import Target
-from draftsmith.training.features.encoding import encode
-from tests.heads.tiny_heads import target_with_gains
+from tests.heads.tiny_heads import encode_for, target_with_gains
 from tests.tiny_targets import random_prompt, tiny_target
 
 WITH_NORMS: dict[str, dict[str, Any]] = {
@@ -46,7 +45,7 @@ def test_lm_heads_of_their_own_repeat_the_targets(kind: str, overrides: dict[str
     model: Any = tiny_target(family)
     target, input_ids = Target(model), random_prompt(9)
     heads = create_heads(kind, target, **overrides)
-    encoded = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
+    encoded = encode_for(heads, input_ids)
     assert heads.feature_layers == (6,)
     assert torch.equal(encoded.features, encoded.last_hidden)
     expected = model(input_ids).logits

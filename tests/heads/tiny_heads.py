@@ -1,14 +1,18 @@
 """Random heads of every kind, far from how training starts: zero blocks and copied LM heads would hide mistakes. And
 what tests of several kinds ask of them."""
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from draftsmith.heads import HEAD_TYPES, DraftHeads, create_heads
 from draftsmith.inference import Target
+from draftsmith.training.features.encoding import TargetStates, encode
+from draftsmith.training.losses.draft_loss import LossOutput, draft_loss
+from draftsmith.training.losses.teacher import compute_teacher
 from tests.params import slow_but
 from tests.tiny_targets import tiny_target
 
@@ -89,10 +93,9 @@ _VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 VARIANTS = [(kind, overrides) for kind in HEAD_TYPES for overrides in _VARIANTS.get(kind, ({},))]
 VARIANT_IDS = [f"{kind}-{index}" for kind in HEAD_TYPES for index in range(len(_VARIANTS.get(kind, ({},))))]
+FIRST = {name for name in VARIANT_IDS if name.endswith("-0")}
 # For tests whose subject is the kind: the other configurations are marked slow.
-FIRST_BY_DEFAULT = slow_but(
-    {name for name in VARIANT_IDS if name.endswith("-0")}, dict(zip(VARIANT_IDS, VARIANTS, strict=True))
-)
+FIRST_BY_DEFAULT = slow_but(FIRST, dict(zip(VARIANT_IDS, VARIANTS, strict=True)))
 
 
 def tiny_heads(head_type: str, target: Target, seed: int = 0, **overrides: Any) -> DraftHeads:
@@ -109,6 +112,36 @@ def tiny_heads(head_type: str, target: Target, seed: int = 0, **overrides: Any) 
             else:
                 parameter.add_(0.2 * noise)
     return heads.eval()
+
+
+def encode_for(heads: DraftHeads, input_ids: Tensor) -> TargetStates:
+    """What the heads' target gives them for whole rows."""
+    return encode(heads.target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
+
+
+def compute_loss(
+    heads: DraftHeads,
+    states: TargetStates,
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    *,
+    loss_type: str,
+    depth_weights: str | None = None,
+    **options: Any,
+) -> LossOutput:
+    """The loss of one batch, inside the heads' forward as in training, whose further arguments are `options`."""
+    teacher = compute_teacher(
+        heads.target, states.last_hidden, input_ids, loss_mask, heads.draft_token_ids, loss_type=loss_type
+    )
+    loss_fn = partial(
+        draft_loss,
+        teacher=teacher,
+        loss_mask=loss_mask,
+        loss_type=loss_type,
+        step_decay=0.8,
+        depth_weights=depth_weights,
+    )
+    return heads(states.features, input_ids, loss_fn=loss_fn, loss_mask=loss_mask, **options)
 
 
 def plain_eagle3(target: Target, **overrides: Any) -> DraftHeads:

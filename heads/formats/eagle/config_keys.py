@@ -5,7 +5,6 @@ A key that may change the maths is refused by its name, unless its value changes
 """
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from transformers import LlamaConfig
@@ -19,12 +18,12 @@ _MATHS = re.compile(
     "multiplier|softcap|scal(e|ing|ar)|clip|clamp|temperature|mup|dim_model_base|bias|norm|rope|rotary|alibi|sink"
     "|window|swa|chunk|bidirectional|parallel_(attn|residual)|quantization"
 )
-# Keys that scale the attention's scores, as functions of the size of a head; then they change nothing.
-_ATTENTION_SCALES: dict[str, Callable[[int], float]] = {
-    "attention_multiplier": lambda head_dim: head_dim**-0.5,
-    "attn_scale": lambda head_dim: head_dim**-0.5,
-    "softmax_scale": lambda head_dim: head_dim**-0.5,
-    "query_pre_attn_scalar": lambda head_dim: head_dim,
+# Keys that scale the attention's scores -> the power of the size of a head that changes nothing.
+_ATTENTION_SCALES = {
+    "attention_multiplier": -0.5,
+    "attn_scale": -0.5,
+    "softmax_scale": -0.5,
+    "query_pre_attn_scalar": 1,
 }
 # Keys that say nothing about the maths of these heads, or that the tensors say better: `bias` of EAGLE-1's fc.
 _HARMLESS = {
@@ -60,7 +59,7 @@ def _is_neutral(key: str, value: Any, head_dim: int) -> bool:
         return True
     if not isinstance(value, int | float) or value is True:
         return False
-    if (usual := _ATTENTION_SCALES.get(key)) is not None:
-        needed = usual(head_dim)
-        return abs(value - needed) <= 1e-6 * needed
+    if (power := _ATTENTION_SCALES.get(key)) is not None:
+        needed = head_dim**power
+        return bool(abs(value - needed) <= 1e-6 * needed)
     return value == 1

@@ -57,8 +57,6 @@ class Eagle1(Format):
         reading = Reading(published, target, dict(published))
         layers = {match[1] for name in published if (match := re.match(r"layers\.(\d+)\.", name))}
         settings = read_decoder(reading, len(layers))
-        if len(layers) > 1:
-            reading.refuse(f"the checkpoint has {len(layers)} layers, and EAGLE-1 heads here have one")
         drop_rope_tables(reading, settings)
         settings |= {
             **read_biases(reading, "layers.0."),
@@ -81,12 +79,10 @@ class Eagle1(Format):
             if stated and published.setting("bias") is None and not is_sglang:
                 reading.refuse('config.json has no "bias", which means true: where fc has none, set "bias" to false')
             return bool(stated)
-        if stated:
+        if stated or (is_sglang and bias.any()):
             return True
-        if bool(bias.any()) and not is_sglang:
+        if bias.any():
             reading.refuse('config.json has "bias": false, and tensor fc.bias is not zero')
-        if bool(bias.any()):
-            return True
         del reading.tensors["fc.bias"]
         return False
 

@@ -103,18 +103,18 @@ class Eagle3(Format):
             **read_draft_vocabulary(reading),
             **read_own_settings(reading, _OWN),
             "feature_layers": read_layer_ids(reading),
+            "num_layers": len(layers),
         }
         further = {f"layers.{n - 1}.{part}": f"layers.{n}.{part}" for n in layers - {0} for part in PARTS}
         reading.names = further | reading.names
         if is_parallel(published):
-            return self._read_masks(reading, settings, len(layers))
-        settings |= {"own_embedding": read_embedding(reading), "num_layers": len(layers)}
+            return self._read_masks(reading, settings)
+        settings["own_embedding"] = read_embedding(reading)
         return reading.finish("eagle3", settings)
 
-    def _read_masks(self, reading: Reading, settings: dict[str, Any], num_layers: int) -> Imported:
-        """What P-EAGLE has beside EAGLE-3: more layers, and the embedding and the hidden state of mask rows."""
+    def _read_masks(self, reading: Reading, settings: dict[str, Any]) -> Imported:
+        """What P-EAGLE has beside EAGLE-3: depths, and the embedding and the hidden state of mask rows."""
         published, tensors = reading.published, reading.tensors
-        settings["num_layers"] = num_layers
         if (depths := read_depths(published)) is not None:
             settings.setdefault("num_depths", depths)
         if "mask_hidden" in tensors:

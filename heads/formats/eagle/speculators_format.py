@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from draftsmith.heads.config import name_of_target
-from draftsmith.heads.formats.eagle.eagle3 import FLAGS, IDS, Eagle3, is_parallel, own_settings
+from draftsmith.heads.formats.eagle.eagle3 import FLAGS, IDS, Eagle3, own_settings
 from draftsmith.heads.formats.eagle.engines import engine_limits, write_masks
 from draftsmith.heads.formats.eagle.llama_keys import name_dtype, refuse_unwritable, write_decoder
 from draftsmith.heads.formats.format import Exported, Imported
@@ -48,17 +48,16 @@ class Speculators(Eagle3):
             )
         if "norm_before_residual" not in published.config:
             refuse(path, "config.json has no norm_before_residual, whose default differs between releases")
-        if is_parallel(published) and "mask_hidden" not in published:
-            refuse(path, "tensor mask_hidden is missing")
         return super().read(replace(published, tensors=without_verifier(published, target)), target)
 
     def write(self, config: Any, tensors: dict[str, Tensor], target: Target) -> Exported:
         refuse_unwritable(self.title, *engine_limits(config, "vLLM"))
         token, named = write_masks(config, tensors, target)
         named.setdefault("embed_tokens.weight", target_table(target).to(named["fc.weight"].dtype))
-        algorithm, cls, depths = _ALGORITHMS[0], "Eagle3DraftModel", config.ttt_steps if token is None else 0
-        if token is not None:
-            algorithm, cls, depths = _ALGORITHMS[1], "PEagleDraftModel", config.num_depths
+        if token is None:
+            algorithm, cls, depths = "eagle3", "Eagle3DraftModel", config.ttt_steps
+        else:
+            algorithm, cls, depths = "peagle", "PEagleDraftModel", config.num_depths
         keys = {
             **speculators_keys(config, target, algorithm, depths),
             "architectures": [cls],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Exported, Format, Imported
-from draftsmith.heads.formats.published import OWN_KEY, Published, open_published
+from draftsmith.heads.formats.published import OWN_KEY, Published
 from draftsmith.heads.formats.registry import find_format, recognize
 from draftsmith.heads.importing import build_heads
 from draftsmith.inference import Target
@@ -79,14 +79,6 @@ def assert_same_heads(found: DraftHeads, heads: DraftHeads) -> None:
     input_ids, features = random_prompt(9), torch.randn(1, 9, len(heads.feature_layers) * heads.target.hidden_size)
     for one, other in zip(found.unroll(features, input_ids), heads.unroll(features, input_ids), strict=True):
         assert torch.equal(one.score(one.hidden), other.score(other.hidden))
-
-
-def assert_round_trip(known: Format, heads: DraftHeads, folder: Path) -> Published:
-    published = open_published(str(write(export_heads(known, heads), folder)))
-    assert known.matches(published)
-    assert known.matches(open_published(published.path, on_meta=True))
-    assert_same_heads(import_heads(known, published, heads.target), heads)
-    return published
 
 
 def damages(name: str, tensor: Tensor) -> dict[str, dict[str, Tensor]]:

@@ -6,10 +6,9 @@ import torch
 
 from draftsmith.heads.formats.dflash2 import SELECTOR, DFlash2, DFlash2Speculators, VLLMDFlash2
 from draftsmith.inference import Target
-from draftsmith.training.features.encoding import encode
 from tests.heads.formats.round_trip import change, export_heads, import_heads, publish
 from tests.heads.formats.test_block import reference
-from tests.heads.tiny_heads import tiny_heads
+from tests.heads.tiny_heads import encode_for, tiny_heads
 from tests.tiny_targets import random_prompt
 
 SETTINGS: dict[str, Any] = {"block_size": 4, "conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6}
@@ -27,7 +26,7 @@ def test_drafts_are_those_of_the_authors(target: Target) -> None:
     before, after, gate = (published[name] for name in SELECTOR.values())
     input_ids = random_prompt(12)
     read: Any = import_heads(DFlash2(), published, target)
-    features = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=read.feature_layers).features
+    features = encode_for(read, input_ids).features
     steps = read.unroll(features, input_ids)
     assert len(steps) == 3
     for slot in (0, 4, 7):

@@ -1,6 +1,5 @@
 """Medusa under the authors' and vLLM's names, against the forward pass of each project written out here."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from draftsmith.heads.formats.medusa import Medusa, VLLMMedusa
 from draftsmith.heads.formats.published import Published
 from draftsmith.inference import Target
 from tests.heads.formats.round_trip import (
-    assert_round_trip,
     assert_same_heads,
     change,
     import_heads,
@@ -48,9 +46,7 @@ def test_heads_are_counted_and_score_as_the_authors_do(target: Target) -> None:
 def test_the_checkpoint_of_a_whole_model(target: Target) -> None:
     heads = tiny_heads("medusa", target, num_heads=2)
     own: dict[str, Tensor] = target.model.state_dict()
-    whole = own | {
-        f"medusa_head.{name}": x for name, x in Medusa().write(heads.config, heads.state_dict(), target).tensors.items()
-    }
+    whole = own | {f"medusa_head.{name}": x for name, x in publish(Medusa(), heads).items()}
     published = Published("x", {}, "model.safetensors", whole)
     assert Medusa().matches(published)
     assert_same_heads(import_heads(Medusa(), published, target), heads)
@@ -83,13 +79,13 @@ def test_the_version_is_seen_from_the_tensors(version: Any, target: Target) -> N
 class TestVllm:
     """What its loader does without a word, and what is refused here."""
 
-    def test_without_biases(self, target: Target, tmp_path: Path) -> None:
+    def test_without_biases(self, target: Target) -> None:
         heads = tiny_heads("medusa", target, num_heads=2)
         with torch.no_grad():
             for name, parameter in heads.named_parameters():
                 if name.endswith("bias"):
                     parameter.zero_()
-        published = assert_round_trip(VLLMMedusa(), heads, tmp_path)
+        published = publish(VLLMMedusa(), heads)
         dropped = change(published, config={"medusa_fc_bias": None})
         assert "no medusa_fc_bias, but there are biases" in refusal_of(VLLMMedusa(), dropped, target)
         without = change(dropped, dict.fromkeys(name for name in published if name.endswith("bias")))

@@ -15,10 +15,15 @@ from draftsmith.heads.formats.format import Format
 from draftsmith.heads.formats.published import open_published
 from draftsmith.heads.formats.registry import FORMATS, find_format
 from draftsmith.inference import Target
-from tests.heads.formats.round_trip import NUM_LAYERS, assert_damage_is_named, assert_lost_keys_are_refused
+from tests.heads.formats.round_trip import (
+    assert_damage_is_named,
+    assert_lost_keys_are_refused,
+    export_heads,
+    publish,
+    write,
+)
 from tests.heads.test_contract import assert_same_tensors, config_of
 from tests.heads.tiny_heads import AS_PUBLISHED, VARIANT_IDS, VARIANTS, tiny_heads
-from tests.tiny_targets import target_of
 
 # What a format does not take, per variant, and the words of its reason. The other pairs must come back as they were.
 REFUSED: dict[tuple[str, str], str] = {
@@ -91,38 +96,18 @@ MORE: list[tuple[str, str, dict[str, Any], str | None]] = [
     ("hydra", "hydra", {**_HYDRA_PLUS, "rope_parameters": {**_ROPE, "rope_theta": 5e5}}, "rope_parameters is .*500000"),
     ("hydra", "hydra", {**_HYDRA_PLUS, "intermediate_size": 24}, "intermediate_size is 24, and there 64"),
 ]
-# Layers that are not the usual ones -> the formats that cannot have them, and why.
-LAYERS: dict[tuple[int, ...], dict[str, str]] = {
-    (1, 3, 6): {"eagle": "their code reads layers"},
-    (7, 2, 4): {
-        "eagle": "their code reads layers",
-        "vllm": "vLLM sorts",
-        "sglang": "SGLang sorts",
-        "speculators": "vLLM sorts",
-    },
-    (2, 5): {
-        "eagle": "their code reads layers",
-        "vllm": "vLLM taps three",
-        "sglang": "SGLang taps three",
-        "speculators": "vLLM taps three",
-    },
-    (2, 4, 8): {
-        "eagle": "reads layers",
-        "vllm": "not the last norm's output",
-        "sglang": "not the last norm's output",
-        "speculators": "not the last norm",
-    },
-    (0, 4, 5): {"eagle": "their code reads layers", "sglang": "SGLang cannot tap the embeddings"},
-}
 _OWN_SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "intermediate_size": 40}
 _LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 # As `MORE`, where no damage is looked for.
 WHOLE = [
-    *(
-        (name, "eagle3", {"feature_layers": [*layers]}, reasons.get(name))
-        for layers, reasons in LAYERS.items()
-        for name in ("eagle", "vllm", "sglang", "speculators")
-    ),
+    # Layers that are not the usual ones. The engines' limits are one function.
+    *((name, "eagle3", {"feature_layers": [1, 3, 6]}, None) for name in ("vllm", "sglang", "speculators")),
+    *((name, "eagle3", {"feature_layers": [0, 4, 5]}, None) for name in ("vllm", "speculators")),
+    ("sglang", "eagle3", {"feature_layers": [0, 4, 5]}, "SGLang cannot tap the embeddings"),
+    ("eagle", "eagle3", {"feature_layers": [1, 3, 6]}, "their code reads layers"),
+    ("vllm", "eagle3", {"feature_layers": [7, 2, 4]}, "vLLM sorts"),
+    ("sglang", "eagle3", {"feature_layers": [2, 4, 8]}, "not the last norm's output"),
+    ("speculators", "eagle3", {"feature_layers": [2, 5]}, "vLLM taps three"),
     *(
         (name, kind, {"rope_parameters": {**_ROPE, "rope_theta": 5e5, **rope}, **_OWN_SIZES}, None)
         for rope in ({}, {"rope_type": "llama3", **_LLAMA3})
@@ -151,12 +136,6 @@ CASES = [
 ]
 
 
-def export(known: Format, heads: DraftHeads, target: Target, folder: Path) -> Path:
-    folder.mkdir()
-    known.write(heads.config, heads.state_dict(), target).save(folder)
-    return folder
-
-
 @pytest.mark.parametrize(("known", "kind", "overrides", "reason", "dtype", "is_damaged"), CASES)
 def test_heads_come_back_as_they_were(
     known: Format,
@@ -165,15 +144,15 @@ def test_heads_come_back_as_they_were(
     reason: str | None,
     dtype: torch.dtype,
     is_damaged: bool,
+    target: Target,
     tmp_path: Path,
 ) -> None:
-    target = target_of("llama", num_hidden_layers=NUM_LAYERS)
     heads = tiny_heads(kind, target, **overrides).to(dtype)
     if reason is not None:
         with pytest.raises(ValueError, match=reason):
-            export(known, heads, target, tmp_path / "out")
+            export_heads(known, heads)
         return
-    folder = export(known, heads, target, tmp_path / "out")
+    folder = write(export_heads(known, heads), tmp_path)
     again = DraftHeads.from_pretrained(folder, target=target)
     assert type(again) is type(heads)
     assert not again.training
@@ -191,8 +170,6 @@ def test_heads_come_back_as_they_were(
     assert_lost_keys_are_refused(known, published, heads)
 
 
-def test_sglang_counts_layers_from_the_one_after() -> None:
-    target = target_of("llama", num_hidden_layers=NUM_LAYERS)
-    heads = tiny_heads("eagle3", target, feature_layers=[1, 3, 6])
-    config = find_format("sglang", "eagle3").write(heads.config, heads.state_dict(), target).config
+def test_sglang_counts_layers_from_the_one_after(target: Target) -> None:
+    config = publish(find_format("sglang", "eagle3"), tiny_heads("eagle3", target, feature_layers=[1, 3, 6])).config
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]

@@ -16,6 +16,7 @@ from draftsmith.heads.formats.registry import find_format
 from draftsmith.heads.formats.stitched_mtp import TransformersMTP
 from draftsmith.heads.kinds.mtp import MTPHeads
 from draftsmith.inference import Target, generate
+from tests.heads.formats.round_trip import export_heads, write
 from tests.heads.formats.test_native_mtp import name_as_deepseek, random_modules, tiny_mixture, write_checkpoint
 from tests.heads.test_contract import assert_same_tensors, config_of
 from tests.tiny_targets import random_prompt
@@ -46,9 +47,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def export(heads: MTPHeads, folder: Path, name: str = "vllm") -> Path:
-    folder.mkdir()
-    find_format(name, heads.config.head_type).write(heads.config, heads.state_dict(), heads.target).save(folder)
-    return folder
+    return write(export_heads(find_format(name, "mtp"), heads), folder)
 
 
 def read_all(folder: Path) -> dict[str, list[str]]:
@@ -131,7 +130,7 @@ def test_transformers_drafts_with_the_modules(tmp_path: Path) -> None:
     path = write_checkpoint(model, name_as_deepseek(random_modules(model, 1), 46), tmp_path / "target")
     target = load_target(path)
     heads = train(MTPHeads.from_target_checkpoint(path, target, zero_first_embedding=False))
-    exported = TransformersMTP().write(heads.config, heads.state_dict(), target)
+    exported = export_heads(TransformersMTP(), heads)
     assert exported.notes == ("transformers applies each module once, so one module drafts one token a step.",)
     assert "use_mtp=True" in exported.python
     found = load_target(export(heads, tmp_path / "out", "transformers")).model
@@ -155,7 +154,7 @@ class TestStateOfLaterDepths:
         model = tiny_mixture(family)
         path = write_checkpoint(model, name_as_deepseek(random_modules(model, 1), 2), folder)
         heads = MTPHeads.from_target_checkpoint(path, load_target(path), **overrides)
-        return find_format(format_name, "mtp").write(heads.config, heads.state_dict(), heads.target)
+        return export_heads(find_format(format_name, "mtp"), heads)
 
     def test_the_trained_state_is_noted_where_vllm_passes_another(self, tmp_path: Path) -> None:
         (note,) = self.write("glm4_moe", "vllm", tmp_path).notes
@@ -172,4 +171,4 @@ class TestStateOfLaterDepths:
 def test_a_target_of_another_depth_for_transformers(checkpoint: Path) -> None:
     heads = MTPHeads.from_target_checkpoint(checkpoint, load_target(checkpoint))
     with pytest.raises(ValueError, match=r"reads model.*target of 2 layers.*choose vllm"):
-        TransformersMTP().write(heads.config, heads.state_dict(), heads.target)
+        export_heads(TransformersMTP(), heads)

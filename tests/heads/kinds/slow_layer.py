@@ -1,14 +1,31 @@
-"""A decoder layer one slot at a time, and a block drafter's pass, for references that are compared with trained heads.
+"""A decoder layer one slot at a time, a block drafter's pass, and how heads are compared with references made of them.
 
 Legend: D hidden size, H query heads, d head size, T context length, N block size.
 """
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from draftsmith.heads import DraftStep
+from tests.tiny_targets import random_prompt
+
+
+def unroll_both(
+    heads: Any, slowly: Callable[[Any, Tensor, list[int]], list[list[Tensor]]]
+) -> Iterator[tuple[DraftStep, Tensor, Tensor]]:
+    """For each row of a random batch and each step of its unroll: the step, its states [T', D] at the slots that the
+    slow reference has, and what that gives there, stacked."""
+    input_ids = random_prompt(9, batch_size=2)
+    features = torch.randn(2, 9, len(heads.feature_layers) * heads.target.hidden_size)
+    steps = heads.unroll(features, input_ids)
+    for row, ids in enumerate(input_ids.tolist()):
+        for step, outputs in zip(steps, slowly(heads, features[row], ids), strict=True):
+            yield step, step.hidden[row, : len(outputs)], torch.stack(outputs)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,7 +56,8 @@ def attend(weights: dict[str, Tensor], config: Any, inputs: list[Tensor], positi
         return weights[f"self_attn.{name}_proj.weight"] @ x + weights.get(f"self_attn.{name}_proj.bias", 0)
 
     def project(name: str, x: Tensor) -> Tensor:
-        return linear(name, x).view(-1, size)
+        heads, weight = linear(name, x).view(-1, size), weights.get(f"self_attn.{name}_norm.weight")
+        return heads if weight is None else norm(heads, weight, config.rms_norm_eps)
 
     q = turn(project("q", inputs[-1]), positions[-1], theta)
     keys = [
@@ -54,14 +72,13 @@ def attend(weights: dict[str, Tensor], config: Any, inputs: list[Tensor], positi
 def finish(weights: dict[str, Tensor], config: Any, hidden: Tensor) -> Tensor:
     """The MLP's half of the layer: [D] -> [D]."""
     x = norm(hidden, weights["post_attention_layernorm.weight"], config.rms_norm_eps)
+    return hidden + run_mlp(weights, config, x)
+
+
+def run_mlp(weights: dict[str, Tensor], config: Any, x: Tensor) -> Tensor:
     gate, up = (weights[f"mlp.{name}_proj.weight"] @ x for name in ("gate", "up"))
     activated = F.silu(gate) if config.hidden_act == "silu" else F.gelu(gate, approximate="tanh")
-    return hidden + weights["mlp.down_proj.weight"] @ (activated * up)
-
-
-def rotated(x: Tensor, begin: int, theta: float) -> Tensor:
-    """RoPE of heads x [H, T, d], the first of them at position `begin`."""
-    return torch.stack([turn(heads, begin + t, theta) for t, heads in enumerate(x.unbind(1))], dim=1)
+    return weights["mlp.down_proj.weight"] @ (activated * up)
 
 
 def convolve(at: dict[str, Tensor], name: str, side: int, rows: Tensor, inputs: Tensor) -> Tensor:
@@ -82,29 +99,22 @@ def convolve(at: dict[str, Tensor], name: str, side: int, rows: Tensor, inputs: 
 def run_block(weights: dict[str, Tensor], config: Any, states: Tensor, x: Tensor, *, is_causal: bool = False) -> Tensor:
     """The authors' forward pass of DFlash and DFlash 2, for one block x [N, D] after the target's states
     [T, features * D]: normed states [N, D]."""
-    eps, theta, size = config.rms_norm_eps, config.rope_parameters["rope_theta"], config.head_dim
+    eps = config.rms_norm_eps
     context = norm(states @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
-    seen = torch.ones(len(x), len(context) + len(x), dtype=torch.bool)
-    seen = seen.tril(len(context)) if is_causal else seen
+    length = len(context)
     for i in range(config.num_layers):
         at = layer_weights(weights, f"layers.{i}.")
         entered = norm(x, at["input_layernorm.weight"], eps)
         normed = convolve(at, "attention_conv", 0, entered, entered)
-        both = torch.cat([context, normed])
-        q, k, v = (
-            (y @ at[f"self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, size)).transpose(0, 1)
-            for name, y in (("q", normed), ("k", both), ("v", both))
-        )
-        q = rotated(norm(q, at["self_attn.q_norm.weight"], eps), len(context), theta)
-        k = rotated(norm(k, at["self_attn.k_norm.weight"], eps), 0, theta)
-        k, v = (y.repeat_interleave(len(q) // len(y), dim=0) for y in (k, v))
-        scores = (q @ k.transpose(1, 2) / size**0.5).masked_fill(~seen, float("-inf"))
-        attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1) @ at["self_attn.o_proj.weight"].T
-        x = x + convolve(at, "attention_conv", 1, attended, entered)
+        attended = []
+        for row in range(len(x)):
+            seen = [other for other in range(row if is_causal else len(x)) if other != row] + [row]
+            positions = [*range(length), *(length + other for other in seen)]
+            attended.append(attend(at, config, [*context, *normed[seen]], positions))
+        x = x + convolve(at, "attention_conv", 1, torch.stack(attended), entered)
         entered = norm(x, at["post_attention_layernorm.weight"], eps)
-        y = convolve(at, "mlp_conv", 0, entered, entered)
-        y = (F.silu(y @ at["mlp.gate_proj.weight"].T) * (y @ at["mlp.up_proj.weight"].T)) @ at["mlp.down_proj.weight"].T
-        x = x + convolve(at, "mlp_conv", 1, y, entered)
+        y = [run_mlp(at, config, row) for row in convolve(at, "mlp_conv", 0, entered, entered)]
+        x = x + convolve(at, "mlp_conv", 1, torch.stack(y), entered)
     return norm(x, weights["norm.weight"], eps)
 
 

@@ -15,13 +15,9 @@ from torch import Tensor
 from draftsmith.heads import DraftHeads, create_heads
 from draftsmith.heads.kinds.block import BlockHeads
 from draftsmith.heads.modules import block_view as view_module
-from draftsmith.inference import DraftSampling, Target, chain, generate
-from draftsmith.inference.trees.token_tree import TokenTree
-from draftsmith.training.features.encoding import encode
-from draftsmith.training.losses.draft_loss import draft_loss
-from draftsmith.training.losses.teacher import compute_teacher
+from draftsmith.inference import Target, generate
 from tests.heads.kinds.slow_layer import run_block
-from tests.heads.tiny_heads import tiny_heads
+from tests.heads.tiny_heads import compute_loss, encode_for, tiny_heads
 from tests.tiny_targets import random_prompt
 
 block = partial(tiny_heads, "block")
@@ -77,52 +73,35 @@ def test_unroll_equals_the_slow_reference(
 class TestTheConfidenceHead:
     """What decoding does with it."""
 
-    SWITCHES = pytest.mark.parametrize("overrides", [{"markov_rank": 5}, {}, {"predicts_at_anchor": True}], ids=str)
-
-    def draft(self, heads: BlockHeads, prompt: Tensor, features: Tensor, depth: int) -> TokenTree:
-        """A chain after the prompt."""
-        state = heads.start(1, 32, 8)
-        count = prompt.shape[1] - 1
-        with torch.no_grad():
-            draft = heads.extend(state, features, prompt[:, 1:], torch.tensor([count]), max_slots=count)
-            return chain(depth).grow(heads, state, prompt[:, -1], draft, DraftSampling())
-
-    @SWITCHES
-    def test_leaves_out_what_is_hardly_reached(self, target: Target, overrides: dict[str, Any]) -> None:
-        heads = block(target, block_size=5, has_confidence=True, **overrides)
-        prompt, features = random_prompt(7), torch.randn(1, 6, 96)
-        tree = self.draft(heads, prompt, features, 4)
-        path = [*prompt[0].tolist(), *tree.token_ids[0, 1:].tolist()]
-        with torch.no_grad():
-            confidences = draft_slowly(heads, features[0], path, 5)[1][:4].sigmoid()
-        chances = confidences.cumprod(0).tolist()
-        for threshold in (0.0, *(chance + 1e-4 for chance in chances), 1.0):
-            heads.config.confidence_threshold = threshold
-            cut = self.draft(heads, prompt, features, 4)
-            kept = next((d for d in range(1, 4) if chances[d] < threshold), 4)
-            assert int((cut.parents >= 0).sum()) == kept
-            assert torch.equal(cut.token_ids[0, : kept + 1], tree.token_ids[0, : kept + 1])
-
     @torch.no_grad()
-    def test_each_path_of_a_tree_has_its_own_chance(self, target: Target) -> None:
-        heads = block(target, block_size=5, has_confidence=True, markov_rank=5)
+    @pytest.mark.parametrize("overrides", [{"markov_rank": 5}, {}, {"predicts_at_anchor": True}], ids=str)
+    def test_leaves_out_paths_that_are_hardly_reached(self, target: Target, overrides: dict[str, Any]) -> None:
+        """Each path of a tree has its own chance."""
+        heads = block(target, block_size=5, has_confidence=True, **overrides)
         prompt, features = [11, 12, 13, 14], torch.randn(1, 3, 96)
         levels = ([[7], [9], [7]], [0, 0, 0]), ([[9, 4], [7, 5], [7, 6]], [1, 0, 2])
-        for threshold in (None, 0.2):
+        counts = []  # of the nodes that are left, for each threshold
+        for threshold in (None, 0.0, *torch.linspace(0.05, 0.5, 10).tolist(), 1.0):
             heads.config.confidence_threshold = threshold
             state = heads.start(1, 16, 8)
             heads.extend(state, features, torch.tensor([prompt[1:]]), torch.tensor([3]), max_slots=3)
+            counts.append(0)
             for depth, (paths, parents) in enumerate(levels, start=1):
                 tokens = torch.tensor([[path[-1] for path in paths]])
                 draft = heads.expand(state, tokens, torch.tensor([parents]), depth)
+                found = draft.logits.expand(-1, len(paths), -1)[0]
                 for node, path in enumerate(paths):
                     read = [*prompt, *path, 0, 0, 0]  # padded: deeper steps than this one are not looked at
                     logits, scores = draft_slowly(heads, features[0], read, 2)
                     confidences = scores.sigmoid()
                     if threshold is not None and confidences[: depth + 1].prod() < threshold:
-                        assert draft.logits[0, node].isneginf().all()
+                        assert found[node].isneginf().all()
                     else:
-                        torch.testing.assert_close(draft.logits[0, node], logits[depth], rtol=1e-4, atol=1e-4)
+                        counts[-1] += 1
+                        torch.testing.assert_close(found[node], logits[depth], rtol=1e-4, atol=1e-4)
+        assert counts[0] == counts[1] == 6
+        assert counts[-1] == 0
+        assert len(set(counts)) > 2
 
     @pytest.mark.parametrize(
         ("threshold", "options"), [(1.0, {"do_sample": False}), (0.3, {"do_sample": True, "top_p": 0.9, "seed": 1})]
@@ -166,11 +145,8 @@ class TestTrainingSlots:
         heads = block(target, **SWITCHES["dspark"]).train()
         input_ids = random_prompt(9)
         mask = torch.zeros_like(input_ids)
-        encoded = encode(target, input_ids, torch.ones_like(input_ids), feature_layers=heads.feature_layers)
         loss_type = "1.8*total_variation+0.1*cross_entropy"
-        teacher = compute_teacher(target, encoded.last_hidden, input_ids, mask, None, loss_type=loss_type)
-        steps = heads.unroll_where(encoded.features, input_ids, mask)
-        loss = draft_loss(steps, teacher, mask, loss_type=loss_type, step_decay=0.8).loss
+        loss = compute_loss(heads, encode_for(heads, input_ids), input_ids, mask, loss_type=loss_type).loss
         assert loss.item() == 0
         loss.backward()
         trained = {name: weight for name, weight in heads.named_parameters() if weight.requires_grad}

@@ -78,19 +78,13 @@ def unroll_slowly(heads: Eagle3Heads, features: Tensor, token_ids: list[int]) ->
 )
 def test_unroll_equals_the_slow_reference(target: Target, flags: tuple[str, ...]) -> None:
     heads = eagle3(target, ttt_steps=4, **dict.fromkeys(flags, True))
-    input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 96)
-    steps = heads.unroll(features, input_ids)
     weights = heads.state_dict()
-    for row in range(2):
-        expected = unroll_slowly(heads, features[row], input_ids[row].tolist())
-        for step, outputs in zip(steps, expected, strict=True):
-            found = step.hidden[row, : len(outputs)]
-            torch.testing.assert_close(found, torch.stack(outputs), rtol=1e-4, atol=1e-4)
-            normed = outputs
-            if not heads.config.norm_output:
-                normed = [norm(x, weights["norm.weight"], heads.config.rms_norm_eps) for x in outputs]
-            scores = torch.stack(normed) @ weights["lm_head.weight"].T
-            torch.testing.assert_close(step.head(found), scores, rtol=1e-4, atol=1e-4)
+    for step, found, expected in slow_layer.unroll_both(heads, unroll_slowly):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        if not heads.config.norm_output:
+            expected = norm(expected, weights["norm.weight"], heads.config.rms_norm_eps)
+        scores = expected @ weights["lm_head.weight"].T
+        torch.testing.assert_close(step.head(found), scores, rtol=1e-4, atol=1e-4)
 
 
 class TestVocabulary:

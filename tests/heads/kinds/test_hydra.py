@@ -16,7 +16,6 @@ from draftsmith.inference import Target
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads
-from tests.tiny_targets import random_prompt
 
 hydra = partial(tiny_heads, "hydra")
 
@@ -52,19 +51,20 @@ def score_slowly(heads: HydraHeads, hidden: Tensor, token_ids: list[int]) -> Ten
     return weights[f"lm_head.{i}.weight"] @ x
 
 
+def unroll_slowly(heads: HydraHeads, features: Tensor, token_ids: list[int]) -> list[list[Tensor]]:
+    """[K][T'] scores of one sequence."""
+    hidden = attend_slowly(heads, features) if heads.config.use_prefix_attention else features
+    return [
+        [score_slowly(heads, hidden[t], token_ids[t + 1 : t + 2 + i]) for t in range(len(token_ids) - 2 - i)]
+        for i in range(heads.config.num_heads)
+    ]
+
+
 VARIANTS = {"hydra": PLAIN, "as the authors do": {"num_layers": 1, "use_embedding_norm": False}, "hydra++": PLUS}
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("overrides", VARIANTS.values(), ids=VARIANTS)
 def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any]) -> None:
-    heads = hydra(target, **overrides)
-    input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 32)
-    steps = heads.unroll(features, input_ids)
-    for row, ids in enumerate(input_ids.tolist()):
-        hidden = attend_slowly(heads, features[row]) if heads.config.use_prefix_attention else list(features[row])
-        for i, step in enumerate(steps):
-            assert step.shift == 2 + i
-            for t in range(9 - step.shift):
-                expected = score_slowly(heads, hidden[t], ids[t + 1 : t + 2 + i])
-                torch.testing.assert_close(step.head(step.hidden[row, t]), expected, rtol=1e-4, atol=1e-4)
+    for step, states, scores in slow_layer.unroll_both(hydra(target, **overrides), unroll_slowly):
+        torch.testing.assert_close(step.head(states), scores, rtol=1e-4, atol=1e-4)

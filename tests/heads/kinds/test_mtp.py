@@ -16,7 +16,6 @@ from draftsmith.inference import Target
 from tests.heads.kinds import slow_layer
 from tests.heads.kinds.slow_layer import norm
 from tests.heads.tiny_heads import tiny_heads
-from tests.tiny_targets import random_prompt
 
 mtp = partial(tiny_heads, "mtp")
 
@@ -68,14 +67,8 @@ VARIANTS: list[dict[str, Any]] = [
 @torch.no_grad()
 @pytest.mark.parametrize("overrides", VARIANTS, ids=["shared", "shared, as MiMo", "apart", "apart, as MiMo"])
 def test_unroll_equals_the_slow_reference(target: Target, overrides: dict[str, Any]) -> None:
-    heads = mtp(target, **overrides)
-    input_ids, features = random_prompt(9, batch_size=2), torch.randn(2, 9, 32)
-    steps = heads.unroll(features, input_ids)
-    for row in range(2):
-        expected = unroll_slowly(heads, features[row], input_ids[row].tolist())
-        for step, logits in zip(steps, expected, strict=True):
-            found = step.head(step.hidden[row, : len(logits)])
-            torch.testing.assert_close(found, torch.stack(logits), rtol=1e-4, atol=1e-4)
+    for step, states, logits in slow_layer.unroll_both(mtp(target, **overrides), unroll_slowly):
+        torch.testing.assert_close(step.head(states), logits, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

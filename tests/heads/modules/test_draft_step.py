@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from draftsmith.heads import DraftHeads, DraftStep
 from draftsmith.inference import Target
-from draftsmith.training.losses.draft_loss import LossOutput, draft_loss
-from draftsmith.training.losses.teacher import compute_teacher
-from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, tiny_heads
+from draftsmith.training.features.encoding import TargetStates
+from tests.heads.tiny_heads import VARIANT_IDS, VARIANTS, compute_loss, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
 LENGTHS = [9, 14, 5, 3, 60]  # those of the last are in a group of their own; the third and fourth have few losses
@@ -45,33 +44,14 @@ ALONE = Batch([[0], [1], [2], [3], [4]])
 PACKED = Batch([[2, 1, 0], [3, 4]])
 
 
-def learn(
-    heads: DraftHeads, target: Target, batch: Batch, features: Tensor, depth_weights: str | None, **options: Any
-) -> LossOutput:
-    last_hidden = features[..., -target.hidden_size :].detach()
-    loss_type = heads.default_loss
-    teacher = compute_teacher(
-        target, last_hidden, batch.input_ids, batch.loss_mask, heads.draft_token_ids, loss_type=loss_type
-    )
-    return heads(
-        features,
-        batch.input_ids,
-        loss_fn=lambda steps: draft_loss(
-            steps, teacher, batch.loss_mask, loss_type=loss_type, step_decay=0.8, depth_weights=depth_weights
-        ),
-        loss_mask=batch.loss_mask,
-        **options,
-    )
-
-
-def make_features(heads: DraftHeads, target: Target, batch: Batch) -> Tensor:
+def make_states(heads: DraftHeads, target: Target, batch: Batch) -> TargetStates:
     """Those of a token are the same in every batch that it is in."""
     width = len(heads.feature_layers) * target.hidden_size
     drawn = [torch.randn(length, width, generator=torch.Generator().manual_seed(length)) for length in LENGTHS]
     features = torch.zeros(*batch.input_ids.shape, width)
     for name, values in enumerate(drawn):
         features[batch.owners == name] = values
-    return features
+    return TargetStates(features, features[..., -target.hidden_size :])
 
 
 # Neighbours differ in how documents are grouped and depths are weighted: each kind has both.
@@ -86,8 +66,9 @@ def test_loss_and_gradients_are_those_of_rows_of_their_own(
     results = []
     for batch, options in ((ALONE, {}), (PACKED, {"document_ids": PACKED.document_ids, "num_groups": num_groups})):
         heads = tiny_heads(head_type, target, **overrides)
-        features = make_features(heads, target, batch)
-        output = learn(heads, target, batch, features, depth_weights, **options)
+        states = make_states(heads, target, batch)
+        options |= {"loss_type": heads.default_loss, "depth_weights": depth_weights}
+        output = compute_loss(heads, states, batch.input_ids, batch.loss_mask, **options)
         output.loss.backward()
         gradients = {name: parameter.grad for name, parameter in heads.named_parameters()}
         results.append((output, gradients))

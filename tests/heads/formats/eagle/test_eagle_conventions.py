@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.heads.formats.published import OWN_KEY, Published
+from draftsmith.heads.formats.published import OWN_KEY
 from draftsmith.heads.formats.registry import find_format, recognize
 from draftsmith.inference import Target
-from tests.heads.formats.round_trip import NUM_LAYERS, change, publish_as, read, refusal
+from tests.heads.formats.round_trip import NUM_LAYERS, change, publish, publish_as, read, refusal
 from tests.heads.tiny_heads import plain_eagle3, tiny_heads
 from tests.tiny_targets import tiny_target
 
@@ -33,24 +33,24 @@ class TestBiasOfEagle1:
         assert read(change(publish_as("eagle", target), config=keys), target)[1].config.fc_bias
 
 
+NO_ROPE = {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}
+
+
 class TestRope:
     """The original trainer always had a base of 10000 and wrote none."""
 
     def test_the_targets_base_is_not_inherited(self) -> None:
         rope = {"rope_type": "default", "rope_theta": 5e5}
         target = Target(tiny_target("llama", num_hidden_layers=NUM_LAYERS, rope_parameters=rope))
-        heads = plain_eagle3(target)
-        exported = find_format("eagle", "eagle3").write(heads.config, heads.state_dict(), target)
-        assert exported.config["rope_theta"] == 5e5
-        config = {key: value for key, value in exported.config.items() if not key.startswith("rope_")}
-        imported, heads = read(Published("somewhere", config, "pytorch_model.bin", dict(exported.tensors)), target)
+        published = publish(find_format("eagle", "eagle3"), plain_eagle3(target))
+        assert published.config["rope_theta"] == 5e5
+        imported, heads = read(change(published, config=NO_ROPE), target)
         assert heads.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
         assert "no rope_theta: read as 10000, as the authors train; the target has 500000" in imported.notes[0]
 
     @pytest.mark.parametrize("keys", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5}}], ids=str)
     def test_a_base_is_read_at_either_place(self, keys: dict[str, Any], target: Target) -> None:
-        none = {"rope_theta": None, "rope_scaling": None, "rope_parameters": None}
-        _, heads = read(change(change(publish_as("eagle", target), config=none), config=keys), target)
+        _, heads = read(change(change(publish_as("eagle", target), config=NO_ROPE), config=keys), target)
         assert heads.config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
 
     def test_stored_frequencies_are_checked(self, target: Target) -> None:
@@ -104,8 +104,7 @@ def test_the_last_output_that_modelopt_taps_is_refused(target: Target) -> None:
 def test_the_factor_of_embeddings_is_folded_into_fc(target: Target) -> None:
     """Heads of ours multiply the embeddings, published ones do not: both draft the same."""
     heads = tiny_heads("eagle", target, embedding_scale=8.0)
-    exported = find_format("eagle", "eagle").write(heads.config, heads.state_dict(), target)
-    published = Published("somewhere", {**exported.config, OWN_KEY: None}, exported.file, dict(exported.tensors))
+    published = change(publish(find_format("eagle", "eagle"), heads), config={OWN_KEY: None})
     imported = recognize(published).read(published, target)
     assert imported.settings["embedding_scale"] == 1.0, "not the one of new heads"
     expected = torch.cat([8 * heads.fc.weight[:, :32], heads.fc.weight[:, 32:]], dim=1)

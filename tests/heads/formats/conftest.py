@@ -1,4 +1,4 @@
-"""The target of these tests."""
+"""The target of these tests: as deep as the authors' EAGLE-3 needs."""
 
 import pytest
 
