@@ -10,6 +10,8 @@ from transformers import PreTrainedConfig
 from draftsmith.inference.targets.target import Target
 
 FORMAT_VERSION = 1
+# Settings that stored configs may have, with the only value that is left.
+FORMER = {"loss_decay": None, "mask_before_fc": True, "tie_lm_head": False, "use_mlp": False}
 SLIDING = "sliding_attention"
 LAYER_TYPES = {SLIDING, "full_attention"}
 DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
@@ -67,6 +69,7 @@ class DraftHeadsConfig(PreTrainedConfig):
                 f"feature_layers is {self.feature_layers}; {self.head_type} heads read one layer (the last one, "
                 f"{last}, in the paper): give that one, or leave it out"
             )
+        kwargs = {key: value for key, value in kwargs.items() if key not in FORMER or value != FORMER[key]}
         self._refuse_unknown_keys(kwargs)
         super().__post_init__(**kwargs)
 
