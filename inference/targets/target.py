@@ -164,9 +164,8 @@ class Target:
 
     def _probe(self) -> Capabilities:
         if self._placed is not None:
-            return probe_encoder_decoder(self._causal_lm, self._placed, self.masks.from_allowed, self.device)
-        layers = self._recurrent_layers
-        return probe_model(self._runnable, self.text_config, self.masks.from_allowed, self.device, layers)
+            return probe_encoder_decoder(self._causal_lm, self._placed, self.masks, self.device)
+        return probe_model(self._runnable, self.text_config, self.masks, self.device, self._recurrent_layers)
 
     def _choose_masks(self) -> TreeMasks:
         """Packed masks where the model takes them and something reads them: the kernels, or prompts on a CPU."""
