@@ -45,6 +45,7 @@ from draftsmith.inference.targets.refusals import (
     is_single,
     refusing,
     relative_error,
+    try_tokens,
 )
 
 logger = logging.getLogger(__name__)
@@ -89,18 +90,14 @@ class Capabilities:
 def probe_model(
     model: Any, text_config: Any, masks: TreeMasks, device: torch.device, mixers: ReplayableLayers | None = None
 ) -> Capabilities:
-    """Examines the model with four tokens. In models with experts a router can be at a near-tie, so wrong numbers are
-    confirmed with other tokens before such a model is refused.
+    """Examines the model with four tokens.
 
     Args:
         mixers: of a recurrent model; `model` is their copy then.
     """
-    for first in (1, 4) if chooses_experts(model) else ():
-        try:
-            return _examine_with(draw_ids(model, first, device), model, text_config, masks, mixers)
-        except WrongNumbersError as error:
-            logger.info("%s: trying other tokens", error)
-    return _examine_with(draw_ids(model, 7, device), model, text_config, masks, mixers)
+    return try_tokens(
+        model, (1, 4, 7), lambda first: _examine_with(draw_ids(model, first, device), model, text_config, masks, mixers)
+    )
 
 
 @torch.no_grad()
