@@ -155,12 +155,27 @@ def compiled_runner(
         beside: a compiled step of the same target, whose `verify` serves this one, too.
     """
     compiler = Compiler(modules, drafter_changes=drafter_changes)
+    begin_compiled = compiler.compile(begin_draft, is_fixed=True, drafts=True)
+    accept_any_text = compiler.compile(accept)
+
+    def draft_compiled(
+        step: Step, state: DecodeState, policy: TreePolicy, sampler: Sampler, width: int, in_view: Tensor
+    ) -> tuple[TokenTree, Tensor | None]:
+        _open(in_view)
+        # After plain steps the width is another every time: not worth a graph.
+        begin = begin_compiled if width == step.path_width else begin_draft
+        return draft(step, state, compiler.compile_policy(policy), sampler, width, in_view, begin=begin)
+
+    def accept_compiled(state: DecodeState, *args: Any) -> Any:
+        _open(state.history.places)
+        return accept_any_text(state, *args)
+
     return Runner(
         "compiled",
-        _drafting(compiler),
+        draft_compiled,
         compiler.compile(plant_root),
         _CompiledVerify(compiler, beside),
-        _accepting(compiler.compile(accept)),
+        accept_compiled,
         compiler.compile(commit),
         has_fixed_rows=True,
         reads_prompts=compiler.reads_prompts,
@@ -172,28 +187,6 @@ def compiled_runner(
 def _open(values: Tensor, dim: int = 0) -> None:
     """Says that this size changes from call to call."""
     torch._dynamo.maybe_mark_dynamic(values, dim)
-
-
-def _drafting(compiler: Compiler) -> Callable[..., tuple[TokenTree, Tensor | None]]:
-    begin_compiled = compiler.compile(begin_draft, is_fixed=True, drafts=True)
-
-    def draft_compiled(
-        step: Step, state: DecodeState, policy: TreePolicy, sampler: Sampler, width: int, in_view: Tensor
-    ) -> tuple[TokenTree, Tensor | None]:
-        _open(in_view)
-        # After plain steps the width is another every time: not worth a graph.
-        begin = begin_compiled if width == step.path_width else begin_draft
-        return draft(step, state, compiler.compile_policy(policy), sampler, width, in_view, begin=begin)
-
-    return draft_compiled
-
-
-def _accepting(accept: Callable[..., Any]) -> Callable[..., Any]:
-    def accept_with_open_texts(state: DecodeState, *args: Any) -> Any:
-        _open(state.history.places)
-        return accept(state, *args)
-
-    return accept_with_open_texts
 
 
 class _CompiledVerify:
