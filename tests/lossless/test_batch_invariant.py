@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, Drafter, NgramDrafter, Target
@@ -145,15 +144,12 @@ def test_packed_products_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_that_are_not_linear() -> None:
     """GPT-2's, whose wide ones have another kernel for one row."""
-    size = {"n_layer": 3, "n_embd": 384, "n_head": 6, "n_positions": 128, "initializer_range": 0.2}
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCAB_SIZE, bos_token_id=1, eos_token_id=1, **size)
-    target = Target(GPT2LMHeadModel(config).to(torch.bfloat16).eval())
+    size = {"num_hidden_layers": 3, "hidden_size": 384, "num_attention_heads": 6, "initializer_range": 0.2}
+    target = Target(tiny_target("gpt2", dtype=torch.bfloat16, **size))
     if find_rows(target.model, target.dtype) is None:
         pytest.skip("products of such layers depend on the number of rows on this CPU, and the mode is refused")
     prompts = [random_prompt(length, seed=length) for length in (30, 9)]
-    settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    assert is_plain(target, prompts, TREES[1], **settings)
+    assert is_plain(target, prompts, TREES[1], max_new_tokens=20, do_sample=False)
 
 
 def test_scores_differ_without_the_mode() -> None:

@@ -4,11 +4,11 @@ import logging
 
 import pytest
 import torch
-from transformers import FalconConfig, FalconForCausalLM
 
 from draftsmith.inference import DynamicTree, NgramDrafter, Target, generate
 from draftsmith.training.features.encoding import encode
 from tests.inference.plain_passes import ATOL, calm_target, run_plainly
+from tests.inference.targets.test_target_refusals import make
 from tests.lossless.near_tie import assert_same_text
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import (
@@ -97,8 +97,7 @@ def test_texts_end_where_rope_would_change(family: str, caplog: pytest.LogCaptur
 
 def test_a_model_that_asks_for_sdpa_by_name() -> None:
     """Falcon compares its implementation's name with "sdpa": under another name it would add boolean masks."""
-    config = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False)
-    model = FalconForCausalLM(config).eval()
+    model = make("falcon", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False)
     tokens = random_prompt(9, vocab_size=64)
     encoded = encode(Target(model), tokens, torch.ones_like(tokens))
     wanted = run_plainly(model, tokens[0].tolist()).hidden_states[-1]

@@ -15,19 +15,13 @@ from tests.tiny_targets import RECURRENT_FAMILIES, random_prompt, target_of, tin
 pytestmark = pytest.mark.skipif(not RECURRENT_FAMILIES, reason="this release of transformers has no cache for states")
 
 
-def recurrence_of(target: Target) -> Any:
-    recurrence = target.capabilities.recurrence
-    assert recurrence is not None
-    return recurrence
-
-
 @pytest.mark.parametrize(
     ("family", "continues", "drafts_in_one"),
     [("qwen3_5", True, False), ("lfm2", True, True), ("nemotron_h", True, False), ("mamba", False, False)],
 )
 def test_what_is_found(family: str, continues: bool, drafts_in_one: bool) -> None:
     target = target_of(family)
-    recurrence = recurrence_of(target)
+    recurrence = target.capabilities.recurrence
     assert (recurrence.continues, recurrence.drafts_in_one) == (continues, drafts_in_one)
     assert target.is_recurrent
     assert target.reads_prompts_whole == (not continues)
@@ -39,7 +33,7 @@ def test_what_is_found(family: str, continues: bool, drafts_in_one: bool) -> Non
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba", "lfm2"])
 def test_the_large_linear_layers_run_once(family: str) -> None:
     """Those that read the mixer's input are found, and the last one."""
-    recurrence = recurrence_of(target_of(family))
+    recurrence = target_of(family).capabilities.recurrence
     for layer, roles in recurrence.roles.items():
         mixer = target_of(family).model.get_submodule(recurrence.mixers[layer])
         assert set(roles.inputs) == {name for name, _ in mixer.named_children() if name.startswith("in_proj")}
