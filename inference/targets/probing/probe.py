@@ -130,8 +130,7 @@ def _examine_with(
     check_finite(model, "hidden states", [plain_hidden, longer, other], output.last_hidden_state)
     _check_window(model, token_ids, masks)
     noise = _measure_noise(model, plain_hidden[0], longer[:2], other[:2])
-    has_single = is_single(plain_hidden, model)
-    check_branches(cache, output.last_hidden_state[0], plain_hidden[0], noise, has_single=has_single)
+    check_branches(model, cache, output.last_hidden_state[0], plain_hidden[0], noise)
     logits = model(**plain).logits
     check_finite(model, "logits", [logits.masked_fill(logits == -torch.inf, 0.0)])  # some models forbid ids with -inf
     last = narrow(plain_hidden, model.dtype)
@@ -168,7 +167,7 @@ def probe_encoder_decoder(model: Any, placed: PlacedDecoder, masks: TreeMasks, d
     check_finite(model, "encoder's last states", [encoded.last_hidden_state])
     check_finite(model, "logits", [logits], tree_logits)
     specs = cache.list_specs(["full_attention"] * (1 + max(cache.specs, default=0)), {"full_attention": None})
-    check_branches(cache, tree_logits[0], logits[0], noise=0.0, has_single=is_single(logits, model))
+    check_branches(model, cache, tree_logits[0], logits[0], noise=0.0)
     return Capabilities(specs, None, logits.shape[-1], None, _takes_inference_mode(lambda: model(**plain)))
 
 

@@ -17,7 +17,7 @@ from draftsmith.inference.cache.kv_cache import KVSpec, LayerSpec
 from draftsmith.inference.cache.recurrent_states import RecurrentStates
 from draftsmith.inference.kernels.packed_masks import pack_tree
 from draftsmith.inference.targets.masks import TreeMasks
-from draftsmith.inference.targets.refusals import CannotRollBackError, WrongNumbersError
+from draftsmith.inference.targets.refusals import CannotRollBackError, WrongNumbersError, is_single
 
 # Empty slots between the tree's first token and the others: more than any window that a model applies by itself.
 _GAP = 4200
@@ -160,18 +160,14 @@ def _is_broken(weight: Tensor) -> bool:
     return is_readable and weight.is_floating_point() and weight.dtype.itemsize > 1 and not _is_finite(weight)
 
 
-def check_branches(
-    cache: RecordingCache, tree_hidden: Tensor, plain_hidden: Tensor, noise: float, *, has_single: bool
-) -> None:
+def check_branches(model: Any, cache: RecordingCache, tree_hidden: Tensor, plain_hidden: Tensor, noise: float) -> None:
     """Checks the tree pass [4, D] against a plain pass [2, D] (see `ProbeTree`).
 
     Rows 0, 1 and 3 of the tree must be rows 0, 1 and 1 of the plain pass, up to rounding and the `noise` between
     passes. Both hold hidden states, or both hold logits.
-
-    Args:
-        has_single: of the model (`is_single`).
     """
-    within, between = (1e-4, 1e-3) if has_single else (1e-2, 0.1)  # rows of one pass differ by little
+    # Rows of one pass differ by little.
+    within, between = (1e-4, 1e-3) if is_single(plain_hidden, model) else (1e-2, 0.1)
     compared = [
         ("twins", tree_hidden[3], tree_hidden[1], within),
         *(("keys of twins", keys[1], keys[0], 3 * within) for keys in cache.twin_keys.values()),
