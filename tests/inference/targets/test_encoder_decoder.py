@@ -48,8 +48,6 @@ POLICIES: dict[str, TreePolicy] = {
 # Seeds whose greedy text does not soon repeat one token.
 CELLS = [("t5", 2), ("t5-v1.1", 0), ("umt5", 2), ("longt5", 0), ("bart", 0), ("pegasus", 1)]
 ATTENTIONS = {"longt5": ("eager",)}  # transformers' LongT5 has no sdpa
-# A bias by distance, a table of positions, and windows.
-QUICK_TREES = (("t5", "sdpa"), ("bart", "eager"), ("longt5", "eager"))
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 SAMPLED = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "seed": 5}
 
@@ -95,12 +93,15 @@ def check_tree(model: Any, target: Target, cache: KVCache, tree: TokenTree, sour
 
 @pytest.mark.parametrize(
     ("kind", "attention"),
-    [
-        pytest.param(kind, attention, marks=() if (kind, attention) in QUICK_TREES else pytest.mark.slow)
-        for kind in KINDS
-        if kind not in LEFT_OUT
-        for place, attention in enumerate(ATTENTIONS.get(kind, ("sdpa", "eager")))
-    ],
+    slow_but(
+        {"t5-sdpa", "bart-eager", "longt5-eager"},  # a bias by distance, a table of positions, and windows
+        {
+            f"{kind}-{attention}": (kind, attention)
+            for kind in KINDS
+            if kind not in LEFT_OUT
+            for attention in ATTENTIONS.get(kind, ("sdpa", "eager"))
+        },
+    ),
 )
 def test_trees_are_scored_as_the_models_own_decoder_does(kind: str, attention: str) -> None:
     """Rows of different lengths and sources, after a commit that moves slots, and again after a selection."""

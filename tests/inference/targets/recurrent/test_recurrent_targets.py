@@ -10,6 +10,7 @@ from draftsmith.inference import Decoder, SmallModelDrafter, Target
 from draftsmith.inference.cache.recurrent_states import RecurrentStates
 from draftsmith.inference.targets.recurrent.proving import check_rollback
 from draftsmith.training.features.encoding import encode
+from tests.params import slow_but
 from tests.tiny_targets import RECURRENT_FAMILIES, random_prompt, target_of, tiny_target
 
 pytestmark = pytest.mark.skipif(not RECURRENT_FAMILIES, reason="this release of transformers has no cache for states")
@@ -68,13 +69,7 @@ def test_what_recurrent_targets_cannot_do() -> None:
         target.prepare_first_layers(2)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=() if family in ("qwen3_5", "mamba2", "lfm3") else pytest.mark.slow)
-        for family in RECURRENT_FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", slow_but({"qwen3_5", "mamba2", "lfm3"} & {*RECURRENT_FAMILIES}, RECURRENT_FAMILIES))
 def test_packed_documents_do_not_leak_into_each_other(family: str) -> None:
     """States of a packed row are those of its documents by themselves. Read as one text, they would not be."""
     target = target_of(family, initializer_range=0.3)
