@@ -132,7 +132,7 @@ class KVCache(Cache):
         self._windows = tuple(None if spec is None else spec.window for spec in self.layer_specs)
         self._show_rows(batch_size)
         self.slots, self.span = self.lengths[:, None], EMPTY
-        self._packed: tuple[Tensor, Tensor] | None = None  # of each packed token, its row and slot
+        self._packed: tuple[Tensor, Tensor] | None = None  # [1, T], of each packed token its slot and row
         self._set_view(0, 0)
 
     def _show_rows(self, num_rows: int) -> None:
@@ -206,43 +206,37 @@ class KVCache(Cache):
 
     def pack(self, places: Tensor) -> None:
         """The pass reads only the open slots at `places` [T] among B x N, as one row of tokens."""
-        self._packed = torch.div(places, self.slots.shape[1], rounding_mode="floor"), self.slots.flatten()[places]
+        rows = torch.div(places, self.slots.shape[1], rounding_mode="floor")
+        self._packed = self.slots.flatten()[places][None], rows[None]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Called by the model's layers: writes [B, H, N, width] rows into the open slots, returns the layer's view."""
-        if self._packed is None:
-            keys, values = self.write(layer_idx, self.slots, key_states, value_states)
-        else:
-            keys, values = self._write_packed(layer_idx, self._packed, key_states, value_states)
+        slots, rows = self._packed or (self.slots, None)
+        keys, values = self.write(layer_idx, slots, key_states, value_states, rows)
         window, size = self._windows[layer_idx], self.slots_in_view.shape[0]
-        if window is None:
-            return keys[:, :, :size], values[:, :, :size]
-        start = size - self.window_sizes[window].shape[0]  # from shapes only, because compiled graphs contain it
+        # From shapes only, because compiled graphs contain it.
+        start = 0 if window is None else size - self.window_sizes[window].shape[0]
         return keys[:, :, start:size], values[:, :, start:size]
 
-    def write(self, layer_idx: int, slots: Tensor, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes [B, H, N, width] rows into `slots` [B, N] of one layer; returns all its keys and values."""
+    def write(
+        self, layer_idx: int, slots: Tensor, key_states: Tensor, value_states: Tensor, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Writes states [B, H, N, width] into `slots` [B, N] of one layer; returns all its keys and values.
+
+        Args:
+            rows: [B, N], the row of each slot; None = each row's own.
+        """
         number = self._numbers[layer_idx]
         planes = self._keys[number], self._values[number]
-        for plane, rows in zip(planes, (key_states, value_states), strict=True):
+        for plane, states in zip(planes, (key_states, value_states), strict=True):
             here = slots.to(plane.device)
             if plane.shape[0] == 1:
-                plane.index_copy_(2, here[0], rows)
+                plane.index_copy_(2, here[0], states)
             else:  # on a CPU, torch's scatter_ takes twice as long, in 16 bits up to a hundred times
-                plane.transpose(1, 2).index_put_((_every_row(here), here), rows.transpose(1, 2))
-        return planes
-
-    def _write_packed(
-        self, layer_idx: int, packed: tuple[Tensor, Tensor], key_states: Tensor, value_states: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`write` for [1, H, T, width] rows, whose rows in the batch and slots are `packed`."""
-        number = self._numbers[layer_idx]
-        planes = self._keys[number], self._values[number]
-        for plane, rows in zip(planes, (key_states, value_states), strict=True):
-            here = tuple(each.to(plane.device) for each in packed)
-            plane.transpose(1, 2).index_put_(here, rows[0].transpose(0, 1))
+                own = _every_row(here) if rows is None else rows.to(plane.device)
+                plane.transpose(1, 2).index_put_((own, here), states.transpose(1, 2))
         return planes
 
     def slots_seen(self, window: int | None) -> tuple[Tensor, Tensor]:

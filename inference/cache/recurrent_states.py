@@ -21,7 +21,7 @@ from draftsmith.inference.cache.row_selection import first_rows
 
 StateName = tuple[str, int]  # ("conv" or "recurrent", number within the layer)
 States = dict[StateName, Tensor]  # of one layer: each [rows, ...]
-Replay = Callable[[Any, Tensor, Tensor, States], States]
+Replay = Callable[[Tensor, Tensor, States], States]
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,13 @@ class RecurrentStates:
 
     Args:
         specs: per recurrent layer, its states.
-        replay: `replay(record, rows, nodes, states)` reads nodes [G, P] of rows [G] from a layer's record, after
-            `states`; returns the states after them.
 
     Attributes:
         lengths: tokens that each row's states sum up; host numbers.
         plan: how the coming pass reads its tokens; the recurrent layers look here.
     """
 
-    def __init__(self, specs: Mapping[int, Sequence[StateSpec]], batch_size: int, replay: Replay) -> None:
+    def __init__(self, specs: Mapping[int, Sequence[StateSpec]], batch_size: int) -> None:
         with torch.inference_mode(False):
             self._all = {
                 layer: {
@@ -62,9 +60,8 @@ class RecurrentStates:
                 }
                 for layer, states in specs.items()
             }
-        self._replay = replay
         self.plan: Any = None
-        self._records: dict[int, tuple[Any, Sequence[States]]] = {}
+        self._records: dict[int, tuple[Replay, Sequence[States]]] = {}
         self._accepted: tuple[Tensor, Tensor] | None = None  # path, counts
         self.lengths = [0] * batch_size
 
@@ -85,13 +82,15 @@ class RecurrentStates:
         """Counts tokens of prompts, which the layers have put into the states."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
-    def record(self, layer: int, record: Any, after: Sequence[States]) -> None:
+    def record(self, layer: int, replay: Replay, after: Sequence[States]) -> None:
         """Called by a layer that has read drafts.
 
         Args:
+            replay: `replay(rows, nodes, states)` reads the nodes [G, P] of rows [G] once more, after `states`; returns
+                the states after them.
             after: of a chain, the states after each of its first nodes, as far as they are known.
         """
-        self._records[layer] = record, after
+        self._records[layer] = replay, after
 
     def accept(self, path: Tensor, counts: Tensor) -> None:
         """Notes what `KVCache.commit` keeps of a pass over drafts. Tokens of prompts are in the states already."""
@@ -107,11 +106,11 @@ class RecurrentStates:
         for count in sorted(set(numbers) - {0}):
             rows = [row for row, number in enumerate(numbers) if number == count]
             index = torch.tensor(rows, device=path.device)
-            for layer, (record, after) in self._records.items():
+            for layer, (replay, after) in self._records.items():
                 if count <= len(after):
                     states = {name: values[index.to(values.device)] for name, values in after[count - 1].items()}
                 else:
-                    states = self._replay(record, index, path[index, :count], self.take(layer, index))
+                    states = replay(index, path[index, :count], self.take(layer, index))
                 self.put(layer, index, states)
             for row in rows:
                 self.lengths[row] += count

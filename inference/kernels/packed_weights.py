@@ -37,7 +37,7 @@ def pack(module: M) -> M:
     twin = make_twin(module, lambda part: PackedLinear if _can_pack(part) else type(part))
     for part in twin.modules():
         if isinstance(part, PackedLinear):
-            part.pack()
+            part.matrix, part.place = PackedMatrix([part.weight], [part.bias]), 0
     for path, part in twin.named_modules():
         if not _CROSS_ATTENTION.search(path):
             for names in getattr(part, "read_together", READ_TOGETHER):
@@ -59,19 +59,19 @@ def repack(module: nn.Module) -> None:
 def make_twin(module: M, find_kind: Callable[[nn.Module], type[nn.Module]]) -> M:
     """A module that shares all parameters and buffers with `module`, and whose parts have the classes that `find_kind`
     gives for them."""
-    return _make_twin(module, find_kind, {})
+    twins: dict[int, nn.Module] = {}  # by the id of their module
 
+    def twin_of(part: nn.Module) -> nn.Module:
+        if id(part) not in twins:
+            kind = find_kind(part)
+            twin = twins[id(part)] = kind.__new__(kind)
+            # Dictionaries of hooks may change on one side: transformers hooks the layers whose states it hands out.
+            for name, value in vars(part).items():
+                vars(twin)[name] = copy.copy(value) if isinstance(value, dict) else value
+            twin._modules = {name: child and twin_of(child) for name, child in part._modules.items()}
+        return twins[id(part)]
 
-def _make_twin(module: M, find_kind: Callable[[nn.Module], type[nn.Module]], known: dict[int, nn.Module]) -> M:
-    """Args: known: twins made so far, by the id of their module."""
-    if id(module) not in known:
-        kind = find_kind(module)
-        twin = known[id(module)] = kind.__new__(kind)
-        # Dictionaries of hooks may change on one side: transformers hooks the layers whose states it hands out.
-        parts = vars(module).items()
-        vars(twin).update({name: copy.copy(part) if isinstance(part, dict) else part for name, part in parts})
-        twin._modules = {name: child and _make_twin(child, find_kind, known) for name, child in module._modules.items()}
-    return known[id(module)]  # type: ignore[return-value]
+    return twin_of(module)  # type: ignore[return-value]
 
 
 def _can_pack(module: nn.Module) -> bool:
@@ -115,9 +115,6 @@ class PackedLinear(nn.Linear):
 
     matrix: PackedMatrix
     place: int
-
-    def pack(self) -> None:
-        self.matrix, self.place = PackedMatrix([self.weight], [self.bias]), 0
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         """input [..., in_features] -> [..., out_features]. No gradient passes through."""

@@ -82,6 +82,7 @@ class Compiler:
         self.drafter_changes = drafter_changes
         self.seconds, self.reads_prompts = 0.0, False
         self._functions: dict[tuple[Callable[..., Any], bool | None], _CompiledFunction] = {}
+        self._policies: dict[int, tuple[TreePolicy, TreePolicy]] = {}  # with the policy, which keeps its id
         self._configs = _find_attention_configs(modules)
         weights = {id(p): p for module in modules for p in (*module.parameters(), *module.buffers())}.values()
         num_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
@@ -130,6 +131,18 @@ class Compiler:
             self._functions[key] = _CompiledFunction(function, self, options, dynamic=key[1])
         return self._functions[key]
 
+    def compile_policy(self, policy: TreePolicy) -> TreePolicy:
+        """A copy of the policy whose functions are compiled; all policies share their graphs."""
+        if id(policy) not in self._policies:
+            compiled = copy.copy(policy)
+            for name, part in vars(policy).items():  # policies that are made of others
+                if isinstance(part, TreePolicy):
+                    setattr(compiled, name, self.compile_policy(part))
+            for name in policy.level_functions:
+                setattr(compiled, name, self.compile(getattr(policy, name), drafts=True))
+            self._policies[id(policy)] = policy, compiled
+        return self._policies[id(policy)][1]
+
 
 def compiled_runner(
     modules: Sequence[nn.Module], *, drafter_changes: bool = False, beside: Step | None = None
@@ -142,12 +155,27 @@ def compiled_runner(
         beside: a compiled step of the same target, whose `verify` serves this one, too.
     """
     compiler = Compiler(modules, drafter_changes=drafter_changes)
+    begin_compiled = compiler.compile(begin_draft, is_fixed=True, drafts=True)
+    accept_any_text = compiler.compile(accept)
+
+    def draft_compiled(
+        step: Step, state: DecodeState, policy: TreePolicy, sampler: Sampler, width: int, in_view: Tensor
+    ) -> tuple[TokenTree, Tensor | None]:
+        _open(in_view)
+        # After plain steps the width is another every time: not worth a graph.
+        begin = begin_compiled if width == step.path_width else begin_draft
+        return draft(step, state, compiler.compile_policy(policy), sampler, width, in_view, begin=begin)
+
+    def accept_compiled(state: DecodeState, *args: Any) -> Any:
+        _open(state.history.places)
+        return accept_any_text(state, *args)
+
     return Runner(
         "compiled",
-        _drafting(compiler),
+        draft_compiled,
         compiler.compile(plant_root),
         _CompiledVerify(compiler, beside),
-        _accepting(compiler.compile(accept)),
+        accept_compiled,
         compiler.compile(commit),
         has_fixed_rows=True,
         reads_prompts=compiler.reads_prompts,
@@ -159,29 +187,6 @@ def compiled_runner(
 def _open(values: Tensor, dim: int = 0) -> None:
     """Says that this size changes from call to call."""
     torch._dynamo.maybe_mark_dynamic(values, dim)
-
-
-def _drafting(compiler: Compiler) -> Callable[..., tuple[TokenTree, Tensor | None]]:
-    begin_compiled = compiler.compile(begin_draft, is_fixed=True, drafts=True)
-    policies = _CompiledPolicies(compiler)
-
-    def draft_compiled(
-        step: Step, state: DecodeState, policy: TreePolicy, sampler: Sampler, width: int, in_view: Tensor
-    ) -> tuple[TokenTree, Tensor | None]:
-        _open(in_view)
-        # After plain steps the width is another every time: not worth a graph.
-        begin = begin_compiled if width == step.path_width else begin_draft
-        return draft(step, state, policies.find(policy), sampler, width, in_view, begin=begin)
-
-    return draft_compiled
-
-
-def _accepting(accept: Callable[..., Any]) -> Callable[..., Any]:
-    def accept_with_open_texts(state: DecodeState, *args: Any) -> Any:
-        _open(state.history.places)
-        return accept(state, *args)
-
-    return accept_with_open_texts
 
 
 class _CompiledVerify:
@@ -220,25 +225,6 @@ class _CompiledVerify:
         if wanted == tuple(maker.feature_layers):
             return output
         return replace(output, features=output.last if wanted else None)
-
-
-class _CompiledPolicies:
-    """Copies of tree policies whose functions are compiled. All policies share their graphs."""
-
-    def __init__(self, compiler: Compiler) -> None:
-        self._compiler = compiler
-        self._found: dict[int, tuple[TreePolicy, TreePolicy]] = {}  # with the policy, which keeps its id
-
-    def find(self, policy: TreePolicy) -> TreePolicy:
-        if id(policy) not in self._found:
-            compiled = copy.copy(policy)
-            for name, part in vars(policy).items():  # policies that are made of others
-                if isinstance(part, TreePolicy):
-                    setattr(compiled, name, self.find(part))
-            for name in policy.level_functions:
-                setattr(compiled, name, self._compiler.compile(getattr(policy, name), drafts=True))
-            self._found[id(policy)] = policy, compiled
-        return self._found[id(policy)][1]
 
 
 class _CompiledFunction:

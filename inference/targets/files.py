@@ -111,14 +111,6 @@ def read_generation_config(name: str) -> GenerationConfig:
             return GenerationConfig.from_pretrained(name, config_file_name="config.json", _from_model_config=True)
 
 
-def find_auto_class_of(name: str, *, trust_remote_code: bool = False) -> Any:
-    """`find_auto_class` of a target."""
-    try:
-        return find_auto_class(read_config(name, trust_remote_code=trust_remote_code))
-    except (OSError, ValueError):  # it also loads folders of adapters, and its errors are the known ones
-        return AutoModelForCausalLM
-
-
 def load_causal_lm(name: str, *, auto_class: Any = None, **options: Any) -> Any:
     """The model of a target, by the class that has its LM head.
 
@@ -135,7 +127,10 @@ def load_causal_lm(name: str, *, auto_class: Any = None, **options: Any) -> Any:
         if (kind := getattr(transformers, "GgufConfig", None)) is not None:  # earlier releases only dequantize
             more["quantization_config"] = kind(dequantize=True)
     elif auto_class is None:
-        auto_class = find_auto_class_of(name, trust_remote_code=options.get("trust_remote_code", False))
+        try:
+            auto_class = find_auto_class(read_config(name, trust_remote_code=options.get("trust_remote_code", False)))
+        except (OSError, ValueError):
+            auto_class = AutoModelForCausalLM  # it also loads folders of adapters, and its errors are the known ones
     with naming_place(name):
         model = auto_class.from_pretrained(folder, **more, **options)
     if more:

@@ -109,7 +109,7 @@ class TreeMasks:
             One [B, 1, N, S] tensor of 0 or the dtype's minimum (eager attention would ADD a boolean), or a dict of
             such tensors per layer type for models with several types.
         """
-        return self._make_each(lambda window: self._make_mask(allowed, query_positions, key_positions, window))
+        return self.make_each(lambda window: self._make_mask(allowed, query_positions, key_positions, window))
 
     def in_view(self, cache: KVCache | SharedRows, positions: Tensor, node_positions: Tensor, ancestors: Tensor) -> Any:
         """Masks over the W slots that each type of layer sees: additive [B, 1, N, W], or packed.
@@ -136,7 +136,7 @@ class TreeMasks:
             key_positions = key_positions.scatter(1, places, node_positions)
             return self._make_mask(allowed, positions, key_positions, window)
 
-        return self._make_each(make)
+        return self.make_each(make)
 
     def of_prompts(self, cache: KVCache, positions: Tensor) -> Any:
         """`in_view` for prompts, in which each of the N open tokens sees all before it."""
@@ -147,17 +147,17 @@ class TreeMasks:
             causal = (steps[:, None] >= steps).expand(batch, -1, -1)
             return self.in_view(cache, positions, positions, causal)
         lengths = cache.lengths.new_full((1, 1), longest) if is_even else cache.lengths[:, None]
-        return self._make_each(
+        return self.make_each(
             lambda window: pack_chain(lengths, num_tokens, origin=cache.slots_seen(window)[0][:1], window=window)
         )
 
-    def _make_each(self, make: Callable[[int | None], Tensor]) -> Any:
+    def make_each(self, make: Callable[[int | None], Tensor]) -> Any:
         """One mask, or a dict per layer type for models with several types, from each type's window; None for models
         without attention."""
         masks = {}
         for layer_type, window in self.windows.items():
             masks[layer_type] = make(window)
-        return join_masks(masks, self.without)
+        return {**dict.fromkeys(self.without), **masks} if len(masks) > 1 else next(iter(masks.values()), None)
 
     def _make_mask(self, allowed: Tensor, query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
         seen = allowed
@@ -168,8 +168,3 @@ class TreeMasks:
         if not torch.compiler.is_compiling():
             vars(mask)[REPEATED] = {}
         return mask
-
-
-def join_masks(masks: dict[str, Tensor], without: tuple[str, ...]) -> Any:
-    """The masks of the types of layers with attention as a model takes them."""
-    return {**dict.fromkeys(without), **masks} if len(masks) > 1 else next(iter(masks.values()), None)

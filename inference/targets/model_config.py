@@ -200,21 +200,6 @@ def find_types_without_attention(text_config: Any) -> tuple[str, ...]:
     return tuple(sorted(types - set(find_layer_windows(text_config))))
 
 
-@dataclass(frozen=True)
-class LayerAttention:
-    """has_attention: the layer writes keys and values; window: as in `LayerSpec`."""
-
-    has_attention: bool
-    window: int | None
-
-
-def list_attention(text_config: Any) -> list[LayerAttention]:
-    """The attention of every layer."""
-    windows = find_layer_windows(text_config)
-    layer_types = getattr(text_config, "layer_types", None) or list(windows) * text_config.num_hidden_layers
-    return [LayerAttention(kind in windows, windows.get(kind)) for kind in layer_types]
-
-
 def find_length_limit(text_config: Any) -> LengthLimit:
     """The number of positions for which the model is exact: its position limit, or the length from which its RoPE
     depends on the whole pass."""

@@ -108,7 +108,7 @@ def read_media(target: Target, cache: KVCache, media: Media, *, feature_layers: 
     steps = torch.arange(longest, device=counts.device)
     slots = (steps - (longest - counts[:, None])) % longest  # a row's padding comes after its tokens
     cache.open_slots(longest, EMPTY)
-    target.plan_reading(cache, counts, longest)
+    target.plan_reading(cache, counts)
     causal_lm = target.backbone.causal_lm
     own = {
         find_cache_name(causal_lm): _PromptCache(cache, slots, counts, num_given=media.arguments["input_ids"].shape[1]),

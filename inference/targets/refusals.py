@@ -1,14 +1,20 @@
 """What the files share that run a model and refuse it: the tokens it reads, its precision, and the errors."""
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from draftsmith.inference.targets.model_config import chooses_experts
+
+logger = logging.getLogger(__name__)
+
 # The errors of models that are called in a way they do not support.
 MODEL_ERRORS = (TypeError, ValueError, LookupError, AttributeError, NameError, AssertionError, RuntimeError)
+T = TypeVar("T")
 
 
 class CannotRollBackError(ValueError):
@@ -28,6 +34,17 @@ def refusing(complaint: str) -> Iterator[None]:
         raise
     except MODEL_ERRORS as error:
         raise ValueError(f"{complaint}: {error}") from error
+
+
+def try_tokens(model: Any, firsts: Sequence[int], check: Callable[[int], T]) -> T:
+    """What `check` returns for the last of these tokens. In models with experts a router can be at a near-tie, so their
+    numbers are wrong only if they are wrong with all of the tokens."""
+    for first in firsts[:-1] if chooses_experts(model) else ():
+        try:
+            return check(first)
+        except WrongNumbersError as error:
+            logger.info("%s: trying other tokens", error)
+    return check(firsts[-1])
 
 
 def draw_ids(model: Any, first: int, device: torch.device) -> Tensor:

@@ -164,9 +164,8 @@ class Target:
 
     def _probe(self) -> Capabilities:
         if self._placed is not None:
-            return probe_encoder_decoder(self._causal_lm, self._placed, self.masks.from_allowed, self.device)
-        layers = self._recurrent_layers
-        return probe_model(self._runnable, self.text_config, self.masks.from_allowed, self.device, layers)
+            return probe_encoder_decoder(self._causal_lm, self._placed, self.masks, self.device)
+        return probe_model(self._runnable, self.text_config, self.masks, self.device, self._recurrent_layers)
 
     def _choose_masks(self) -> TreeMasks:
         """Packed masks where the model takes them and something reads them: the kernels, or prompts on a CPU."""
@@ -276,7 +275,7 @@ class Target:
         cache.open_slots(size, span)
         positions = self._cut_positions(cache.lengths[:, None] + depths)
         masks = self.masks.of_prompts(cache, positions)
-        self.plan_reading(cache, counts, size)
+        self.plan_reading(cache, counts)
         token_ids = nn.functional.pad(token_ids, (0, size - length))
         places = cache.to_positions(positions)
         output = self._run(cache, token_ids, places, masks, positions, feature_layers)
@@ -290,10 +289,10 @@ class Target:
             return TargetOutput(last[:, None])
         return TargetOutput(last[:, None], output.features[:, :length], output.last[:, :length])
 
-    def plan_reading(self, cache: KVCache, counts: Tensor, num_tokens: int) -> None:
-        """Before a pass over prompts: recurrent layers will read the first counts[b] of `num_tokens` tokens."""
+    def plan_reading(self, cache: KVCache, counts: Tensor) -> None:
+        """Before a pass over prompts: recurrent layers will read the first counts[b] tokens."""
         if self._recurrent_layers is not None:
-            self._recurrent_layers.plan_reading(cache.states, counts, num_tokens)
+            self._recurrent_layers.plan_reading(cache.states, counts)
 
     @torch.no_grad()
     def verify(self, cache: KVCache, tree: Nodes, *, feature_layers: Sequence[int] = ()) -> TargetOutput:

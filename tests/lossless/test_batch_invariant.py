@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Decoder, Drafter, NgramDrafter, Target
@@ -39,34 +38,39 @@ def decode(target: Any, drafter: Drafter | None, prompts: list[Tensor], **option
     return output.sequences[:, batch["input_ids"].shape[1] :], torch.stack(output.logits, dim=1)
 
 
-def decode_plainly(target: Any, prompts: list[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-    """`decode` without drafts, each row by itself."""
-    seeds = options.pop("seed", None)
+def is_plain(target: Any, prompts: list[Tensor], tree: str, drafter: Drafter | None = None, **options: Any) -> bool:
+    """Whether all tokens and scores of a drafted batch equal those of each row by itself.
+
+    Args:
+        drafter: None = one that takes its drafts from the plain text, which goes through all branches of the tree.
+    """
+    options = {"batch_invariant": True, **options}
+    seeds = options.get("seed")
     alone = [
-        decode(target, None, [prompt], seed=None if seeds is None else [seeds[row]], **options)
+        decode(target, None, [prompt], **options | {"seed": seeds and seeds[row : row + 1]})
         for row, prompt in enumerate(prompts)
     ]
-    return torch.cat([tokens for tokens, _ in alone]), torch.cat([scores for _, scores in alone])
-
-
-def decode_both(family: str, dtype: torch.dtype, tree: str, *, batch_invariant: bool, **options: Any) -> bool:
-    """Whether all tokens and scores of a drafted batch equal those of each row by itself. The drafts are taken from the
-    plain text, which goes through all branches of the tree."""
-    target = Target.of(tiny_target(family, dtype=dtype))
-    prompts = [random_prompt(length, seed=length) for length in LENGTHS]
-    options = {"max_new_tokens": 28, "batch_invariant": batch_invariant, **options}
-    tokens, scores = decode_plainly(target, prompts, **options)
-    texts = [torch.cat([prompt[0], new]) for prompt, new in zip(prompts, tokens, strict=True)]
-    drafter = ScriptedDrafter(texts, VOCAB_SIZE, num_candidates=8, is_strict=batch_invariant)
+    tokens, scores = (torch.cat(parts) for parts in zip(*alone, strict=True))
+    if drafter is None:
+        texts = [torch.cat([prompt[0], new]) for prompt, new in zip(prompts, tokens, strict=True)]
+        drafter = ScriptedDrafter(
+            texts, VOCAB_SIZE, num_candidates=8, feature_layers=(1,), is_strict=options["batch_invariant"]
+        )
     found, own_scores = decode(target, drafter, prompts, tree=tree, **options)
     return torch.equal(found, tokens) and torch.equal(own_scores, scores)
+
+
+def is_plain_in(family: str, dtype: torch.dtype, tree: str, **options: Any) -> bool:
+    """`is_plain` for a target of this family."""
+    prompts = [random_prompt(length, seed=length) for length in LENGTHS]
+    return is_plain(Target.of(tiny_target(family, dtype=dtype)), prompts, tree, max_new_tokens=28, **options)
 
 
 @pytest.mark.parametrize(
     ("tree", "options"), [(TREES[0], SAMPLED), (TREES[1], {"do_sample": False}), (TREES[2], SAMPLED)], ids=TREES
 )
 def test_scores_are_those_of_plain_decoding(tree: str, options: dict[str, Any]) -> None:
-    assert decode_both("llama", torch.bfloat16, tree, batch_invariant=True, **options)
+    assert is_plain_in("llama", torch.bfloat16, tree, **options)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +85,7 @@ def test_scores_are_those_of_plain_decoding(tree: str, options: dict[str, Any]) 
     ),
 )
 def test_other_families_and_dtypes(dtype: torch.dtype, family: str) -> None:
-    assert decode_both(family, dtype, TREES[2], batch_invariant=True, do_sample=False)
+    assert is_plain_in(family, dtype, TREES[2], do_sample=False)
 
 
 @pytest.mark.parametrize(
@@ -140,25 +144,17 @@ def test_packed_products_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_that_are_not_linear() -> None:
     """GPT-2's, whose wide ones have another kernel for one row."""
-    size = {"n_layer": 3, "n_embd": 384, "n_head": 6, "n_positions": 128, "initializer_range": 0.2}
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=VOCAB_SIZE, bos_token_id=1, eos_token_id=1, **size)
-    target = Target(GPT2LMHeadModel(config).to(torch.bfloat16).eval())
+    size = {"num_hidden_layers": 3, "hidden_size": 384, "num_attention_heads": 6, "initializer_range": 0.2}
+    target = Target(tiny_target("gpt2", dtype=torch.bfloat16, **size))
     if find_rows(target.model, target.dtype) is None:
         pytest.skip("products of such layers depend on the number of rows on this CPU, and the mode is refused")
-    prompts, settings = [random_prompt(length, seed=length) for length in (30, 9)], {"max_new_tokens": 20}
-    settings |= {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    tokens, scores = decode_plainly(target, prompts, batch_invariant=True, **settings)
-    texts = [torch.cat([prompt[0], new]) for prompt, new in zip(prompts, tokens, strict=True)]
-    drafter = ScriptedDrafter(texts, VOCAB_SIZE, num_candidates=8)
-    found = decode(target, drafter, prompts, tree=TREES[1], batch_invariant=True, **settings)
-    assert torch.equal(found[0], tokens)
-    assert torch.equal(found[1], scores)
+    prompts = [random_prompt(length, seed=length) for length in (30, 9)]
+    assert is_plain(target, prompts, TREES[1], max_new_tokens=20, do_sample=False)
 
 
 def test_scores_differ_without_the_mode() -> None:
     """Or the tests above would show nothing."""
-    assert not decode_both("llama", torch.float32, TREES[1], batch_invariant=False, do_sample=False)
+    assert not is_plain_in("llama", torch.float32, TREES[1], batch_invariant=False, do_sample=False)
 
 
 @pytest.mark.parametrize("options", slow_but({"sampled"}, {"greedy": {"do_sample": False}, "sampled": SAMPLED}))
@@ -168,10 +164,7 @@ def test_trained_heads_in_bfloat16(options: dict[str, Any]) -> None:
     settings = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0, **options}
     if options["do_sample"]:
         settings["seed"] = SAMPLED["seed"][: len(prompts)]
-    tokens, scores = decode_plainly(target, prompts, batch_invariant=True, **settings)
-    found = decode(target, heads, prompts, tree=TREES[1], batch_invariant=True, **settings)
-    assert torch.equal(found[0], tokens)
-    assert torch.equal(found[1], scores)
+    assert is_plain(target, prompts, TREES[1], heads, **settings)
 
 
 def test_compiled_products_of_tiles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,8 @@ def test_drafters_of_every_kind(family: str, drafter: str) -> None:
         plain = generate(target, None, **batch, **options, max_new_tokens=12).sequences
         for policy in ("chain",) if drafter == "staged" else ("chain", "dynamic"):
             drafting = drafter_of(drafter, family, attention, 0)
-            tree = policy_of(policy, drafting.drafter.max_depth)
-            output = generate(target, drafting.drafter, **batch, **options, max_new_tokens=12, tree=tree)
+            tree = policy_of(policy, drafting.max_depth)
+            output = generate(target, drafting, **batch, **options, max_new_tokens=12, tree=tree)
             assert torch.equal(output.sequences, plain)
             assert output.stats.num_verify_steps > 0
 

@@ -146,22 +146,10 @@ def find_min_pass_tokens(target: Any) -> int | None:
     return rows.least if is_onednn else max(rows.least, GRAPH_ROWS)
 
 
-def find_difference(target: Any) -> str | None:
-    """Compares the scores of tokens that are read one by one with those of the same tokens in a tree and in a batch,
-    bit by bit, and says how they differ."""
-    alone, beside = _score_both(target)
-    if torch.equal(alone, beside):
-        return None
-    return (
-        f"with {type(target.model).__name__} in {target.dtype} on {target.device}, a token's scores depend on the "
-        f"other tokens of the pass (by up to {float((alone - beside).abs().max()):.2g}): its layers, or the kernels of "
-        "this machine, compute a row in another way when there are more rows"
-    )
-
-
 @torch.no_grad()
-def _score_both(target: Any) -> tuple[Tensor, Tensor]:
-    """The scores [P, V] of a chain: token by token after a prompt in parts, and as a path of a tree in a batch."""
+def find_difference(target: Any) -> str | None:
+    """Compares the scores of tokens that are read one by one, after a prompt in parts, with those of the same tokens as
+    a path of a tree in a batch, bit by bit, and says how they differ."""
     prompt = draw_ids(target.model, 1, target.device)
     tokens = prompt.repeat(1, 2)[:, : len(_PATH)]
     crowd = prompt.repeat(1, _NUM_NODES // prompt.shape[1])
@@ -170,9 +158,16 @@ def _score_both(target: Any) -> tuple[Tensor, Tensor]:
     parents = [-1] + [0] * (_NUM_NODES - 1)
     for parent, node in itertools.pairwise(_PATH):
         parents[node] = parent
-    beside = _score(target, [prompt.expand(batch, -1)], plant(crowd.expand(batch, -1), parents))
+    beside = _score(target, [prompt.expand(batch, -1)], plant(crowd.expand(batch, -1), parents))[_PATH]
     parts = prompt.split([1, prompt.shape[1] - 1], dim=1)
-    return _score(target, parts, *(plant(token, [-1]) for token in tokens.split(1, dim=1))), beside[_PATH]
+    alone = _score(target, parts, *(plant(token, [-1]) for token in tokens.split(1, dim=1)))
+    if torch.equal(alone, beside):
+        return None
+    return (
+        f"with {type(target.model).__name__} in {target.dtype} on {target.device}, a token's scores depend on the "
+        f"other tokens of the pass (by up to {float((alone - beside).abs().max()):.2g}): its layers, or the kernels of "
+        "this machine, compute a row in another way when there are more rows"
+    )
 
 
 def _score(target: Any, prompt: Sequence[Tensor], *passes: Nodes) -> Tensor:

@@ -22,19 +22,16 @@ from draftsmith.inference.kernels.attention import STOCK, can_use_kernel, groupe
 from draftsmith.inference.targets.backbone import narrow
 from draftsmith.inference.targets.encoder_decoder import PlacedDecoder
 from draftsmith.inference.targets.forward_names import ForwardNames
+from draftsmith.inference.targets.masks import TreeMasks
 from draftsmith.inference.targets.model_config import (
-    LayerAttention,
     chooses_experts,
     find_attention,
-    find_layer_windows,
-    find_types_without_attention,
+    has_attention_interface,
     is_quantised,
-    list_attention,
     request_states,
 )
 from draftsmith.inference.targets.parts import LogitScaling, find_logit_scaling
 from draftsmith.inference.targets.probing.probe_tree import (
-    MakeMasks,
     ProbeTree,
     RecordingCache,
     check_branches,
@@ -48,6 +45,7 @@ from draftsmith.inference.targets.refusals import (
     is_single,
     refusing,
     relative_error,
+    try_tokens,
 )
 
 logger = logging.getLogger(__name__)
@@ -90,28 +88,24 @@ class Capabilities:
 
 
 def probe_model(
-    model: Any, text_config: Any, make_masks: MakeMasks, device: torch.device, mixers: ReplayableLayers | None = None
+    model: Any, text_config: Any, masks: TreeMasks, device: torch.device, mixers: ReplayableLayers | None = None
 ) -> Capabilities:
-    """Examines the model with four tokens. In models with experts a router can be at a near-tie, so wrong numbers are
-    confirmed with other tokens before such a model is refused.
+    """Examines the model with four tokens.
 
     Args:
         mixers: of a recurrent model; `model` is their copy then.
     """
-    for first in (1, 4) if chooses_experts(model) else ():
-        try:
-            return _examine_with(draw_ids(model, first, device), model, text_config, make_masks, mixers)
-        except WrongNumbersError as error:
-            logger.info("%s: trying other tokens", error)
-    return _examine_with(draw_ids(model, 7, device), model, text_config, make_masks, mixers)
+    return try_tokens(
+        model, (1, 4, 7), lambda first: _examine_with(draw_ids(model, first, device), model, text_config, masks, mixers)
+    )
 
 
 @torch.no_grad()
 def _examine_with(
-    token_ids: Tensor, model: Any, text_config: Any, make_masks: MakeMasks, mixers: ReplayableLayers | None
+    token_ids: Tensor, model: Any, text_config: Any, masks: TreeMasks, mixers: ReplayableLayers | None
 ) -> Capabilities:
     """Learns cache shapes and the way to logits; checks that the model follows masks and position ids."""
-    name, tree = type(model).__name__, ProbeTree.of_tokens(token_ids, make_masks)
+    name, tree = type(model).__name__, ProbeTree.of_tokens(token_ids, masks)
     cache = _open_cache(name, tree, mixers)
     with refusing(f"{name} does not run with a 4-D mask, position ids and a cache"):
         output = model.base_model(
@@ -122,7 +116,8 @@ def _examine_with(
         )
     if getattr(output, "last_hidden_state", None) is None:
         raise ValueError(f"{name} does not hand out its last hidden states: a later release of transformers may")
-    specs = cache.list_specs(list_attention(text_config))
+    layer_types = getattr(text_config, "layer_types", None) or [*masks.windows] * text_config.num_hidden_layers
+    specs = cache.list_specs(layer_types, masks.windows)
     num_states = len(output.hidden_states or ())
     if num_states != len(specs) + 1:
         raise ValueError(f"{name} reports {num_states} hidden states where {len(specs) + 1} are expected")
@@ -133,16 +128,15 @@ def _examine_with(
         model.base_model(**plain | {"input_ids": ids}).last_hidden_state[0] for ids in (token_ids, other_ids)
     )
     check_finite(model, "hidden states", [plain_hidden, longer, other], output.last_hidden_state)
-    _check_window(model, text_config, token_ids, make_masks)
+    _check_window(model, token_ids, masks)
     noise = _measure_noise(model, plain_hidden[0], longer[:2], other[:2])
-    has_single = is_single(plain_hidden, model)
-    check_branches(cache, output.last_hidden_state[0], plain_hidden[0], noise, has_single=has_single)
+    check_branches(model, cache, output.last_hidden_state[0], plain_hidden[0], noise)
     logits = model(**plain).logits
     check_finite(model, "logits", [logits.masked_fill(logits == -torch.inf, 0.0)])  # some models forbid ids with -inf
     last = narrow(plain_hidden, model.dtype)
     scale_logits = find_logit_scaling(text_config, model.get_output_embeddings(), last, logits)
     is_fast = _takes_inference_mode(lambda: model(**plain))
-    takes_packed = _takes_packed_masks(model, text_config, tree, output.last_hidden_state, mixers)
+    takes_packed = _takes_packed_masks(model, text_config, tree, masks, output.last_hidden_state, mixers)
     return Capabilities(
         *(specs, scale_logits, logits.shape[-1], plain_hidden.shape[-1], is_fast, takes_packed),
         recurrence=None if mixers is None else mixers.recurrence,
@@ -159,12 +153,10 @@ def _open_cache(name: str, tree: ProbeTree, mixers: ReplayableLayers | None) -> 
 
 
 @torch.no_grad()
-def probe_encoder_decoder(
-    model: Any, placed: PlacedDecoder, make_masks: MakeMasks, device: torch.device
-) -> Capabilities:
+def probe_encoder_decoder(model: Any, placed: PlacedDecoder, masks: TreeMasks, device: torch.device) -> Capabilities:
     """`probe_model` for an encoder-decoder model: the same tree, for a source of three tokens. It compares logits."""
     name, token_ids = type(model).__name__, draw_ids(model, 1, device)
-    tree, cache = ProbeTree.of_tokens(token_ids, make_masks), RecordingCache(name)
+    tree, cache = ProbeTree.of_tokens(token_ids, masks), RecordingCache(name)
     with refusing(f"{name} does not run as an encoder of token ids and a decoder with a 4-D mask and a cache"):
         encoded = model.get_encoder()(input_ids=token_ids[:, :3], return_dict=True)
         source = Source(token_ids[:, :3], torch.ones_like(token_ids[:, :3]).bool(), encoded.last_hidden_state)
@@ -174,25 +166,23 @@ def probe_encoder_decoder(
         logits = model(**plain, return_dict=True).logits
     check_finite(model, "encoder's last states", [encoded.last_hidden_state])
     check_finite(model, "logits", [logits], tree_logits)
-    specs = cache.list_specs([LayerAttention(True, None)] * (1 + max(cache.specs, default=0)))
-    check_branches(cache, tree_logits[0], logits[0], noise=0.0, has_single=is_single(logits, model))
+    specs = cache.list_specs(["full_attention"] * (1 + max(cache.specs, default=0)), {"full_attention": None})
+    check_branches(model, cache, tree_logits[0], logits[0], noise=0.0)
     return Capabilities(specs, None, logits.shape[-1], None, _takes_inference_mode(lambda: model(**plain)))
 
 
 def _takes_packed_masks(
-    model: Any, text_config: Any, tree: ProbeTree, states: Tensor, mixers: ReplayableLayers | None
+    model: Any, text_config: Any, tree: ProbeTree, masks: TreeMasks, states: Tensor, mixers: ReplayableLayers | None
 ) -> bool:
     """Whether the tree gets the same states [1, 4, D] under packed masks. If the Triton kernels run here, they read
     them."""
-    windows = find_layer_windows(text_config)
-    if not windows or not getattr(model, "_supports_attention_backend", False) or find_attention(model) != STOCK:
+    if not masks.windows or not has_attention_interface(model) or find_attention(model) != STOCK:
         return False
     cache = _open_cache(type(model).__name__, tree, mixers)
     try:
-        masks = tree.pack_masks(windows, find_types_without_attention(text_config))
         with grouped_attention(text_config):
             found = model.base_model(
-                **ForwardNames(model.base_model).name(tree.token_ids, masks, tree.positions, cache),
+                **ForwardNames(model.base_model).name(tree.token_ids, tree.pack_masks(masks), tree.positions, cache),
                 use_cache=True,
                 return_dict=True,
             ).last_hidden_state
@@ -222,12 +212,12 @@ def _takes_inference_mode(run: Callable[[], Any]) -> bool:
     return True
 
 
-def _check_window(model: Any, text_config: Any, token_ids: Tensor, make_masks: MakeMasks) -> None:
+def _check_window(model: Any, token_ids: Tensor, masks: TreeMasks) -> None:
     """Checks that the model applies the sliding window of its config, with a copy whose window is two tokens.
 
     The copy must agree with the model under masks whose positions are half a window apart.
     """
-    window = max((size for size in find_layer_windows(text_config).values() if size is not None), default=0)
+    window = max((size for size in masks.windows.values() if size is not None), default=0)
     if window < 2:
         return
     decoder = next(part for part in (model.get_decoder(), model.base_model) if isinstance(part, PreTrainedModel))
@@ -236,11 +226,11 @@ def _check_window(model: Any, text_config: Any, token_ids: Tensor, make_masks: M
     narrow.config = copy.deepcopy(decoder.config)
     narrow.config.sliding_window = 2
     positions = torch.arange(4, device=token_ids.device)[None]
-    seen = make_masks(positions.new_ones(1, 4, 4).tril().bool(), *[positions * -(-window // 2)] * 2)
+    seen = masks.from_allowed(positions.new_ones(1, 4, 4).tril().bool(), *[positions * -(-window // 2)] * 2)
     call = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
     wanted, masked, unbounded = (
-        module(**call | masks).last_hidden_state[0, 2:].float()
-        for module, masks in ((narrow, {}), (decoder, {"attention_mask": seen}), (decoder, {}))
+        module(**call | own).last_hidden_state[0, 2:].float()
+        for module, own in ((narrow, {}), (decoder, {"attention_mask": seen}), (decoder, {}))
     )
     error, effect = (float((found - wanted).norm()) for found in (masked, unbounded))
     if not error <= effect / 2:

@@ -5,7 +5,7 @@ Legend: D hidden, or the vocabulary where logits are compared; Hkv key/value hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +16,11 @@ from transformers import Cache
 from draftsmith.inference.cache.kv_cache import KVSpec, LayerSpec
 from draftsmith.inference.cache.recurrent_states import RecurrentStates
 from draftsmith.inference.kernels.packed_masks import pack_tree
-from draftsmith.inference.targets.masks import join_masks
-from draftsmith.inference.targets.model_config import LayerAttention
-from draftsmith.inference.targets.refusals import CannotRollBackError, WrongNumbersError
+from draftsmith.inference.targets.masks import TreeMasks
+from draftsmith.inference.targets.refusals import CannotRollBackError, WrongNumbersError, is_single
 
 # Empty slots between the tree's first token and the others: more than any window that a model applies by itself.
 _GAP = 4200
-
-MakeMasks = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 @dataclass(frozen=True)
@@ -48,23 +45,20 @@ class ProbeTree:
     masks: Any
 
     @classmethod
-    def of_tokens(cls, token_ids: Tensor, make_masks: MakeMasks) -> ProbeTree:
+    def of_tokens(cls, token_ids: Tensor, masks: TreeMasks) -> ProbeTree:
         """The tree of tokens from `draw_ids`."""
         positions = torch.tensor([[0, 1, 1, 1]], device=token_ids.device)
         allowed = torch.eye(4, dtype=torch.bool, device=token_ids.device)[None].clone()
         allowed[..., 0] = True
         key_positions = _insert_gap(positions, 1)
-        return cls(token_ids, positions, key_positions, make_masks(_insert_gap(allowed, 2), positions, key_positions))
+        seen = masks.from_allowed(_insert_gap(allowed, 2), positions, key_positions)
+        return cls(token_ids, positions, key_positions, seen)
 
-    def pack_masks(self, windows: dict[str, int | None], without: tuple[str, ...]) -> Any:
+    def pack_masks(self, masks: TreeMasks) -> Any:
         """The same tree as packed masks: a committed token, and three nodes after the gap."""
         allowed = torch.eye(4, dtype=torch.bool, device=self.token_ids.device)[None, :, 1:]
         one = self.positions.new_ones(1, 1)
-        masks = {
-            layer_type: pack_tree(allowed, one, one + _GAP, origin=0 * one[0], window=window)
-            for layer_type, window in windows.items()
-        }
-        return join_masks(masks, without)
+        return masks.make_each(lambda window: pack_tree(allowed, one, one + _GAP, origin=0 * one[0], window=window))
 
     @property
     def parents(self) -> Tensor:
@@ -93,15 +87,16 @@ class RecordingCache(Cache):
         self.twin_keys[layer_idx] = key_states[0][:, [1, 3]].transpose(0, 1).flatten(1)
         return _insert_gap(key_states, 2), _insert_gap(value_states, 2)
 
-    def list_specs(self, layers: Sequence[LayerAttention]) -> tuple[LayerSpec | None, ...]:
-        """The layers' specs, with the window of each; None for layers without attention."""
-        if missing := [i for i, layer in enumerate(layers) if layer.has_attention and i not in self.specs]:
+    def list_specs(self, layer_types: Sequence[str], windows: Mapping[str, int | None]) -> tuple[LayerSpec | None, ...]:
+        """The layers' specs, with the window of each type that has attention; None for layers without."""
+        if missing := [i for i, kind in enumerate(layer_types) if kind in windows and i not in self.specs]:
             raise ValueError(
                 f"layers {missing} of {self.name} never write keys and values into the cache (shared, recurrent or "
                 f"cross-attention layers), so they cannot be rolled back after a rejected draft"
             )
         return tuple(
-            replace(self.specs[i], window=layer.window) if i in self.specs else None for i, layer in enumerate(layers)
+            replace(self.specs[i], window=windows.get(kind)) if i in self.specs else None
+            for i, kind in enumerate(layer_types)
         )
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
@@ -165,18 +160,14 @@ def _is_broken(weight: Tensor) -> bool:
     return is_readable and weight.is_floating_point() and weight.dtype.itemsize > 1 and not _is_finite(weight)
 
 
-def check_branches(
-    cache: RecordingCache, tree_hidden: Tensor, plain_hidden: Tensor, noise: float, *, has_single: bool
-) -> None:
+def check_branches(model: Any, cache: RecordingCache, tree_hidden: Tensor, plain_hidden: Tensor, noise: float) -> None:
     """Checks the tree pass [4, D] against a plain pass [2, D] (see `ProbeTree`).
 
     Rows 0, 1 and 3 of the tree must be rows 0, 1 and 1 of the plain pass, up to rounding and the `noise` between
     passes. Both hold hidden states, or both hold logits.
-
-    Args:
-        has_single: of the model (`is_single`).
     """
-    within, between = (1e-4, 1e-3) if has_single else (1e-2, 0.1)  # rows of one pass differ by little
+    # Rows of one pass differ by little.
+    within, between = (1e-4, 1e-3) if is_single(plain_hidden, model) else (1e-2, 0.1)
     compared = [
         ("twins", tree_hidden[3], tree_hidden[1], within),
         *(("keys of twins", keys[1], keys[0], 3 * within) for keys in cache.twin_keys.values()),

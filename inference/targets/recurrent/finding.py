@@ -43,9 +43,7 @@ class _Probe(Cache):
     def _open(self, layer_idx: int) -> Any:
         if self.mixers.setdefault(layer_idx, self.running[-1]) is not self.running[-1]:
             raise CannotRollBackError(f"two modules keep a state in layer {layer_idx} of the cache")
-        if layer_idx not in self.own:
-            self.own[layer_idx] = open_layer(None)
-        return self.own[layer_idx]
+        return self.own.setdefault(layer_idx, open_layer(None))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         self._open(layer_idx)

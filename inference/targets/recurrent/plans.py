@@ -5,6 +5,7 @@ Legend: B batch, N tokens of a pass, P nodes of a path, W nodes of a level.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,27 +28,21 @@ class Group:
     is_first: bool
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Prompts: the states after the pass are those after each row's real tokens.
+def group_rows(counts: Sequence[int], lengths: Sequence[int], device: torch.device) -> list[Group]:
+    """The plan of prompts: the states after the pass are those after each row's real tokens.
 
     A state would also sum up the padding of shorter rows, so rows of different lengths are calls of their own.
-    """
 
-    groups: tuple[Group, ...]
-    num_tokens: int
-
-    @classmethod
-    def of_counts(cls, counts: Sequence[int], lengths: Sequence[int], num_tokens: int, device: torch.device) -> Reading:
-        """Args:
+    Args:
         counts: real tokens of each row; lengths: tokens before them.
-        """
-        kinds = sorted({(count, length == 0) for count, length in zip(counts, lengths, strict=True) if count})
-        groups = []
-        for count, is_first in kinds:
-            rows = [row for row, own in enumerate(counts) if own == count and (lengths[row] == 0) == is_first]
-            groups.append(Group(torch.tensor(rows, device=device), count, is_first))
-        return cls(tuple(groups), num_tokens)
+    """
+    groups = []
+    for count, is_first in sorted(
+        {(count, length == 0) for count, length in zip(counts, lengths, strict=True) if count}
+    ):
+        rows = [row for row, own in enumerate(counts) if own == count and (lengths[row] == 0) == is_first]
+        groups.append(Group(torch.tensor(rows, device=device), count, is_first))
+    return groups
 
 
 @dataclass(frozen=True)
@@ -70,35 +65,42 @@ class Levels:
     parents: tuple[Tensor | None, ...]
     homes: Tensor | None = None
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node of every tree is the child of the node before."""
+        return self.homes is None
+
     @classmethod
     def of_paths(cls, nodes: Tensor) -> Levels:
         """The nodes [B, P] of one path in each tree."""
         return cls(nodes.split(1, dim=1), (None,) * nodes.shape[1])
 
     @classmethod
-    def of_parents(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Levels:
-        """Trees with these parents. Levels of fewer nodes are padded with their tree's root."""
-        trees = [_find_levels(row) for row in rows]
-        depth = max(map(len, trees))
+    def of_parents(cls, parents: Tensor) -> Levels:
+        """Trees with these parents [B, N], which the host reads. Padding (no parent) is read nowhere, and levels of
+        fewer nodes are padded with their tree's root."""
+        rows: list[list[int]] = parents.tolist()
+        num_nodes, device = parents.shape[1], parents.device
+        if all(row == list(range(-1, num_nodes - 1)) for row in rows):
+            return cls.of_paths(torch.arange(num_nodes, device=device).expand(len(rows), -1))
         nodes: list[Tensor] = []
-        parents: list[Tensor | None] = []
-        homes = torch.zeros(len(rows), len(rows[0]), dtype=torch.long)
+        above: list[Tensor | None] = []
+        places, homes = ([[0] * num_nodes for _ in rows] for _ in range(2))  # in the node's own level, and in all
         num_before, width_before = 0, 1
-        for level in range(depth):
-            own = [tree[level] if level < len(tree) else [] for tree in trees]
-            width = max(map(len, own))
-            before = [tree[level - 1] if 0 < level <= len(tree) else [] for tree in trees]
+        for level in itertools.zip_longest(*map(_find_levels, rows), fillvalue=[]):
+            width = max(map(len, level))
+            padded = [own + [0] * (width - len(own)) for own in level]
             sources = [
-                [number * width_before + above.index(rows[number][node]) if level else number for node in row]
-                + [number * width_before] * (width - len(row))
-                for number, (row, above) in enumerate(zip(own, before, strict=True))
+                [number * width_before + places[number][max(rows[number][node], 0)] for node in own]
+                for number, own in enumerate(padded)
             ]
-            nodes.append(torch.tensor([row + [0] * (width - len(row)) for row in own], device=device))
-            parents.append(torch.tensor(sources, device=device).flatten() if level else None)
-            for number, row in enumerate(own):
-                homes[number, row] = torch.arange(num_before, num_before + len(row))
+            above.append(torch.tensor(sources, device=device).flatten() if nodes else None)
+            nodes.append(torch.tensor(padded, device=device))
+            for number, own in enumerate(level):
+                for place, node in enumerate(own):
+                    places[number][node], homes[number][node] = place, num_before + place
             num_before, width_before = num_before + width, width
-        return cls(tuple(nodes), tuple(parents), homes.to(device))
+        return cls(tuple(nodes), tuple(above), torch.tensor(homes, device=device))
 
     def take(self, values: Tensor, level: int) -> Tensor:
         """[B, N, ...] of the nodes as [B * W, 1, ...] of a level."""
@@ -110,35 +112,6 @@ class Levels:
             [x.view(len(nodes), -1, *x.shape[2:]) for x, nodes in zip(levels, self.nodes, strict=True)], dim=1
         )
         return joined if self.homes is None else pick_nodes(joined, self.homes)
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """Drafts, whose states are not kept.
-
-    Attributes:
-        num_tokens: N.
-        is_chain: every node of every row is the child of the node before.
-        levels: the nodes as mixers read them; None: a chain in one call.
-    """
-
-    num_tokens: int
-    is_chain: bool
-    levels: Levels | None
-
-    @classmethod
-    def of_parents(cls, parents: Tensor, *, in_one: bool) -> Drafting:
-        """The plan of trees with these parents [B, N], which the host reads. Padding (no parent) is read nowhere.
-
-        Args:
-            in_one: chains in one call.
-        """
-        rows: list[list[int]] = parents.tolist()
-        num_tokens, device = parents.shape[1], parents.device
-        if all(row == list(range(-1, num_tokens - 1)) for row in rows):
-            nodes = torch.arange(num_tokens, device=device).expand(len(rows), -1)
-            return cls(num_tokens, True, None if in_one else Levels.of_paths(nodes))
-        return cls(num_tokens, False, Levels.of_parents(rows, device))
 
 
 def pick_nodes(values: Tensor, nodes: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Proves that a target's recurrent states are rolled back as they must be, before anything is decoded."""
 
-import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,10 +9,7 @@ from torch import Tensor
 from draftsmith.inference.cache.kv_cache import Span
 from draftsmith.inference.targets.forward_names import ForwardNames, read_cache
 from draftsmith.inference.targets.masks import plant
-from draftsmith.inference.targets.model_config import chooses_experts
-from draftsmith.inference.targets.refusals import WrongNumbersError, is_single, relative_error
-
-logger = logging.getLogger(__name__)
+from draftsmith.inference.targets.refusals import WrongNumbersError, is_single, relative_error, try_tokens
 
 _LENGTHS = (5, 3)  # of the two rows' prompts
 _PARENTS = (-1, 0, 0, 1)
@@ -26,19 +23,9 @@ def check_rollback(target: Any) -> None:
     scores must be those of transformers' own passes of single tokens.
 
     Raises:
-        ValueError: they differ. In models with experts, other tokens are tried first, since a router can be at a
-            near-tie.
+        ValueError: they differ.
     """
-    firsts = (1, 30, 59) if chooses_experts(target.model) else (1,)
-    for first in firsts:
-        try:
-            _check_with(target, first)
-        except WrongNumbersError:
-            if first == firsts[-1]:
-                raise
-            logger.info("%s: trying other tokens", type(target.model).__name__)
-        else:
-            return
+    try_tokens(target.model, (30, 59, 1), partial(_check_with, target))
 
 
 def _check_with(target: Any, first: int) -> None:

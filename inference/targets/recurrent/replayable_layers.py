@@ -36,7 +36,7 @@ from transformers import Cache
 
 from draftsmith.inference.cache.recurrent_states import RecurrentStates, States, StateSpec
 from draftsmith.inference.targets.copied_modules import copy_module, replace_modules
-from draftsmith.inference.targets.recurrent.plans import Drafting, Levels, Reading, pick_nodes
+from draftsmith.inference.targets.recurrent.plans import Group, Levels, group_rows, pick_nodes
 
 RunLinear = Callable[[Tensor], Tensor]
 
@@ -114,21 +114,6 @@ class _Linears:
         return self.waiting[0][0](to_nodes([values for _, values in self.waiting]))
 
 
-@dataclass(frozen=True)
-class _Record:
-    """What a mixer has read in a pass over drafts.
-
-    Attributes:
-        inputs: per token [B, N, ...]; others: its other arguments.
-        outputs: [B, N, ...] of the linear layers that read its input.
-    """
-
-    layer: int
-    inputs: dict[str, Tensor]
-    others: dict[str, Any]
-    outputs: dict[str, Tensor]
-
-
 class _Current(threading.local):
     """How this thread's linear layers within a mixer run; None = as they are."""
 
@@ -145,7 +130,6 @@ class ReplayableLayers:
     def __init__(self, causal_lm: nn.Module, recurrence: Recurrence) -> None:
         self.recurrence = recurrence
         self._current = _Current()
-        self._recurrent_layers: dict[int, Mixer] = {}
         self._copied, self._parts = causal_lm, [*map(id, causal_lm.modules())]
         layers = {causal_lm.get_submodule(name): layer for layer, name in recurrence.mixers.items()}
         self.causal_lm = replace_modules(
@@ -161,26 +145,25 @@ class ReplayableLayers:
             )
 
     def new_states(self, batch_size: int) -> RecurrentStates:
-        return RecurrentStates(self.recurrence.specs, batch_size, self._replay)
+        return RecurrentStates(self.recurrence.specs, batch_size)
 
-    def plan_reading(self, states: RecurrentStates | None, counts: Tensor, num_tokens: int) -> None:
-        """Begins a pass over prompts, which commits `counts` [B] of `num_tokens` tokens. The host reads the counts."""
+    def plan_reading(self, states: RecurrentStates | None, counts: Tensor) -> None:
+        """Begins a pass over prompts, which commits the first `counts` [B] tokens. The host reads the counts."""
         assert states is not None, "the cache of a recurrent target"
         states.apply_accepted()
         numbers = counts.tolist()
-        states.plan_pass(Reading.of_counts(numbers, states.lengths, num_tokens, counts.device))
+        states.plan_pass(group_rows(numbers, states.lengths, counts.device))
         states.note_read(numbers)
 
     def plan_drafting(self, states: RecurrentStates | None, parents: Tensor) -> None:
         """Begins a pass over trees with these parents [B, N], which the host reads."""
         assert states is not None, "the cache of a recurrent target"
-        states.plan_pass(Drafting.of_parents(parents, in_one=self.recurrence.drafts_in_one))
+        states.plan_pass(Levels.of_parents(parents))
 
     def _place(self, module: nn.Module, layer: int) -> nn.Module:
         names = list_linears(module)
         inner = replace_modules(module, lambda part: self._place_linear(names[part], part) if part in names else None)
-        mixer = self._recurrent_layers[layer] = Mixer(inner.forward, layer)
-        return copy_module(inner, forward=partial(self._run, mixer))
+        return copy_module(inner, forward=partial(self._run, Mixer(inner.forward, layer)))
 
     def _place_linear(self, name: str, module: Any) -> nn.Module:
         """A copy of a linear layer that looks up how it runs."""
@@ -209,15 +192,14 @@ class ReplayableLayers:
         if call is None or states is None:
             return mixer.forward(*args, **kwargs)
         _, inputs, others = call
-        if isinstance(states.plan, Reading):
-            return self._read(mixer, states, inputs, others)
-        return self._draft(mixer, states, inputs, others)
+        run = self._draft if isinstance(states.plan, Levels) else self._read
+        return run(mixer, states, inputs, others)
 
     def _read(self, mixer: Mixer, states: RecurrentStates, inputs: dict[str, Tensor], others: dict[str, Any]) -> Any:
-        plan: Reading = states.plan
-        num_rows = next(iter(inputs.values())).shape[0]
+        groups: list[Group] = states.plan
+        num_rows, num_tokens = next(iter(inputs.values())).shape[:2]
         outputs: Any = None
-        for group in plan.groups:
+        for group in groups:
             own = {name: values[group.rows.to(values.device), : group.count] for name, values in inputs.items()}
             before = None if group.is_first else states.take(mixer.layer, group.rows)
             if group.is_first or self.recurrence.continues:
@@ -228,47 +210,61 @@ class ReplayableLayers:
                 steps, all_after = mixer.run_levels(own, others, before, levels)
                 found, after = _map(lambda *parts: torch.cat(parts, dim=1), *steps), all_after[-1]
             states.put(mixer.layer, group.rows, after)
-            if len(group.rows) == num_rows and group.count == plan.num_tokens:
+            if len(group.rows) == num_rows and group.count == num_tokens:
                 return found
             if outputs is None:
-                outputs = _map(lambda part: part.new_zeros(num_rows, plan.num_tokens, *part.shape[2:]), found)
+                outputs = _map(lambda part: part.new_zeros(num_rows, num_tokens, *part.shape[2:]), found)
             _map(partial(_fill_output, group), outputs, found)
-        return outputs if plan.groups else mixer.run(inputs, others, None)[0]  # nothing but padding
+        return outputs if groups else mixer.run(inputs, others, None)[0]  # nothing but padding
 
     def _draft(self, mixer: Mixer, states: RecurrentStates, inputs: dict[str, Tensor], others: dict[str, Any]) -> Any:
-        plan: Drafting = states.plan
+        levels: Levels = states.plan
         hidden, roles = next(iter(inputs.values())), self.recurrence.roles[mixer.layer]
-        before, levels = states.take(mixer.layer, torch.arange(len(hidden))), plan.levels
-        if levels is None:
+        before = states.take(mixer.layer, torch.arange(len(hidden)))
+        if levels.is_chain and self.recurrence.drafts_in_one:
             with self._sharing(_Linears(roles, hidden, lambda values, _: values)) as linears:
                 found, final = mixer.run(inputs, others, before)
             outputs = linears.finish([found], lambda parts: parts[0])
-            after = [final] if plan.num_tokens == 1 else []
+            after = [final] if hidden.shape[1] == 1 else []
         else:
             with self._sharing(_Linears(roles, hidden, levels.take)) as linears:
-                steps, after = mixer.run_levels(inputs, others, before, levels, linears, keeps_all=plan.is_chain)
+                steps, after = mixer.run_levels(inputs, others, before, levels, linears, keeps_all=levels.is_chain)
             outputs = linears.finish(steps, levels.to_nodes)
-        record = _Record(mixer.layer, inputs, others, linears.outputs)
-        states.record(mixer.layer, record, after if plan.is_chain else [])
+        replay = partial(self._replay, mixer, inputs, others, linears.outputs)
+        states.record(mixer.layer, replay, after if levels.is_chain else [])
         return outputs
 
     @torch.no_grad()
-    def _replay(self, record: _Record, rows: Tensor, nodes: Tensor, before: States) -> States:
-        """The states after nodes [G, P] of rows [G] (see `RecurrentStates`)."""
-        mixer, roles = self._recurrent_layers[record.layer], self.recurrence.roles[record.layer]
+    def _replay(
+        self,
+        mixer: Mixer,
+        inputs: dict[str, Tensor],
+        others: dict[str, Any],
+        outputs: dict[str, Tensor],
+        rows: Tensor,
+        nodes: Tensor,
+        before: States,
+    ) -> States:
+        """The states after nodes [G, P] of rows [G] (see `RecurrentStates`).
+
+        Args:
+            inputs: of the mixer, per token [B, N, ...]; others: its other arguments.
+            outputs: [B, N, ...] of the linear layers that read its input.
+        """
+        roles = self.recurrence.roles[mixer.layer]
 
         def of_rows(values: Tensor) -> Tensor:
             return values[rows.to(values.device)]
 
-        inputs = {name: of_rows(values) for name, values in record.inputs.items()}
-        outputs = {name: of_rows(values) for name, values in record.outputs.items()}
+        inputs = {name: of_rows(values) for name, values in inputs.items()}
+        outputs = {name: of_rows(values) for name, values in outputs.items()}
         if self.recurrence.drafts_in_one:
             with self._sharing(_Linears(roles, None, lambda values, _: pick_nodes(values, nodes), outputs)):
                 own = {name: pick_nodes(values, nodes) for name, values in inputs.items()}
-                return mixer.run(own, record.others, before)[1]
+                return mixer.run(own, others, before)[1]
         levels = Levels.of_paths(nodes)
         with self._sharing(_Linears(roles, None, levels.take, outputs)) as linears:
-            return mixer.run_levels(inputs, record.others, before, levels, linears)[1][-1]
+            return mixer.run_levels(inputs, others, before, levels, linears)[1][-1]
 
 
 def list_linears(mixer: nn.Module) -> dict[nn.Module, str]:
@@ -378,14 +374,11 @@ def _find_layer_class() -> Any:
         """For one call of a mixer: a new state takes the place of the old one, which transformers' layers copy."""
 
         def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-            held: Any = (
-                self.recurrent_states.get(state_idx) if self.is_recurrent_states_initialized[state_idx] else None
-            )
-            found: Tensor = recurrent_states
-            if held is None:
-                found = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
-            else:
-                self.recurrent_states[state_idx] = found = recurrent_states.to(held.dtype)
+            if not self.is_recurrent_states_initialized[state_idx]:
+                first: Tensor = super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+                return first
+            held: Any = self.recurrent_states[state_idx]
+            self.recurrent_states[state_idx] = found = recurrent_states.to(held.dtype)
             return found
 
     return OneCall

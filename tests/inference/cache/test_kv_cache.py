@@ -197,10 +197,9 @@ def test_a_cache_made_under_inference_mode_can_be_used_outside() -> None:
 
 
 def test_the_worked_example() -> None:
-    plane = KVSpec(2, 4, torch.float32, torch.device("cpu"))
-    cache = KVCache([LayerSpec(plane, plane)] * 2, 1, 16)
+    cache = KVCache(LAYERS, 1, 16)
     cache.lengths.fill_(5)
-    rows, tree = SharedRows(cache, 4), TreeRows(1, 4, torch.device("cpu"))
+    rows, tree = SharedRows(cache, 4), TreeRows(1, 4, CPU)
     for parents, slots, depth in (([[0]], [5], 0), ([[0, 0]], [6, 7], 1), ([[1]], [8], 2)):
         level = tree.open_level(torch.tensor(parents))
         rows.open_level(level.own, level.depth, tree.depths)

@@ -1,7 +1,5 @@
 """RecurrentStates: what copied rows take over, and what they forget."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -10,16 +8,15 @@ from draftsmith.inference.cache.recurrent_states import RecurrentStates, States,
 SUM = ("recurrent", 0)
 
 
-def add_read(record: Any, rows: Tensor, nodes: Tensor, states: States) -> States:
-    """A layer whose state is the sum of what it has read."""
-    return {SUM: states[SUM] + record[rows].gather(1, nodes).sum(1, keepdim=True)}
-
-
 def states_after(numbers: list[float]) -> RecurrentStates:
-    """One row that has read these numbers, all of them as drafts that were accepted."""
-    states = RecurrentStates({0: [StateSpec(SUM, (1,), torch.float32, torch.device("cpu"))]}, 1, add_read)
+    """One row of a layer whose state is the sum of what it has read: these numbers, as drafts that were accepted."""
+
+    def replay(rows: Tensor, nodes: Tensor, states: States) -> States:
+        return {SUM: states[SUM] + torch.tensor([numbers])[rows].gather(1, nodes).sum(1, keepdim=True)}
+
+    states = RecurrentStates({0: [StateSpec(SUM, (1,), torch.float32, torch.device("cpu"))]}, 1)
     states.plan_pass(None)
-    states.record(0, torch.tensor([numbers]), [])
+    states.record(0, replay, [])
     states.accept(torch.arange(len(numbers))[None], torch.tensor([len(numbers)]))
     return states
 

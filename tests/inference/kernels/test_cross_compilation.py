@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from draftsmith.inference.kernels import triton_kernel, triton_linear
+from tests.params import slow_but
 
 # Compute capability -> shared memory of a block, in bytes (CUDA C++ programming guide, "Technical specifications").
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -47,13 +48,11 @@ def compile_for(kernel: Any, capability: int, fixed: dict[str, Any], kinds: dict
 # The second kernel has the product of the first; where blocks have the least memory.
 @pytest.mark.parametrize(
     ("kernel", "capability"),
-    [
-        *(
-            pytest.param("_attend_tiles", capability, marks=() if capability == 80 else pytest.mark.slow)
-            for capability in SHARED_MEMORY
-        ),
-        ("_finish", 80),
-    ],
+    slow_but(
+        {"_attend_tiles-80", "_finish-80"},
+        {f"_attend_tiles-{number}": ("_attend_tiles", number) for number in SHARED_MEMORY}
+        | {"_finish-80": ("_finish", 80)},
+    ),
 )
 def test_they_compile(kernel: str, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The widest heads in bfloat16, so that the matrix units are used, and no product is fused by ptxas alone."""
@@ -65,9 +64,7 @@ def test_they_compile(kernel: str, capability: int, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "capability", [80, pytest.param(90, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("capability", slow_but({"80"}, {str(number): number for number in SHARED_MEMORY}))
 def test_products_compile(dtype: torch.dtype, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 with the matrix units."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -29,7 +29,7 @@ from tests.inference.kernels.kernel_checks import (
     check_products,
 )
 from tests.lossless.near_tie import assert_same_text
-from tests.lossless.test_batch_invariant import decode, decode_plainly
+from tests.lossless.test_batch_invariant import is_plain
 from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import VOCAB_SIZE, random_prompt, tiny_target
@@ -145,13 +145,7 @@ def test_batch_invariant_mode(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatc
         stock = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, stock=stock, name=name: calls.add(name) or stock(*args))
     prompts = [random_prompt(length, seed=length) for length in (20, 9)]
-    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    tokens, scores = decode_plainly(target, prompts, **options)
-    texts = [torch.cat([prompt[0], new]) for prompt, new in zip(prompts, tokens, strict=True)]
-    drafter = ScriptedDrafter(texts, VOCAB_SIZE, feature_layers=(1,))
-    found = decode(target, drafter, prompts, tree="dynamic:3,3,8", **options)
-    assert torch.equal(found[0], tokens)
-    assert torch.equal(found[1], scores)
+    assert is_plain(target, prompts, "dynamic:3,3,8", max_new_tokens=6, do_sample=False)
     assert calls == {"attend_packed", "multiply_rows"}
 
 

@@ -391,13 +391,6 @@ def join(engine: Engine, state: DecodeState, row: Row) -> None:
 # Graphs of functions of their own.
 
 
-def run_often(graphs: Graphs, function: Callable[[Any], Any], *values: Any) -> Any:
-    """The first run, the one that is captured, and two more."""
-    for _ in range(3):
-        graphs.run((), function, values)
-    return graphs.run((), function, values)
-
-
 def test_replays_read_and_write_the_same_memory() -> None:
     memory = torch.zeros(4)
 
@@ -414,22 +407,16 @@ def test_replays_read_and_write_the_same_memory() -> None:
     assert entry.graph.num_replays == 4
 
 
-HOST_READS: dict[str, Callable[[Tensor], Tensor]] = {
-    "item": lambda values: values * values[0].item(),
-    "bool": lambda values: values if values.sum() > 0 else -values,
-}
-
-
-@pytest.mark.parametrize("name", HOST_READS)
-def test_a_read_on_the_host_is_not_captured(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_read_on_the_host_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
     """And what came before the read has not happened twice."""
     count, graphs = torch.zeros(()), Graphs("read", Recorder)
 
     def read(values: tuple[Tensor]) -> Tensor:
         count.add_(1)
-        return HOST_READS[name](values[0])
+        return values[0] if values[0].sum() > 0 else -values[0]
 
-    assert run_often(graphs, read, torch.ones(3)).tolist() == [1.0] * 3
+    for _ in range(4):  # the first run, the one that is captured, and two more
+        assert graphs.run((), read, (torch.ones(3),)).tolist() == [1.0] * 3
     assert count == 4
     assert graphs.is_eager
     assert [record.levelname for record in caplog.records] == ["WARNING"]

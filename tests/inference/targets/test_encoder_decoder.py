@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
 
 from draftsmith.heads import create_heads
 from draftsmith.inference import Decoder, DynamicTree, StaticTree, Target, TreePolicy, chain, generate
@@ -36,6 +35,7 @@ from tests.inference.tiny_encoder_decoders import (
 from tests.lossless.near_tie import explain_difference
 from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
+from tests.tiny_targets import tiny_target
 from tests.watched_passes import watch_rows
 
 NEW_TOKENS = 40
@@ -48,8 +48,6 @@ POLICIES: dict[str, TreePolicy] = {
 # Seeds whose greedy text does not soon repeat one token.
 CELLS = [("t5", 2), ("t5-v1.1", 0), ("umt5", 2), ("longt5", 0), ("bart", 0), ("pegasus", 1)]
 ATTENTIONS = {"longt5": ("eager",)}  # transformers' LongT5 has no sdpa
-# A bias by distance, a table of positions, and windows.
-QUICK_TREES = (("t5", "sdpa"), ("bart", "eager"), ("longt5", "eager"))
 GREEDY = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
 SAMPLED = {"max_new_tokens": NEW_TOKENS, "do_sample": True, "seed": 5}
 
@@ -95,12 +93,15 @@ def check_tree(model: Any, target: Target, cache: KVCache, tree: TokenTree, sour
 
 @pytest.mark.parametrize(
     ("kind", "attention"),
-    [
-        pytest.param(kind, attention, marks=() if (kind, attention) in QUICK_TREES else pytest.mark.slow)
-        for kind in KINDS
-        if kind not in LEFT_OUT
-        for place, attention in enumerate(ATTENTIONS.get(kind, ("sdpa", "eager")))
-    ],
+    slow_but(
+        {"t5-sdpa", "bart-eager", "longt5-eager"},  # a bias by distance, a table of positions, and windows
+        {
+            f"{kind}-{attention}": (kind, attention)
+            for kind in KINDS
+            if kind not in LEFT_OUT
+            for attention in ATTENTIONS.get(kind, ("sdpa", "eager"))
+        },
+    ),
 )
 def test_trees_are_scored_as_the_models_own_decoder_does(kind: str, attention: str) -> None:
     """Rows of different lengths and sources, after a commit that moves slots, and again after a selection."""
@@ -205,11 +206,10 @@ def test_return_sequences_share_a_source() -> None:
     assert torch.equal(generate(target, drafter, ids, mask, do_sample=False, **options).sequences, expected)
 
 
-class _FailingProcessor(LogitsProcessor):
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        if input_ids.shape[1] > 3:
-            raise RuntimeError("within the loop")
-        return scores
+def fail_in_the_loop(input_ids: Tensor, scores: Tensor) -> Tensor:
+    if input_ids.shape[1] > 3:
+        raise RuntimeError("within the loop")
+    return scores
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def test_the_model_stays_as_it_was(kind: str) -> None:
     target = Target(model)
     generate(target, NgramDrafter(), ids, mask, **GREEDY)
     with pytest.raises(RuntimeError, match="within the loop"):
-        generate(target, None, ids, mask, logits_processor=LogitsProcessorList([_FailingProcessor()]), **GREEDY)
+        generate(target, None, ids, mask, logits_processor=[fail_in_the_loop], **GREEDY)
     hook = model.lm_head.register_forward_hook(_fail)
     with pytest.raises(RuntimeError, match="within a pass"):
         generate(target, None, ids, mask, **GREEDY)
@@ -335,13 +335,6 @@ def test_rows_that_have_ended_leave_with_their_sources(drafter: str, monkeypatch
 # What is refused.
 
 
-def decoder_only() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=16, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 class CountedPositions(nn.Module):
     """Positions that are counted from the cache and told by nobody."""
 
@@ -354,11 +347,12 @@ class CountedPositions(nn.Module):
 
 
 def test_drafters_of_the_other_kind() -> None:
-    small = SmallModelDrafter(decoder_only())
+    decoder_only = Target(tiny_target("llama", vocab_size=VOCAB_SIZE))
+    small = SmallModelDrafter(decoder_only)
     with pytest.raises(ValueError, match="target is an encoder-decoder"):
         small.for_target(target_of("t5"))
     with pytest.raises(ValueError, match="target is a decoder-only"):
-        small_model_of("t5", 2).for_target(Target(decoder_only()))
+        small_model_of("t5", 2).for_target(decoder_only)
 
 
 def test_features() -> None:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -37,19 +36,6 @@ class WithoutAttention(nn.Module):
 
     def forward(self, input_ids: Any = None, cache_params: Any = None, **more: Any) -> Any:
         raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        (New(), "cache"),
-        (Old(), "past_key_values"),
-        (Wrapped(), "past_key_values"),
-        (WithoutAttention(), "cache_params"),
-    ],
-)
-def test_the_forward_decides(module: nn.Module, name: str) -> None:
-    assert find_cache_name(module) == name
 
 
 def test_a_forward_that_hands_everything_on_gets_the_name_of_this_release() -> None:

@@ -74,17 +74,10 @@ def check_tree(
 # `tests/lossless` decodes with all.
 @pytest.mark.parametrize(
     ("family", "implementation"),
-    [
-        pytest.param(
-            family,
-            implementation,
-            marks=()
-            if family in ("llama", "gemma3")
-            or (family in ORDINARY and implementation == attention_implementations(family)[0])
-            else pytest.mark.slow,
-        )
-        for family, implementation in FAMILIES_AND_ATTENTION
-    ],
+    slow_but(
+        {*(f"{family}-{attention_implementations(family)[0]}" for family in ORDINARY), "llama-eager", "gemma3-eager"},
+        {f"{family}-{implementation}": (family, implementation) for family, implementation in FAMILIES_AND_ATTENTION},
+    ),
 )
 def test_tree_verification_equals_plain_passes_after_branching_commits(
     family: str, implementation: str, lengths: tuple[int, ...]

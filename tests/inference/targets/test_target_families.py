@@ -4,12 +4,13 @@ import logging
 
 import pytest
 import torch
-from transformers import FalconConfig, FalconForCausalLM
 
 from draftsmith.inference import DynamicTree, NgramDrafter, Target, generate
 from draftsmith.training.features.encoding import encode
 from tests.inference.plain_passes import ATOL, calm_target, run_plainly
+from tests.inference.targets.test_target_refusals import make
 from tests.lossless.near_tie import assert_same_text
+from tests.params import slow_but
 from tests.scripted_drafter import ScriptedDrafter
 from tests.tiny_targets import (
     CORE_FAMILIES,
@@ -25,30 +26,12 @@ TREE = DynamicTree(depth=4, top_k=4, num_nodes=24)
 HALVES = (torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    [
-        *(
-            pytest.param(
-                family, torch.bfloat16, marks=() if family in ("llama", "mixtral", "gpt_oss") else pytest.mark.slow
-            )
-            for family in FAMILIES
-        ),
-        *(
-            pytest.param(family, torch.float16, marks=() if family == "gemma3" else pytest.mark.slow)
-            for family in CORE_FAMILIES
-        ),
-        *(
-            pytest.param(
-                family,
-                dtype,
-                marks=() if family in ("qwen3_5", "lfm3") and dtype == torch.bfloat16 else pytest.mark.slow,
-            )
-            for family in RECURRENT_FAMILIES
-            for dtype in HALVES
-        ),
-    ],
-)
+CASES = {f"{family}-bfloat16": (family, torch.bfloat16) for family in (*FAMILIES, *RECURRENT_FAMILIES)}
+CASES |= {f"{family}-float16": (family, torch.float16) for family in (*CORE_FAMILIES, *RECURRENT_FAMILIES)}
+QUICK = {f"{family}-bfloat16" for family in ("llama", "mixtral", "gpt_oss", "qwen3_5", "lfm3")} | {"gemma3-float16"}
+
+
+@pytest.mark.parametrize(("family", "dtype"), slow_but(QUICK & CASES.keys(), CASES))
 def test_half_precision_targets_decode(family: str, dtype: torch.dtype) -> None:
     """Every token is the best of the model's own logits for its prefix, but for rounding."""
     model = tiny_target(family, dtype=dtype, initializer_range=0.1)
@@ -97,8 +80,7 @@ def test_texts_end_where_rope_would_change(family: str, caplog: pytest.LogCaptur
 
 def test_a_model_that_asks_for_sdpa_by_name() -> None:
     """Falcon compares its implementation's name with "sdpa": under another name it would add boolean masks."""
-    config = FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False)
-    model = FalconForCausalLM(config).eval()
+    model = make("falcon", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False)
     tokens = random_prompt(9, vocab_size=64)
     encoded = encode(Target(model), tokens, torch.ones_like(tokens))
     wanted = run_plainly(model, tokens[0].tolist()).hidden_states[-1]

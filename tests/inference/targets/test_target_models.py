@@ -116,15 +116,14 @@ def test_a_model_that_does_more_than_its_lm_head_runs_whole_and_says_so() -> Non
         target.compute_logits(torch.zeros(1, 32))
 
 
-class TestLengthLimit:
-    def test_every_layer_types_rope_counts(self) -> None:
-        rope = {
-            "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        }
-        target = Target(calm_target("gemma3", max_position_embeddings=32, rope_parameters=rope))
-        assert target.max_length == 32
-        assert "dynamic" in target.length_limit_reason
+def test_every_layer_types_rope_counts() -> None:
+    rope = {
+        "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    target = Target(calm_target("gemma3", max_position_embeddings=32, rope_parameters=rope))
+    assert target.max_length == 32
+    assert "dynamic" in target.length_limit_reason
 
 
 # One target per model, which is examined anew after it has changed, and which keeps no model alive.

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftsmith.inference import Decoder, GenerationStats, TreePolicy
 from draftsmith.inference.step import Step, StepOutput
 from draftsmith.inference.trees.token_tree import TokenTree
-from tests.lossless.matrix.drafters import Drafting, drafter_of, policy_of
+from tests.lossless.matrix.drafters import drafter_of, policy_of, script_of
 from tests.lossless.matrix.references import PAD, SAMPLING, Row, do_sample, prompt_of, reference_of, target_of
 from tests.lossless.near_tie import assert_same_text, picking_scores
 from tests.lossless.restless import make_restless
@@ -130,27 +130,27 @@ def run_case(case: Case) -> Outcome:
         AssertionError: for a text that differs without a near-tie, and for anything else that is not as it must be.
     """
     target = target_of(*case.source, case.dtype)
-    drafting = drafter_of(case.drafter, *case.source, case.dtype, ranks=case.ranks)
+    drafter = drafter_of(case.drafter, *case.source, case.dtype, ranks=case.ranks)
     tree: TreePolicy | str | None = case.policy
     if isinstance(tree, str):
-        tree = policy_of(tree, None if drafting.drafter is None else drafting.drafter.max_depth)
+        tree = policy_of(tree, None if drafter is None else drafter.max_depth)
     rule, _, uncoupled = case.acceptance.partition(" ")
-    decoder = Decoder(target, drafting.drafter, tree=tree, acceptance=rule, is_coupled=not uncoupled)
+    decoder = Decoder(target, drafter, tree=tree, acceptance=rule, is_coupled=not uncoupled)
     if decoder.planner is not None:
         make_restless(decoder)
     outcome = Outcome()
     for call in case.calls:
-        _run_call(case, call, decoder, drafting, outcome)
+        _run_call(case, call, decoder, outcome)
     return outcome
 
 
-def _run_call(case: Case, call: Call, decoder: Decoder, drafting: Drafting, outcome: Outcome) -> None:
+def _run_call(case: Case, call: Call, decoder: Decoder, outcome: Outcome) -> None:
     prompts = [prompt_of(case.family, row) for row in call.rows]
     texts = [reference_of(*case.source, row, case.sampling, case.text_length, case.dtype) for row in call.rows]
     eos = _choose_eos(call, texts, prompts)
     expected = [_cut(text, len(prompt), call, eos) for text, prompt in zip(texts, prompts, strict=True)]
 
-    script, within = drafting.script, []
+    script, within = script_of(decoder.drafter), []
     if script is not None:
         script.texts = texts
         script.strangers.clear()

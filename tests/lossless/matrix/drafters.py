@@ -1,6 +1,5 @@
 """The drafters of the matrix by name, and the trees they can draft."""
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -47,14 +46,6 @@ NUM_NODES = 32  # 28 are the fewest with which a dynamic tree of the scripted dr
 POLICIES = ("none", "chain", "static", "dynamic", "auto", "gamma")
 
 
-@dataclass(frozen=True)
-class Drafting:
-    """A drafter, and the scripted drafter inside it; its texts are set before each call."""
-
-    drafter: Drafter | None
-    script: ScriptedDrafter | None = None
-
-
 def policy_of(name: str, max_depth: int | None = None) -> TreePolicy | None:
     """Trees of at most DEPTH levels, or fewer where the drafter has fewer."""
     depth = min(DEPTH, max_depth or DEPTH)
@@ -88,28 +79,32 @@ def drafter_of(
     dtype: torch.dtype = torch.float32,
     *,
     ranks: tuple[int, ...] | None = None,
-) -> Drafting:
+) -> Drafter | None:
     """A fresh drafter for this target. Every kind of heads must accept every target."""
     target = target_of(family, attention, seed, dtype)
     if name == "none":
-        return Drafting(None)
+        return None
     if name == "scripted":
         options = {} if ranks is None else {"ranks": ranks}
         layers = (1, min(2, target.num_layers))
-        script = ScriptedDrafter([], target.vocab_size, feature_layers=layers, is_strict=False, **options)
-        return Drafting(script, script)
+        return ScriptedDrafter([], target.vocab_size, feature_layers=layers, is_strict=False, **options)
     if " + " in name:
-        first, second = (drafter_of(part, family, attention, seed, dtype, ranks=ranks) for part in name.split(" + "))
-        assert first.drafter is not None
-        assert second.drafter is not None
-        return Drafting(MixedDrafter(first.drafter, second.drafter), first.script)
+        return MixedDrafter(
+            *(drafter_of(part, family, attention, seed, dtype, ranks=ranks) for part in name.split(" + "))
+        )
     if name == "ngram":
-        return Drafting(NgramDrafter())
+        return NgramDrafter()
     if name in ("small model", "staged"):
         small = SmallModelDrafter(_small_model(family, attention, seed, dtype))
-        return Drafting(small if name == "small model" else StagedDrafter(small))
+        return small if name == "small model" else StagedDrafter(small)
     if family == CHAT:
         from tests.lossless.test_real_heads import chat_heads
 
-        return Drafting(chat_heads(name, target))
-    return Drafting(tiny_heads(name, target, **HEAD_SETTINGS.get(name, {})))
+        return chat_heads(name, target)
+    return tiny_heads(name, target, **HEAD_SETTINGS.get(name, {}))
+
+
+def script_of(drafter: Drafter | None) -> ScriptedDrafter | None:
+    """The scripted drafter inside a drafter; its texts are set before each call."""
+    parts = getattr(drafter, "both", (drafter,))
+    return next((part for part in parts if isinstance(part, ScriptedDrafter)), None)

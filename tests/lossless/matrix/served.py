@@ -21,7 +21,7 @@ def run_served(cell: Cell) -> Outcome:
     """
     case, outcome = cell.case, Outcome(num_rows=NUM_ROWS)
     target = target_of(*case.source, case.dtype)
-    drafter = drafter_of(case.drafter, *case.source, case.dtype).drafter
+    drafter = drafter_of(case.drafter, *case.source, case.dtype)
     assert drafter is not None
     arrivals = draw_arrivals(target, NUM_ROWS)
     planner = patch("draftsmith.inference.decoder.Planner", lambda trees, *_, **__: RestlessPlanner(trees))

@@ -10,15 +10,10 @@ from draftsmith.inference import Decoder, SmallModelDrafter, Target
 from draftsmith.inference.cache.recurrent_states import RecurrentStates
 from draftsmith.inference.targets.recurrent.proving import check_rollback
 from draftsmith.training.features.encoding import encode
+from tests.params import slow_but
 from tests.tiny_targets import RECURRENT_FAMILIES, random_prompt, target_of, tiny_target
 
 pytestmark = pytest.mark.skipif(not RECURRENT_FAMILIES, reason="this release of transformers has no cache for states")
-
-
-def recurrence_of(target: Target) -> Any:
-    recurrence = target.capabilities.recurrence
-    assert recurrence is not None
-    return recurrence
 
 
 @pytest.mark.parametrize(
@@ -27,7 +22,7 @@ def recurrence_of(target: Target) -> Any:
 )
 def test_what_is_found(family: str, continues: bool, drafts_in_one: bool) -> None:
     target = target_of(family)
-    recurrence = recurrence_of(target)
+    recurrence = target.capabilities.recurrence
     assert (recurrence.continues, recurrence.drafts_in_one) == (continues, drafts_in_one)
     assert target.is_recurrent
     assert target.reads_prompts_whole == (not continues)
@@ -39,7 +34,7 @@ def test_what_is_found(family: str, continues: bool, drafts_in_one: bool) -> Non
 @pytest.mark.parametrize("family", ["qwen3_next", "mamba", "lfm2"])
 def test_the_large_linear_layers_run_once(family: str) -> None:
     """Those that read the mixer's input are found, and the last one."""
-    recurrence = recurrence_of(target_of(family))
+    recurrence = target_of(family).capabilities.recurrence
     for layer, roles in recurrence.roles.items():
         mixer = target_of(family).model.get_submodule(recurrence.mixers[layer])
         assert set(roles.inputs) == {name for name, _ in mixer.named_children() if name.startswith("in_proj")}
@@ -74,13 +69,7 @@ def test_what_recurrent_targets_cannot_do() -> None:
         target.prepare_first_layers(2)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=() if family in ("qwen3_5", "mamba2", "lfm3") else pytest.mark.slow)
-        for family in RECURRENT_FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", slow_but({"qwen3_5", "mamba2", "lfm3"} & {*RECURRENT_FAMILIES}, RECURRENT_FAMILIES))
 def test_packed_documents_do_not_leak_into_each_other(family: str) -> None:
     """States of a packed row are those of its documents by themselves. Read as one text, they would not be."""
     target = target_of(family, initializer_range=0.3)
