@@ -18,12 +18,12 @@ if TYPE_CHECKING:  # it needs accelerate, which serving and decoding do without
 option: Any = HfArg
 
 
-def find_given(options: Any, names: Collection[str]) -> list[str]:
-    """Those of a dataclass's options that differ from their defaults."""
+def find_given(options: Any, names: Collection[str] | None = None) -> list[str]:
+    """Those of a dataclass's options that differ from their defaults; names: look at these only."""
     return [
         key.name
         for key in fields(options)
-        if key.name in names
+        if (names is None or key.name in names)
         and getattr(options, key.name) != (key.default if key.default_factory is MISSING else key.default_factory())
     ]
 

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import datasets
 from torch.utils.data import IterableDataset, get_worker_info
-from transformers import TrainingArguments
 
 from draftsmith.training.data.chat_tokens import ROW, check_tokenizer, log_problems, tokenize_row
 from draftsmith.training.data.conversations import IMAGES_FIRST, BadLineError, Place, iterate_place, parse_row
@@ -38,20 +37,6 @@ class NoConversationError(ValueError):
 def message_of(error: Exception) -> str:
     """The error's message, without the traceback that DataLoader puts before it when a worker raises."""
     return str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
-
-
-def check_streaming(data_args: DataArguments, training_args: TrainingArguments) -> None:
-    """Raises ValueError for a stream without a number of steps, or with an order that needs all lengths."""
-    if not data_args.streaming:
-        return
-    if training_args.max_steps <= 0:
-        raise ValueError("got streaming without max_steps: a stream never ends, so give the number of training steps")
-    strategy = getattr(training_args, "train_sampling_strategy", "random")
-    if strategy != "random":
-        raise ValueError(
-            f"got streaming and train_sampling_strategy {strategy}: a stream is read in its own order (see "
-            "--shuffle_buffer); leave one of the two out"
-        )
 
 
 class ConversationStream(IterableDataset[Row]):

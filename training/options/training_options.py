@@ -200,12 +200,13 @@ class JointArguments:
         return _HEADS_LOSS_WEIGHTS[self.target_loss] if self.heads_loss_weight is None else self.heads_loss_weight
 
 
-def check_muon(learning_rate: float | None, args: TrainingArguments) -> None:
+def check_muon(args: HeadsTrainingArguments) -> None:
     """Refuses Muon where it cannot train.
 
     Raises:
         ValueError: with a torch that has no Muon, and under DeepSpeed and FSDP.
     """
+    learning_rate = args.muon_learning_rate
     if learning_rate is None:
         return
     instead = "leave it out (`--muon_learning_rate none` over a file that sets it), so that AdamW trains everything"
