@@ -15,7 +15,7 @@ from draftsmith.inference.targets.model_config import LengthLimit
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.images.processor import read_images
-from draftsmith.training.reporting.examples import Prompt, steady_tree, stream_prompt
+from draftsmith.training.reporting.examples import Prompt, stream_prompt
 from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
 
 
@@ -71,8 +71,17 @@ class AcceptanceMeter:
     max_new_tokens: int
 
     def __call__(self) -> dict[str, float]:
-        decoder = Decoder(self.target, whole_heads(self.heads), tree=steady_tree(self.heads))
-        return {"acceptance_length": self.decode(decoder, self.prompts)}
+        return {"acceptance_length": self.decode(self.make_decoder(), self.prompts)}
+
+    def make_decoder(self, tree: str = "") -> Decoder:
+        """A decoder with the heads. Collective.
+
+        Args:
+            tree: "" = one that does not follow the clock: lengths can be compared, and all processes run the same
+                passes.
+        """
+        steady = "chain" if self.heads.drafts_chains_only else "dynamic"
+        return Decoder(self.target, whole_heads(self.heads), tree=tree or steady)
 
     def decode(self, decoder: Decoder, prompts: list[Prompt]) -> float:
         """The acceptance length of some of the prompts."""

@@ -353,7 +353,7 @@ def _make_trainer(
     rows: _Rows,
     source: FeatureSource,
     collate: Collate,
-    meter: Callable[[], dict[str, float]] | None,
+    meter: AcceptanceMeter | None,
     description: dict[str, Any],
 ) -> HeadsTrainer:
     args, heads, joint = options.training, models.heads, options.joint

@@ -30,6 +30,7 @@ from draftsmith.training.losses.depth_weights import fixed_weights
 from draftsmith.training.losses.draft_loss import LossOutput, check_loss, draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
 from draftsmith.training.run.checkpoints import ExactEpochs, remove_old, write_run_file, write_whole
+from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.optimizer import MuonWithAdamW
 from draftsmith.training.run.progress import ProgressLines, SaveOnInterrupt
 from draftsmith.training.run.stopping import FiniteWatch, explain_lost_states
@@ -44,8 +45,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     Args:
         target: the frozen target that the heads are bound to.
         features: reads the target's states; None = the target runs on every batch.
-        measure_acceptance: called at every evaluation; returns metrics (such as `acceptance_length`) measured by
-            decoding prompts with the heads as they are.
+        measure_acceptance: called at every evaluation; None = the acceptance length is not measured.
         run_description: from `draftsmith.training.run.resume.describe_run`; stored with every checkpoint.
         **kwargs: arguments of `transformers.Trainer`; `args` are `HeadsTrainingArguments`.
     """
@@ -57,7 +57,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         *,
         target: Target,
         features: ReadFeatures | None = None,
-        measure_acceptance: Callable[[], dict[str, float]] | None = None,
+        measure_acceptance: AcceptanceMeter | None = None,
         run_description: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:

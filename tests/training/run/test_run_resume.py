@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.training.run import preparation
+from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.resume import find_checkpoint, find_damage
 from draftsmith.training.run.trainer import HeadsTrainer
 from tests.params import slow_but
@@ -158,7 +158,7 @@ class TestBestCheckpoint:
         self, train: Runner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lengths = iter([1.5, 2.5, 2.0, 1.0])
-        monkeypatch.setattr(preparation, "AcceptanceMeter", lambda *_: lambda: {"acceptance_length": next(lengths)})
+        monkeypatch.setattr(AcceptanceMeter, "__call__", lambda _: {"acceptance_length": next(lengths)})
         metrics = train(**self.WORSE, max_steps=4, save_total_limit=2, load_best_model_at_end=True)
         assert metrics["eval_acceptance_length"] == 2.5
         kept = {folder.name for folder in train.output_dir.glob("checkpoint-*")}
