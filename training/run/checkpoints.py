@@ -76,12 +76,9 @@ def write_run_file(folder: Path, description: dict[str, Any], seconds: float) ->
     (folder / RUN_FILE).write_text(json.dumps({**description, "seconds": seconds}, indent=2) + "\n", encoding="utf-8")
 
 
-def read_run_file(folder: Path) -> dict[str, Any] | None:
-    """The content of `run.json`; None for a checkpoint without one."""
-    file = folder / RUN_FILE
-    if not file.is_file():
-        return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+def read_run_file(folder: Path) -> dict[str, Any]:
+    """The content of `run.json`."""
+    found: dict[str, Any] = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     return found
 
 

@@ -80,7 +80,7 @@ class PreparedRun:
         if self.checkpoint is None:
             trainer.train()
             return time.perf_counter() - trainer.start
-        seconds_before: float = (read_run_file(self.checkpoint) or {}).get("seconds", 0.0)
+        seconds_before: float = read_run_file(self.checkpoint)["seconds"]
         trainer.start -= seconds_before
         trainer.args.eval_on_start = False  # the first step was made before the interruption
         state = TrainerState.load_from_json(str(self.checkpoint / "trainer_state.json"))

@@ -180,7 +180,8 @@ def output_dir(tmp_path: Path) -> Path:
         folder.mkdir()
         for name in ("config.json", "model.safetensors", "optimizer.pt"):
             (folder / name).touch()
-        (folder / "trainer_state.json").write_text("{}")
+        for name in ("trainer_state.json", "run.json"):
+            (folder / name).write_text("{}")
     return tmp_path
 
 
@@ -191,6 +192,7 @@ def remove(name: str) -> Callable[[Path], None]:
 DAMAGES = {
     "no trainer state": (remove("trainer_state.json"), "trainer_state.json is missing"),
     "no weights": (remove("model.safetensors"), "model.safetensors is missing"),
+    "no run file": (remove("run.json"), "run.json is missing"),
     "no optimizer": (remove("optimizer.pt"), "optimizer.pt is missing"),
 }
 
