@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState
 
 from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.options.command_line import default_of
@@ -143,11 +143,11 @@ def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> No
     logger.warning("%s was trained with %s: this is no exact resume", folder, words)
 
 
-def is_finished(state: TrainerState, args: TrainingArguments) -> bool:
+def is_finished(state: TrainerState, args: Any) -> bool:
     """Whether the run's last step was made before this checkpoint."""
     callbacks: Any = state.stateful_callbacks or {}
     stopped = callbacks.get("EarlyStoppingCallback", {}).get("attributes", {})
-    patience = getattr(args, "early_stopping_patience", None)
+    patience = args.early_stopping_patience
     if patience is not None and stopped.get("early_stopping_patience_counter", 0) >= patience:
         return True
     if args.max_steps > 0:

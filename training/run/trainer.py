@@ -25,7 +25,13 @@ from draftsmith.training.distributed.launch import autocast, autocast_in_deepspe
 from draftsmith.training.distributed.whole_heads import gather_state, is_split
 from draftsmith.training.features.encoding import TargetStates
 from draftsmith.training.features.sharded_target import is_sharded
-from draftsmith.training.features.sources import FeatureSource, OnlineFeatures, ReadFeatures, look_ahead
+from draftsmith.training.features.sources import (
+    FeatureSource,
+    MissingStatesError,
+    OnlineFeatures,
+    ReadFeatures,
+    look_ahead,
+)
 from draftsmith.training.losses.depth_weights import fixed_weights
 from draftsmith.training.losses.draft_loss import LossOutput, check_loss, draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
@@ -33,7 +39,7 @@ from draftsmith.training.run.checkpoints import ExactEpochs, remove_old, write_r
 from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.optimizer import MuonWithAdamW
 from draftsmith.training.run.progress import ProgressLines, SaveOnInterrupt
-from draftsmith.training.run.stopping import FiniteWatch, explain_lost_states
+from draftsmith.training.run.stopping import FiniteWatch, TrainingStoppedError
 
 # Groups of a packed batch's documents where processes share weights: about as many as elsewhere.
 GROUPS_WHEN_SHARDED = 4
@@ -224,8 +230,10 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         source: FeatureSource = self.features or OnlineFeatures(
             self.target, heads.feature_layers, num_groups=self.num_groups
         )
-        with explain_lost_states(self):
+        try:
             states = source(inputs)
+        except MissingStatesError as error:  # a text that is not stored, a server that is gone or gives other states
+            raise TrainingStoppedError(self, str(error)) from error
         return self.draft_from(states, inputs, heads, model, counts)
 
     def draft_from(
