@@ -158,21 +158,16 @@ class ConversationStream(IterableDataset[Row]):
     ) -> Iterator[dict[str, str]]:
         """Yields one epoch of the reader's conversations, set by set."""
         for place in self.places:
-            yield from self._read(place, epoch, reader, num_readers, is_held_out=is_held_out)
-
-    def _read(
-        self, place: Place, epoch: int, reader: int, num_readers: int, *, is_held_out: bool
-    ) -> Iterator[dict[str, str]]:
-        files = list(place.files)
-        random.Random(f"{self.seed} {epoch} files").shuffle(files)  # the same order for every reader
-        for where, record in iterate_place(place, files, reader=reader, num_readers=num_readers):
-            row = parse_row(where, record, self.record_format)
-            # Training reports the first malformed line; the held-out part skips such lines.
-            if row["problem"] and not (is_held_out or self.data_args.skip_bad_lines):
-                raise BadLineError(f"{row['problem']}. Correct it, or skip such lines with --skip_bad_lines true")
-            held_out = self.holds_out and is_in_fraction(row["conversation"], self.data_args.validation_fraction)
-            if held_out == is_held_out and not (is_held_out and row["problem"]):
-                yield row
+            files = list(place.files)
+            random.Random(f"{self.seed} {epoch} files").shuffle(files)  # the same order for every reader
+            for where, record in iterate_place(place, files, reader=reader, num_readers=num_readers):
+                row = parse_row(where, record, self.record_format)
+                # Training reports the first malformed line; the held-out part skips such lines.
+                if row["problem"] and not (is_held_out or self.data_args.skip_bad_lines):
+                    raise BadLineError(f"{row['problem']}. Correct it, or skip such lines with --skip_bad_lines true")
+                held_out = self.holds_out and is_in_fraction(row["conversation"], self.data_args.validation_fraction)
+                if held_out == is_held_out and not (is_held_out and row["problem"]):
+                    yield row
 
 
 def is_in_fraction(text: str, fraction: float) -> bool:
