@@ -44,13 +44,7 @@ from draftsmith.training.features.sources import (
     TextsCollator,
 )
 from draftsmith.training.features.store import FeatureStore
-from draftsmith.training.features.store_checks import (
-    check_complete,
-    check_same_target,
-    explain_date,
-    identify_target,
-    iterate_ids,
-)
+from draftsmith.training.features.store_checks import check_complete, check_same_target, explain_date, identify_target
 from draftsmith.training.features.target_loading import (
     FirstLayers,
     check_placement,
@@ -320,9 +314,7 @@ def _ask_server(options: RunOptions, target: FirstLayers, heads: DraftHeads, row
         first = train_set.first_rows(1)[0]
     else:
         first = train_set[0]
-        max_length = max(
-            len(ids) for part in (train_set, rows.eval_set) if part is not None for ids in iterate_ids(part)
-        )
+        max_length = max(max(row_lengths(part)) for part in (train_set, rows.eval_set) if part is not None)
     states = EndpointStates(
         target,
         options.features,
