@@ -131,6 +131,11 @@ class HeadsTrainingArguments(TrainingArguments):
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns
 
+    @property
+    def seed_of_data(self) -> int:
+        """The seed of every draw from the data: its order, and held-out rows."""
+        return int(self.seed if self.data_seed is None else self.data_seed)
+
     def _check_own_options(self) -> None:
         if self.remove_unused_columns:
             raise ValueError("got remove_unused_columns true, which drops the borders of packed rows: leave it out")

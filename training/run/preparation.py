@@ -23,7 +23,6 @@ from draftsmith.inference.kernels.packed_weights import has_bfloat16
 from draftsmith.inference.targets.files import read_tokenizer
 from draftsmith.inference.targets.model_config import LengthLimit, find_length_limit
 from draftsmith.training.data.collation import ConversationCollator, count_tokens
-from draftsmith.training.data.options import seed_of_data
 from draftsmith.training.data.packing import pack_rows
 from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.data.streaming import VOCABULARY_ROWS, ConversationStream
@@ -247,7 +246,7 @@ def _load_rows(options: RunOptions, models: _Models, checkpoint: Path | None) ->
         train_set, eval_set = load_datasets(
             options.data,
             models.tokenizer,
-            seed=seed_of_data(args),
+            seed=args.seed_of_data,
             rank=args.process_index,
             num_processes=args.world_size,
             counts=counts,
@@ -332,7 +331,7 @@ def _arrange_rows(options: RunOptions, rows: _Rows) -> None:
     """Packs conversations into rows."""
     args, data = options.training, options.data
     if data.packing:
-        pack = partial(pack_rows, max_length=data.max_length, seed=seed_of_data(args))
+        pack = partial(pack_rows, max_length=data.max_length, seed=args.seed_of_data)
         with one_process_first():
             if not isinstance(rows.train_set, ConversationStream):  # a stream packs its rows itself
                 rows.train_set = pack(rows.train_set)
