@@ -64,6 +64,7 @@ ARGUMENT_CLASSES: tuple[Any, ...] = tuple(get_type_hints(RunOptions).values())
 
 # Options that contradict each other, and why.
 _EXCLUDED = (
+    ("features", "features_endpoint", "one gives the states (draftsmith features --endpoint stores a server's states)"),
     ("features", "lora_r", "stored features are stale after the first step of a target that is trained"),
     ("features_endpoint", "lora_r", "lora_r trains the target, which is elsewhere"),
     ("features_endpoint", "shard_target", "shard_target splits the target, which is elsewhere, over the processes"),

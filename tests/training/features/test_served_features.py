@@ -99,7 +99,7 @@ def test_a_server_that_gets_another_model(train: Runner, server: StatesServer) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"features": "x"}, "got features x and features_endpoint http"),
+        ({"features": "x"}, "got features x with features_endpoint http"),
         ({"features_endpoint": None}, "got endpoint_model, concurrency without features_endpoint"),
         ({"shard_target": "fsdp2"}, r"got features_endpoint http\S+ with shard_target fsdp2: .* splits the target"),
         ({"eval_prompts": "x.jsonl"}, r"got features_endpoint \S+ with eval_prompts x\.jsonl: .* the target decode"),
