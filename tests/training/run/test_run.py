@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Target
@@ -79,10 +78,6 @@ class TestARun:
         assert prepared.trainer.args.learning_rate == rate
         assert prepared.settings["learning_rate"] == rate
         assert prepared.trainer.depth_weights == weights
-
-    def test_its_config_is_there_when_it_is_interrupted(self, train: Runner) -> None:
-        train.break_off(1)
-        assert yaml.safe_load((train.output_dir / "training_config.yaml").read_text())["max_steps"] == 8
 
     @pytest.mark.parametrize(
         ("options", "evaluations"),
