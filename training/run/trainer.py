@@ -181,14 +181,8 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         for batch in batches:
             keys = read_on_host(batch["token_keys"])
             batch["token_seeds"] = OnHost(derive_seeds(keys, self.args.seed, self.state.global_step))
-        none = torch.zeros(self.num_counts, dtype=torch.long)  # a stream may end before a step
-        counts = sum((self.count_predicted(batch) for batch in batches), none)
+        counts = torch.stack([self.count_predicted(batch) for batch in batches]).sum(0)
         return batches, cast(Tensor, self.accelerator.reduce(send(counts, device), reduction="sum"))
-
-    @property
-    def num_counts(self) -> int:
-        """The length of `count_predicted`."""
-        return self.heads.num_unrolled_steps
 
     def count_predicted(self, batch: dict[str, Any]) -> Tensor:
         """[K] int64 on the host: how many tokens of a training batch each step of the draft predicts."""
