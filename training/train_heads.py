@@ -48,7 +48,7 @@ def train() -> int:
     try:
         options = RunOptions(*parse_arguments(doc=__doc__ or "", groups=GROUPS))
         run = prepare_run(options)
-    except (ValueError, OSError, TrainingStoppedError) as error:
+    except (ValueError, OSError) as error:
         if not is_main_process:
             time.sleep(5)  # the main process prints the same message first; then the launcher ends this one
         sys.exit(f"draftsmith train: {error}")

@@ -3,7 +3,7 @@
 Legend: B batch, T tokens of the longest row of a batch, V target vocabulary.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,14 @@ def find_documents(batch: Mapping[str, Any], *, num_groups: int | None = None) -
     if "document_ids" in batch:
         return OnHost(read_on_host(batch["document_ids"]))
     return OnHost(read_on_host(batch["attention_mask"]) - 1) if num_groups is None else None
+
+
+def iterate_column(rows: datasets.Dataset, name: str) -> Iterator[Tensor]:
+    """Yields the values [T] of each row, such as its `input_ids`."""
+    for batch in rows.select_columns(name).with_format("arrow").iter(1000):
+        column = batch[name].combine_chunks()
+        values = torch.from_numpy(column.flatten().to_numpy().copy())
+        yield from values.split(column.value_lengths().to_pylist())
 
 
 def count_tokens(rows: datasets.Dataset, vocab_size: int) -> Tensor:

@@ -174,7 +174,7 @@ def count_good(part: datasets.Dataset) -> int:
 
 def iterate_place(
     place: Place, files: Sequence[Path] | None = None, *, reader: int = 0, num_readers: int = 1
-) -> Iterator[tuple[object, Any]]:
+) -> Iterator[tuple[str, Any]]:
     """Yields (file and line, record or an error) for each record, without a cache.
 
     Args:
@@ -206,7 +206,7 @@ def _keep_bytes(rows: Any) -> Any:
     return rows
 
 
-def parse_row(where: object, record: Any, record_format: RecordFormat, folder: Path | None = None) -> dict[str, str]:
+def parse_row(where: str, record: Any, record_format: RecordFormat, folder: Path | None = None) -> dict[str, str]:
     """Returns a record as `conversation` (JSON) and `problem` (`where` and why, or empty).
 
     Args:
@@ -222,17 +222,13 @@ def parse_row(where: object, record: Any, record_format: RecordFormat, folder: P
     return {"conversation": conversation, "problem": ""}
 
 
-def _read(source: Any, label: str) -> Iterator[tuple[object, Any]]:
+def _read(source: Any, label: str) -> Iterator[tuple[str, Any]]:
     """Yields (where, record or an error) for each line of a file, or each row of a table."""
-    if not isinstance(source, Path):
-        for number, row in enumerate(source, start=1):
-            yield f"{label}, row {number}", {key: drop_nulls(value) for key, value in row.items()}
+    if isinstance(source, Path):
+        yield from read_records(source)
         return
-    line = None
-    for line, record in read_records(source):
-        yield line, record
-    if line is None:  # `datasets` has no tables without rows
-        yield f"{source}, line 1", ValueError("the file is empty")
+    for number, row in enumerate(source, start=1):
+        yield f"{label}, row {number}", {key: drop_nulls(value) for key, value in row.items()}
 
 
 def _generate_rows(

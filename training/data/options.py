@@ -1,29 +1,24 @@
-"""The options of the data, and the seed of every draw from it."""
-
-from __future__ import annotations
+"""The options of the data."""
 
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.hf_argparser import HfArg
 
 from draftsmith.training.data.layouts import RecordFormat
 
-if TYPE_CHECKING:  # it needs accelerate, which serving and decoding do without
-    from transformers import TrainingArguments
-
 # transformers' field for an option and its help text; mypy knows only `dataclasses.field`.
 option: Any = HfArg
 
 
-def find_given(options: Any, names: Collection[str]) -> list[str]:
-    """Those of a dataclass's options that differ from their defaults."""
+def find_given(options: Any, names: Collection[str] | None = None) -> list[str]:
+    """Those of a dataclass's options that differ from their defaults; names: look at these only."""
     return [
         key.name
         for key in fields(options)
-        if key.name in names
+        if (names is None or key.name in names)
         and getattr(options, key.name) != (key.default if key.default_factory is MISSING else key.default_factory())
     ]
 
@@ -139,8 +134,3 @@ class DataArguments:
     def record_format(self) -> RecordFormat:
         """How to read the records; raises ValueError for columns that do not make a layout."""
         return RecordFormat.parse(self.columns, self.media_folder)
-
-
-def seed_of_data(args: TrainingArguments) -> int:
-    """The seed of every draw from the data: its order, and held-out rows."""
-    return int(args.seed if args.data_seed is None else args.data_seed)

@@ -5,7 +5,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -17,32 +17,23 @@ _FORMS = "a .json file has an array of records, one record, an object whose list
 _ROWS_AT_A_TIME = 256
 
 
-class Line(NamedTuple):
-    """The place of a record: line (row, item) `number` of a file, from 1."""
-
-    path: Path
-    number: int
-
-    def __str__(self) -> str:
-        return f"{self.path}, line {self.number}"
-
-
-def read_records(path: Path) -> Iterator[tuple[Line, Any]]:
-    """Yields (place, parsed record or an error) for each record of a file.
+def read_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yields (file and line, parsed record or an error) for each record of a file.
 
     Lines are counted; in a Parquet file rows, and in a JSON file with one value its records: the items of an array
     (ShareGPT's original form), or of the list `data` of an object. Any other object is one record. If the file is
     damaged, the last item is the error.
     """
-    line = Line(path, 0)
+    number = 0
     form = path.name.removesuffix(".gz").rpartition(".")[2]
     read = {"parquet": _read_parquet, "jsonl": _read_lines, "json": _read_json}[form]
     try:
-        for line, record in read(path):
-            yield line, record
+        for number, record in read(path):
+            yield f"{path}, line {number}", record
+        if number == 0:  # `datasets` has no tables without rows
+            yield f"{path}, line 1", ValueError("the file is empty")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, pyarrow.ArrowException) as error:
-        problem = ValueError(f"the rest of the file cannot be read ({error})")
-        yield Line(path, line.number + 1), problem
+        yield f"{path}, line {number + 1}", ValueError(f"the rest of the file cannot be read ({error})")
 
 
 def drop_nulls(value: Any) -> Any:
@@ -52,17 +43,16 @@ def drop_nulls(value: Any) -> Any:
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[Line, Any]]:
-    number = 0
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
-            for number, row in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020 (counts on)
-                yield Line(path, number), {key: drop_nulls(value) for key, value in row.items()}
+        rows = (row for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME) for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            yield number, {key: drop_nulls(value) for key, value in row.items()}
 
 
-def _read_lines(path: Path) -> Iterator[tuple[Line, Any]]:
+def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        yield from ((Line(path, number), _parse(line)) for number, line in enumerate(file, 1))
+        yield from enumerate(map(_parse, file), 1)
 
 
 def _parse(line: bytes | str) -> Any:
@@ -75,7 +65,7 @@ def _parse(line: bytes | str) -> Any:
         return error
 
 
-def _read_json(path: Path) -> Iterator[tuple[Line, Any]]:
+def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         text = file.read().decode("utf-8-sig")
     records: Iterable[Any]
@@ -85,10 +75,10 @@ def _read_json(path: Path) -> Iterator[tuple[Line, Any]]:
         lines = text.split("\n")[: -1 if text.endswith("\n") else None]
         has_records = any(line.startswith("{") and isinstance(_parse(line), dict) for line in lines)
         if text.lstrip().startswith("[") or not has_records:
-            yield Line(path, error.lineno), ValueError(f"{error.msg}, column {error.colno}; {_FORMS}")
+            yield error.lineno, ValueError(f"{error.msg}, column {error.colno}; {_FORMS}")
             return
         records = map(_parse, lines)
-    yield from ((Line(path, number), record) for number, record in enumerate(records, 1))
+    yield from enumerate(records, 1)
 
 
 def _find_records(value: Any) -> list[Any]:

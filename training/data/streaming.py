@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 import datasets
 from torch.utils.data import IterableDataset, get_worker_info
-from transformers import TrainingArguments
 
 from draftsmith.training.data.chat_tokens import ROW, check_tokenizer, log_problems, tokenize_row
 from draftsmith.training.data.conversations import IMAGES_FIRST, BadLineError, Place, iterate_place, parse_row
@@ -38,20 +37,6 @@ class NoConversationError(ValueError):
 def message_of(error: Exception) -> str:
     """The error's message, without the traceback that DataLoader puts before it when a worker raises."""
     return str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
-
-
-def check_streaming(data_args: DataArguments, training_args: TrainingArguments) -> None:
-    """Raises ValueError for a stream without a number of steps, or with an order that needs all lengths."""
-    if not data_args.streaming:
-        return
-    if training_args.max_steps <= 0:
-        raise ValueError("got streaming without max_steps: a stream never ends, so give the number of training steps")
-    strategy = getattr(training_args, "train_sampling_strategy", "random")
-    if strategy != "random":
-        raise ValueError(
-            f"got streaming and train_sampling_strategy {strategy}: a stream is read in its own order (see "
-            "--shuffle_buffer); leave one of the two out"
-        )
 
 
 class ConversationStream(IterableDataset[Row]):
@@ -173,21 +158,16 @@ class ConversationStream(IterableDataset[Row]):
     ) -> Iterator[dict[str, str]]:
         """Yields one epoch of the reader's conversations, set by set."""
         for place in self.places:
-            yield from self._read(place, epoch, reader, num_readers, is_held_out=is_held_out)
-
-    def _read(
-        self, place: Place, epoch: int, reader: int, num_readers: int, *, is_held_out: bool
-    ) -> Iterator[dict[str, str]]:
-        files = list(place.files)
-        random.Random(f"{self.seed} {epoch} files").shuffle(files)  # the same order for every reader
-        for where, record in iterate_place(place, files, reader=reader, num_readers=num_readers):
-            row = parse_row(where, record, self.record_format)
-            # Training reports the first malformed line; the held-out part skips such lines.
-            if row["problem"] and not (is_held_out or self.data_args.skip_bad_lines):
-                raise BadLineError(f"{row['problem']}. Correct it, or skip such lines with --skip_bad_lines true")
-            held_out = self.holds_out and is_in_fraction(row["conversation"], self.data_args.validation_fraction)
-            if held_out == is_held_out and not (is_held_out and row["problem"]):
-                yield row
+            files = list(place.files)
+            random.Random(f"{self.seed} {epoch} files").shuffle(files)  # the same order for every reader
+            for where, record in iterate_place(place, files, reader=reader, num_readers=num_readers):
+                row = parse_row(where, record, self.record_format)
+                # Training reports the first malformed line; the held-out part skips such lines.
+                if row["problem"] and not (is_held_out or self.data_args.skip_bad_lines):
+                    raise BadLineError(f"{row['problem']}. Correct it, or skip such lines with --skip_bad_lines true")
+                held_out = self.holds_out and is_in_fraction(row["conversation"], self.data_args.validation_fraction)
+                if held_out == is_held_out and not (is_held_out and row["problem"]):
+                    yield row
 
 
 def is_in_fraction(text: str, fraction: float) -> bool:

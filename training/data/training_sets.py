@@ -46,38 +46,32 @@ def load_datasets(
         rank: this process, of `num_processes`; each reads its part of a stream. All share the rows of stored sets.
         counts: of stored sets: dropped conversations by reason, and turns that are not learned, are added.
     """
+    fraction = 0.0 if data_args.eval_dataset else data_args.validation_fraction
     limit = data_args.max_eval_samples or None
+    train_set: datasets.Dataset | ConversationStream
+    eval_set: datasets.Dataset | None = None
     if data_args.streaming:
-        holds_out = not data_args.eval_dataset and data_args.validation_fraction > 0
-        train_set: datasets.Dataset | ConversationStream
         train_set = stream = ConversationStream(
-            data_args, tokenizer, seed=seed, holds_out=holds_out, rank=rank, num_processes=num_processes
+            data_args, tokenizer, seed=seed, holds_out=fraction > 0, rank=rank, num_processes=num_processes
         )
-        eval_set = stream.held_out_rows(limit) if holds_out else None
+        eval_set = stream.held_out_rows(limit) if fraction > 0 else None
     else:
-        train_set, eval_set = _hold_out(_load_sets(data_args, tokenizer, counts), data_args, seed=seed)
-    if data_args.eval_dataset:
-        eval_set = _load_held_out(data_args, tokenizer, counts)
-    return train_set, None if eval_set is None else _first(eval_set, limit)
+        paths, splits = data_args.dataset, data_args.splits
+        train_set = rows = _load(data_args, tokenizer, paths, splits, data_args.max_samples, counts, "dataset")
+        if fraction > 0 and len(rows) > 1:
+            train_set, eval_set = rows.train_test_split(test_size=fraction, seed=seed).values()
+    if paths := data_args.eval_dataset:
+        splits = [data_args.eval_split] * len(paths)
+        eval_set = _load(data_args, tokenizer, paths, splits, limit, counts, "eval_dataset")
+    if eval_set is not None and limit is not None:
+        eval_set = eval_set.take(min(limit, len(eval_set)))
+    return train_set, eval_set
 
 
 def load_every_row(data_args: DataArguments, tokenizer: Any) -> datasets.Dataset:
     """Returns every row that a run may read, however it draws, packs or holds out rows."""
-    parts = [_load_sets(data_args, tokenizer)]
-    if data_args.eval_dataset:
-        parts.append(_load_held_out(data_args, tokenizer))
-    return datasets.concatenate_datasets(parts)
-
-
-def _load_sets(data_args: DataArguments, tokenizer: Any, counts: Counter[str] | None = None) -> datasets.Dataset:
-    """All sets in order as one, up to `max_samples`."""
-    return _load(data_args, tokenizer, data_args.dataset, data_args.splits, data_args.max_samples, counts)
-
-
-def _load_held_out(data_args: DataArguments, tokenizer: Any, counts: Counter[str] | None = None) -> datasets.Dataset:
-    splits = [data_args.eval_split] * len(data_args.eval_dataset)
-    limit = data_args.max_eval_samples or None
-    return _load(data_args, tokenizer, data_args.eval_dataset, splits, limit, counts, option="eval_dataset")
+    parts = load_datasets(replace(data_args, validation_fraction=0), tokenizer, seed=0)
+    return datasets.concatenate_datasets([part for part in parts if part is not None])
 
 
 def _load(
@@ -87,7 +81,7 @@ def _load(
     splits: Sequence[str],
     max_samples: int | None,
     counts: Counter[str] | None,
-    option: str = "dataset",
+    option: str,
 ) -> datasets.Dataset:
     conversations = load_conversations(
         paths,
@@ -105,16 +99,3 @@ def _load(
         skip_bad_lines=data_args.skip_bad_lines,
     )
     return drop_unusable(rows, counts)
-
-
-def _hold_out(
-    rows: datasets.Dataset, data_args: DataArguments, *, seed: int
-) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    if data_args.eval_dataset or data_args.validation_fraction == 0 or len(rows) < 2:
-        return rows, None
-    parts = rows.train_test_split(test_size=data_args.validation_fraction, seed=seed)
-    return parts["train"], parts["test"]
-
-
-def _first(rows: datasets.Dataset, count: int | None) -> datasets.Dataset:
-    return rows if count is None else rows.select(range(min(count, len(rows))))

@@ -27,11 +27,12 @@ FILE_TIMEOUT = 30.0  # seconds from the server's answer until its file is whole
 _POLL = 0.01  # seconds between two looks at a file
 
 
-@dataclass(frozen=True)
-class WantedStates:
-    """The states to ask for, and the server that gives them.
+@dataclass
+class HiddenStates:
+    """Asks a server for the states of prompts. Threads may share it.
 
     Attributes:
+        url: of the server.
         target: the target as the server loads it.
         served_name: the server's name for it.
         layers: numbers of the states, ascending.
@@ -39,8 +40,13 @@ class WantedStates:
         max_length: tokens of the longest prompt.
         length_limit: of the target, or None.
         folder: the folder that server and program share, as this machine sees it; None = as the server names it.
+
+    Raises:
+        ConnectionError: no server; says how to start it.
+        ValueError: the server has another model, or takes no prompts of `max_length` tokens.
     """
 
+    url: str
     target: str
     served_name: str
     layers: Sequence[int]
@@ -49,6 +55,15 @@ class WantedStates:
     max_length: int
     length_limit: int | None
     folder: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            self.client = EndpointClient(self.url, self.served_name)
+        except ConnectionError as error:
+            raise ConnectionError(f"{error}. If no server runs, start one with: {self.serve_command()}") from error
+        limit = self.client.entry.get("max_model_len")
+        if isinstance(limit, int) and limit <= self.max_length:
+            raise ValueError(self._too_long(self.max_length, f"{limit - 1}"))
 
     @property
     def subfolder(self) -> str:
@@ -76,20 +91,6 @@ class WantedStates:
         words += ["--speculative-config", json.dumps(speculation), "--kv-transfer-config", json.dumps(transfer)]
         return shlex.join(words)
 
-
-class HiddenStates:
-    """Asks a server for the states of prompts. Threads may share it.
-
-    Raises:
-        ValueError: the server takes no prompts of `wanted.max_length` tokens.
-    """
-
-    def __init__(self, client: EndpointClient, wanted: WantedStates) -> None:
-        self.client, self.wanted = client, wanted
-        limit = client.entry.get("max_model_len")
-        if isinstance(limit, int) and limit <= wanted.max_length:
-            raise ValueError(self._too_long(wanted.max_length, f"{limit - 1}"))
-
     def ask(self, input_ids: Tensor, **options: Any) -> tuple[Path, dict[str, Any]]:
         """Asks for the states of a prompt's ids [T]; returns the file that `take` reads, and the server's answer.
 
@@ -108,12 +109,12 @@ class HiddenStates:
         if not isinstance(named, str):
             raise ValueError(f"{self.client.url} gives no hidden states. {self._cure()}")
         place = PurePosixPath(named)
-        if place.parent.name != self.wanted.subfolder:
+        if place.parent.name != self.subfolder:
             raise ValueError(
                 f"{self.client.url} writes hidden states into {place.parent}, and those that are needed belong in a "
-                f"folder with the name {self.wanted.subfolder}. {self._cure()}"
+                f"folder with the name {self.subfolder}. {self._cure()}"
             )
-        shared = self.wanted.folder
+        shared = self.folder
         return Path(named) if shared is None else Path(shared, place.parent.name, place.name), answer
 
     def take(self, path: Path, input_ids: Tensor) -> Tensor:
@@ -126,24 +127,24 @@ class HiddenStates:
 
     def _check(self, tensors: Mapping[str, Tensor], ids: list[int]) -> Tensor:
         states, found_ids = tensors.get("hidden_states"), tensors.get("token_ids")
-        url, wanted = self.client.url, self.wanted
+        url = self.client.url
         if states is None or found_ids is None or states.dim() != 3:
             found = ", ".join(f"{name} {list(value.shape)}" for name, value in tensors.items())
             raise ValueError(f"{url} writes {found}, where hidden_states [T, L, D] and token_ids are expected")
         if found_ids.tolist() != ids:
             raise ValueError(f"{url} gives the states of other tokens than those of the request: please report this")
-        if states.shape[2] != wanted.hidden_size:
+        if states.shape[2] != self.hidden_size:
             raise ValueError(
                 f"{url} serves another model: its states have {states.shape[2]} numbers, and those of "
-                f"{wanted.target} have {wanted.hidden_size}. {self._cure()}"
+                f"{self.target} have {self.hidden_size}. {self._cure()}"
             )
-        if states.shape[:2] != (len(ids), len(wanted.layers)):
+        if states.shape[:2] != (len(ids), len(self.layers)):
             raise ValueError(
-                f"{url} gives {states.shape[1]} states for each of {states.shape[0]} tokens, and {len(wanted.layers)} "
+                f"{url} gives {states.shape[1]} states for each of {states.shape[0]} tokens, and {len(self.layers)} "
                 f"for each of {len(ids)} are needed. {self._cure()}"
             )
-        if states.dtype != wanted.dtype:
-            found, needed = (str(dtype).removeprefix("torch.") for dtype in (states.dtype, wanted.dtype))
+        if states.dtype != self.dtype:
+            found, needed = (str(dtype).removeprefix("torch.") for dtype in (states.dtype, self.dtype))
             raise ValueError(
                 f"{url} computes in {found}, and the states are stored in {needed}: start the server with "
                 f"--dtype {needed}, or give --target_dtype {found}"
@@ -156,10 +157,10 @@ class HiddenStates:
         return states
 
     def _cure(self) -> str:
-        return f"Start it with: {self.wanted.serve_command()}"
+        return f"Start it with: {self.serve_command()}"
 
     def _too_long(self, length: int, most: str) -> str:
-        limit = self.wanted.length_limit
+        limit = self.length_limit
         cure = f"give a smaller --max_length here and in training (one token of {limit} is generated)"
         if limit is None or length < limit:
             cure = f"start it with --max-model-len {length + 1}, or give a smaller --max_length here and in training"

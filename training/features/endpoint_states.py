@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads.adapter import find_adapter_of
-from draftsmith.training.endpoint.client import EndpointClient
-from draftsmith.training.endpoint.hidden_states import HiddenStates, WantedStates, discard_file
+from draftsmith.training.endpoint.hidden_states import HiddenStates, discard_file
 from draftsmith.training.features.encoding import TargetStates
 from draftsmith.training.features.self_check import LOG_PROB_TOLERANCE, NUM_BEST, NUM_TOKENS, STATE_TOLERANCE
 from draftsmith.training.features.sources import MissingStatesError, ReadFeatures, Texts
@@ -57,7 +56,8 @@ class EndpointStates:
         self.target, self.num_in_flight = target, args.concurrency
         self.names = name_tensors(layers, target.num_layers)
         self.layers = sorted({*layers, target.num_layers})
-        wanted = WantedStates(
+        self.server = HiddenStates(
+            url=url,
             target=target_name,
             served_name=args.endpoint_model or target_name,
             layers=self.layers,
@@ -67,11 +67,6 @@ class EndpointStates:
             length_limit=target.max_length,
             folder=args.shared_folder,
         )
-        try:
-            client = EndpointClient(url, wanted.served_name)
-        except ConnectionError as error:
-            raise ConnectionError(f"{error}. If no server runs, start one with: {wanted.serve_command()}") from error
-        self.server = HiddenStates(client, wanted)
 
     def read_rows(self, rows: Any, shards: Mapping[int, Sequence[int]]) -> Iterator[tuple[int, int, StoredRow]]:
         """Yields (shard, row number, row) in order; requests run ahead, also into later shards.
@@ -158,7 +153,7 @@ class EndpointStates:
         if not difference <= tolerance:
             raise ValueError(
                 f"the server's log-probabilities differ by up to {difference:.3g} (allowed {tolerance:g}) from those "
-                f"that its states have with the final norm and the LM head of {self.server.wanted.target}: it serves "
+                f"that its states have with the final norm and the LM head of {self.server.target}: it serves "
                 "other weights, or gives another state as the last one. Serve this target, without adapters"
             )
         return difference

@@ -29,9 +29,9 @@ from draftsmith.heads.registration import find_kind
 from draftsmith.inference.targets.files import read_tokenizer
 from draftsmith.inference.targets.model_config import find_length_limit
 from draftsmith.inference.targets.target import Target
-from draftsmith.training.data.collation import ConversationCollator, hash_tokens
+from draftsmith.training.data.collation import ConversationCollator, hash_tokens, iterate_column
 from draftsmith.training.data.options import DataArguments, option, require_positive
-from draftsmith.training.data.set_statistics import describe_size
+from draftsmith.training.data.set_statistics import describe_size, row_lengths
 from draftsmith.training.data.training_sets import cut_to_limit, load_every_row
 from draftsmith.training.features.endpoint_states import NUM_LAYERS, EndpointStates, refuse_without_target
 from draftsmith.training.features.sources import OnlineFeatures
@@ -46,7 +46,7 @@ from draftsmith.training.features.store import (
     write_settings,
     write_shard,
 )
-from draftsmith.training.features.store_checks import check_same_target, explain_date, identify_target, iterate_ids
+from draftsmith.training.features.store_checks import check_same_target, explain_date, identify_target
 from draftsmith.training.features.target_loading import (
     FirstLayers,
     check_placement,
@@ -101,7 +101,7 @@ def plan_shards(rows: Any, *, bytes_per_token: int, shard_bytes: int) -> Plan:
     shards: list[list[int]] = []
     seen: set[int] = set()
     num_tokens = size = 0
-    for number, input_ids in enumerate(iterate_ids(rows)):
+    for number, input_ids in enumerate(iterate_column(rows, "input_ids")):
         key = hash_tokens(input_ids)
         if key in seen:
             continue
@@ -275,7 +275,7 @@ def prepare_extraction(
         url=cast(str, args.endpoint),
         layers=layers,
         target_name=model_args.target,
-        max_length=max(map(len, iterate_ids(rows))),
+        max_length=max(row_lengths(rows)),
     )
     first = torch.tensor(rows[0]["input_ids"])
     states.check_target(first)

@@ -69,9 +69,7 @@ def check_features(
         use_cache=False,
         return_dict=True,
     )
-    _check_tapped(
-        target, states.features[0, :count], output.hidden_states, feature_layers, STATE_TOLERANCE[target.dtype]
-    )
+    _check_tapped(target, states.features[0, :count], output.hidden_states, feature_layers)
     wanted = output.logits[0].to(target.device).float().log_softmax(-1)
     found = target.compute_logits(states.last_hidden[0, :count]).float().log_softmax(-1)
     num_best = min(NUM_BEST, wanted.shape[-1])
@@ -88,9 +86,8 @@ def check_features(
     return difference
 
 
-def _check_tapped(
-    target: Target, features: Tensor, hidden_states: Sequence[Tensor], layers: Sequence[int], tolerance: float
-) -> None:
+def _check_tapped(target: Target, features: Tensor, hidden_states: Sequence[Tensor], layers: Sequence[int]) -> None:
+    tolerance = STATE_TOLERANCE[target.dtype]
     for index, layer in enumerate(layers):
         found = features[:, index * target.hidden_size : (index + 1) * target.hidden_size].float()
         wanted = hidden_states[layer][0].to(target.device).float()

@@ -17,7 +17,6 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -125,24 +124,11 @@ def write_shard(folder: Path, name: str, rows: Sequence[StoredRow]) -> None:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """A finished shard. version: tells its file from a later one. lengths, starts, keys: [R]."""
-
-    path: Path
-    version: tuple[int, int]
-    lengths: list[int]
-    starts: list[int]
-    keys: list[int]
-
-
-@lru_cache(maxsize=64)
-def _open(path: Path, version: tuple[int, int]) -> Any:
-    return safe_open(path, framework="pt")
-
-
 class FeatureStore:
     """The rows of a store, memory-mapped.
+
+    Attributes:
+        num_finished: complete shards.
 
     Raises:
         ValueError: no store there, or a shard that is cut off.
@@ -152,18 +138,18 @@ class FeatureStore:
         self.folder = folder
         self.settings = read_settings(folder)
         names = sorted(finished_shards(folder))
-        self._shards = {name: _read_shard(folder / f"{name}.safetensors") for name in names}
-        self._places: dict[int, tuple[str, int]] = {}  # key -> (shard, row)
-        for name, shard in self._shards.items():
-            for row, key in enumerate(shard.keys):
-                self._places.setdefault(key, (name, row))
+        self.num_finished = len(names)
+        self._places: dict[int, tuple[Any, int, int]] = {}  # key -> (open shard, first token, end)
+        for name in names:
+            shard = _open_shard(folder / f"{name}.safetensors")
+            lengths = shard.get_tensor("lengths")
+            ends = lengths.cumsum(0)
+            keys, starts = shard.get_tensor("keys"), ends - lengths
+            for key, start, end in zip(keys.tolist(), starts.tolist(), ends.tolist(), strict=True):
+                self._places.setdefault(key, (shard, start, end))
 
     def __len__(self) -> int:
         return len(self._places)
-
-    @property
-    def num_finished(self) -> int:
-        return len(self._shards)
 
     def has(self, input_ids: Tensor) -> bool:
         """Whether the row of these tokens ([T]) is stored."""
@@ -177,10 +163,8 @@ class FeatureStore:
         place = self._places.get(hash_tokens(input_ids))
         if place is None:
             return None
-        name, row = place
-        shard = self._shards[name]
-        file, start = _open(shard.path, shard.version), shard.starts[row]
-        found = {key: file.get_slice(key)[start : start + shard.lengths[row]] for key in ["input_ids", *names]}
+        shard, start, end = place
+        found = {name: shard.get_slice(name)[start:end] for name in ["input_ids", *names]}
         if not torch.equal(found.pop("input_ids").long(), input_ids.cpu().long()):
             return None  # another row with the same hash
         return found
@@ -211,16 +195,10 @@ def finished_shards(folder: Path) -> set[str]:
     return {path.stem for path in folder.glob("*.safetensors")}
 
 
-def _read_shard(path: Path) -> _Shard:
-    """Opens a shard, which checks its size, and reads its table of rows."""
-    stat = path.stat()
-    version = (stat.st_ino, stat.st_mtime_ns)
+def _open_shard(path: Path) -> Any:
     try:
-        file = _open(path, version)
+        return safe_open(path, framework="pt")  # checks its size
     except SafetensorError as error:
         raise ValueError(
             f"{path} is damaged ({error}): delete it and extract again, which writes only what is missing"
         ) from error
-    lengths = file.get_tensor("lengths")
-    starts = (lengths.cumsum(0) - lengths).tolist()
-    return _Shard(path, version, lengths.tolist(), starts, file.get_tensor("keys").tolist())

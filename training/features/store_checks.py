@@ -1,7 +1,7 @@
 """Checks before the first step: do stored features belong to this target and these texts?"""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,11 @@ from typing import Any
 import datasets
 import torch
 import xxhash
-from torch import Tensor
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.adapter import find_adapter_hash
 from draftsmith.inference.targets.target import Target
+from draftsmith.training.data.collation import iterate_column
 from draftsmith.training.features.store import FeatureStore, TargetIdentity, hash_text, name_tensors
 
 _ROWS = 8192  # rows of the embedding to hash at a time
@@ -72,14 +72,6 @@ def explain_date(tokenizer: Any) -> str:
     )
 
 
-def iterate_ids(rows: datasets.Dataset) -> Iterator[Tensor]:
-    """Yields the token ids [T] of each row."""
-    for batch in rows.select_columns("input_ids").with_format("arrow").iter(1000):
-        column = batch["input_ids"].combine_chunks()
-        ids = torch.from_numpy(column.flatten().to_numpy().copy())
-        yield from ids.split(column.value_lengths().to_pylist())
-
-
 def check_complete(store: FeatureStore, heads: DraftHeads, rows: Mapping[str, Any], hint: str = "") -> None:
     """Raises ValueError when a run needs tensors, shards or texts that the store lacks.
 
@@ -101,7 +93,7 @@ def check_complete(store: FeatureStore, heads: DraftHeads, rows: Mapping[str, An
             "draftsmith features command again to write the others"
         )
     for purpose, part in rows.items():
-        known = iterate_ids(part) if isinstance(part, datasets.Dataset) else ()
+        known = iterate_column(part, "input_ids") if isinstance(part, datasets.Dataset) else ()
         if missing := sum(not store.has(ids) for ids in known):
             raise ValueError(
                 f"{store.folder} lacks {missing} of the {len(part)} {purpose} texts of this run: train with the data, "

@@ -163,8 +163,3 @@ class FeatureArguments(EndpointArguments):
 
     def __post_init__(self) -> None:
         self.check_endpoint("features_endpoint")
-        if self.features is not None and self.features_endpoint is not None:
-            raise ValueError(
-                f"got features {self.features} and features_endpoint {self.features_endpoint}: give one of the two "
-                "(draftsmith features --endpoint stores a server's states)"
-            )

@@ -91,9 +91,9 @@ def known_keys(classes: Sequence[Any] = ARGUMENT_CLASSES) -> dict[str, Any]:
     return {key.name: key for kind in classes for key in dataclasses.fields(kind) if key.init}
 
 
-def default_of(key: str, classes: Sequence[Any] = ARGUMENT_CLASSES) -> Any:
+def default_of(key: str) -> Any:
     """The value of an option that is not given; None for a name that is no option."""
-    option = known_keys(classes).get(key)
+    option = known_keys().get(key)
     if option is None:
         return None
     if option.default_factory is not dataclasses.MISSING:

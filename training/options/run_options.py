@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from draftsmith.training.data.options import DataArguments, option
-from draftsmith.training.data.streaming import check_streaming
+from draftsmith.training.data.options import DataArguments, find_given, option
 from draftsmith.training.distributed.launch import check_launch
 from draftsmith.training.features.target_options import FeatureArguments, ModelArguments, PlacementArguments
 from draftsmith.training.options.training_options import HeadsTrainingArguments, JointArguments, check_muon
@@ -63,6 +62,23 @@ class RunOptions:
 ARGUMENT_CLASSES: tuple[Any, ...] = tuple(get_type_hints(RunOptions).values())
 
 
+# Options that contradict each other, and why.
+_EXCLUDED = (
+    ("features", "features_endpoint", "one gives the states (draftsmith features --endpoint stores a server's states)"),
+    ("features", "lora_r", "stored features are stale after the first step of a target that is trained"),
+    ("features_endpoint", "lora_r", "lora_r trains the target, which is elsewhere"),
+    ("features_endpoint", "shard_target", "shard_target splits the target, which is elsewhere, over the processes"),
+    ("features_endpoint", "eval_prompts", "eval_prompts lets the target decode, which is elsewhere"),
+    ("loss_vocabulary", "lora_r", "the loss copies rows of the LM head of a target that is trained"),
+    ("loss_vocabulary", "shard_target", "the loss copies rows of the LM head of a target that is split"),
+    ("shard_target", "lora_r", "a target that is trained stays whole on every process"),
+    ("streaming", "train_sampling_strategy", "a stream is read in its own order (see --shuffle_buffer)"),
+    ("time_budget", "max_steps", "the budget sets the number of steps"),
+    ("time_budget", "streaming", "the length of a stream is not known"),
+    ("time_budget", "lora_r", "the steps of a target that is trained are not measured"),
+)
+
+
 def check_options(options: RunOptions) -> None:
     """Refuses options that contradict one another, or do not fit the launch or the device.
 
@@ -72,8 +88,8 @@ def check_options(options: RunOptions) -> None:
     problems = [*_contradictions(options)]
     checks = (
         lambda: check_launch(options.training),
-        lambda: check_muon(options.training.muon_learning_rate, options.training),
-        lambda: check_streaming(options.data, options.training),
+        lambda: check_muon(options.training),
+        lambda: None if options.run.time_budget is None else parse_seconds(options.run.time_budget),
     )
     for check in checks:
         try:
@@ -85,14 +101,12 @@ def check_options(options: RunOptions) -> None:
 
 
 def _contradictions(options: RunOptions) -> Iterator[str]:
-    joint, training = options.joint, options.training
+    training = options.training
     if training.n_gpu > 1 and options.placement.target_device_map is None:  # a device map uses the other GPUs
         yield (
             f"one process sees {training.n_gpu} GPUs, and heads do not train under DataParallel: start with "
             "`accelerate launch --num_processes N`, or choose one GPU with CUDA_VISIBLE_DEVICES"
         )
-    if options.run.time_budget is not None:
-        yield from _budget_problems(options)
     if training.torch_compile:
         yield (
             "got torch_compile, which compiles the whole draft again for batches of other lengths, and so takes "
@@ -101,46 +115,17 @@ def _contradictions(options: RunOptions) -> Iterator[str]:
     schedule = getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type)
     if schedule in ("reduce_lr_on_plateau", "greedy"):
         yield f"got lr_scheduler_type {schedule}, which follows a metric: give one of the steps, such as cosine"
-    if joint.is_on and options.features.features is not None:
-        yield (
-            f"got features {options.features.features} with lora_r {joint.lora_r}: stored features are stale after the "
-            "first step of a target that is trained; leave one of the two out"
-        )
-    if options.features.features_endpoint is not None:
-        elsewhere = {
-            "lora_r": (joint.is_on, "trains the target"),
-            "shard_target": (options.placement.shard_target != "none", "splits the target over the processes"),
-            "eval_prompts": (options.data.eval_prompts, "lets the target decode"),
-        }
-        for name, (is_given, reason) in elsewhere.items():
-            if is_given:
-                yield f"got features_endpoint with {name}, which {reason}, and the target is elsewhere: leave one out"
-    if training.loss_vocabulary == "draft" and (joint.is_on or options.placement.shard_target != "none"):
-        yield (
-            "got loss_vocabulary draft, which copies rows of the target's LM head, and a target that is trained "
-            "(lora_r) or split over the processes (shard_target): leave one of the two out"
-        )
-    if joint.is_on and options.placement.shard_target != "none":
-        yield (
-            f"got shard_target {options.placement.shard_target} with lora_r {joint.lora_r}: a target that is trained "
-            "stays whole on every process; leave one of the two out"
-        )
+    if options.data.streaming and training.max_steps <= 0:
+        yield "got streaming without max_steps: a stream never ends, so give the number of training steps"
+    given = _find_given(options)
+    for one, other, reason in _EXCLUDED:
+        if one in given and other in given:
+            yield f"got {one} {given[one]} with {other} {given[other]}: {reason}; leave one of the two out"
 
 
-def _budget_problems(options: RunOptions) -> Iterator[str]:
-    budget = options.run.time_budget or ""
-    try:
-        parse_seconds(budget)
-    except ValueError as error:
-        yield str(error)
-    excluded = {
-        "max_steps": (options.training.max_steps > 0, "which is the number of steps that the budget sets"),
-        "streaming": (options.data.streaming, "whose length is not known"),
-        "lora_r": (options.joint.is_on, "whose steps are not measured"),
-    }
-    for name, (is_given, reason) in excluded.items():
-        if is_given:
-            yield f"got time_budget {budget} with {name}, {reason}: leave one out"
+def _find_given(options: RunOptions) -> dict[str, Any]:
+    """Name -> value of every option that differs from its default."""
+    return {name: getattr(part, name) for part in vars(options).values() for name in find_given(part)}
 
 
 def refuse_with_images(options: RunOptions) -> None:
@@ -150,13 +135,11 @@ def refuse_with_images(options: RunOptions) -> None:
         ValueError: naming every such option.
     """
     excluded = {
-        "packing": (options.data.packing, "images belong to whole rows: --packing false, and group_by_length"),
-        "features": (options.features.features, "stored states are found by tokens, and images do not show in them"),
-        "features_endpoint": (options.features.features_endpoint, "only text is sent to the server"),
-        "shard_target": (
-            options.placement.shard_target != "none",
-            "its processes share tokens only: target_device_map",
-        ),
+        "packing": "images belong to whole rows: --packing false, and group_by_length",
+        "features": "stored states are found by tokens, and images do not show in them",
+        "features_endpoint": "only text is sent to the server",
+        "shard_target": "its processes share tokens only: target_device_map",
     }
-    if problems := [f"leave {name} out ({reason})" for name, (is_given, reason) in excluded.items() if is_given]:
+    given = _find_given(options)
+    if problems := [f"leave {name} out ({reason})" for name, reason in excluded.items() if name in given]:
         raise ValueError(f"the conversations have images: {'; '.join(problems)}")

@@ -131,6 +131,11 @@ class HeadsTrainingArguments(TrainingArguments):
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # pinning serves copies to an accelerator; without one torch only warns
 
+    @property
+    def seed_of_data(self) -> int:
+        """The seed of every draw from the data: its order, and held-out rows."""
+        return int(self.seed if self.data_seed is None else self.data_seed)
+
     def _check_own_options(self) -> None:
         if self.remove_unused_columns:
             raise ValueError("got remove_unused_columns true, which drops the borders of packed rows: leave it out")
@@ -200,12 +205,13 @@ class JointArguments:
         return _HEADS_LOSS_WEIGHTS[self.target_loss] if self.heads_loss_weight is None else self.heads_loss_weight
 
 
-def check_muon(learning_rate: float | None, args: TrainingArguments) -> None:
+def check_muon(args: HeadsTrainingArguments) -> None:
     """Refuses Muon where it cannot train.
 
     Raises:
         ValueError: with a torch that has no Muon, and under DeepSpeed and FSDP.
     """
+    learning_rate = args.muon_learning_rate
     if learning_rate is None:
         return
     instead = "leave it out (`--muon_learning_rate none` over a file that sets it), so that AdamW trains everything"

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.heads import DraftHeads
-from draftsmith.inference import Decoder, GenerationStats, Target
+from draftsmith.inference import Decoder, GenerationStats
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 from draftsmith.inference.streaming.token_stream import TokenStream
 from draftsmith.inference.targets.multimodal import take_media
-from draftsmith.training.distributed.whole_heads import whole_heads
 
 # A prompt's token ids [1, L] as `input_ids`, and a processor's inputs for its images.
 Prompt = dict[str, Tensor]
@@ -36,16 +34,10 @@ class Example:
     acceptance_length: float
 
 
-def steady_tree(heads: DraftHeads) -> str:
-    """A tree that does not follow the clock: lengths can be compared, and all processes run the same passes."""
-    return "chain" if heads.drafts_chains_only else "dynamic"
-
-
 def decode_examples(
-    target: Target, heads: DraftHeads, prompts: Sequence[Prompt], tokenizer: Any, *, max_new_tokens: int
+    decoder: Decoder, prompts: Sequence[Prompt], tokenizer: Any, *, max_new_tokens: int
 ) -> tuple[list[Example], GenerationStats]:
-    """Decodes prompts greedily; returns the examples and the statistics of all of them. Collective."""
-    decoder = Decoder(target, whole_heads(heads), tree=steady_tree(heads))
+    """Decodes prompts greedily; returns the examples and the statistics of all of them."""
     examples, total = [], GenerationStats()
     for prompt in prompts:
         stream = stream_prompt(decoder, prompt, tokenizer, max_new_tokens=max_new_tokens)

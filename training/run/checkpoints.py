@@ -18,8 +18,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import IntervalStrategy, sort_checkpoints
 
-from draftsmith.training.data.options import seed_of_data
-
 RUN_FILE = "run.json"
 INCOMPLETE = ".incomplete-checkpoint"
 
@@ -76,12 +74,9 @@ def write_run_file(folder: Path, description: dict[str, Any], seconds: float) ->
     (folder / RUN_FILE).write_text(json.dumps({**description, "seconds": seconds}, indent=2) + "\n", encoding="utf-8")
 
 
-def read_run_file(folder: Path) -> dict[str, Any] | None:
-    """The content of `run.json`; None for a checkpoint without one."""
-    file = folder / RUN_FILE
-    if not file.is_file():
-        return None
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+def read_run_file(folder: Path) -> dict[str, Any]:
+    """The content of `run.json`."""
+    found: dict[str, Any] = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
     return found
 
 
@@ -103,13 +98,11 @@ class ExactEpochs(TrainerCallback):  # type: ignore[misc, unused-ignore]
     ) -> None:
         state.compute_steps(args, state.max_steps)
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         epoch = int(state.epoch or 0)
         sampler = _innermost_sampler(kwargs["train_dataloader"])
         if isinstance(sampler, LengthGroupedSampler):
-            sampler.generator = torch.Generator().manual_seed(seed_of_data(args) + epoch)
+            sampler.generator = torch.Generator().manual_seed(args.seed_of_data + epoch)
         elif hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import datasets
 import torch
-from transformers import TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from draftsmith.heads import DraftHeads
@@ -15,7 +14,8 @@ from draftsmith.inference.targets.model_config import LengthLimit
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.images.processor import read_images
-from draftsmith.training.reporting.examples import Prompt, steady_tree, stream_prompt
+from draftsmith.training.options.training_options import HeadsTrainingArguments
+from draftsmith.training.reporting.examples import Prompt, stream_prompt
 from draftsmith.training.synthesis.prompts import encode_prompts, read_prompts, report_rejected
 
 
@@ -71,8 +71,17 @@ class AcceptanceMeter:
     max_new_tokens: int
 
     def __call__(self) -> dict[str, float]:
-        decoder = Decoder(self.target, whole_heads(self.heads), tree=steady_tree(self.heads))
-        return {"acceptance_length": self.decode(decoder, self.prompts)}
+        return {"acceptance_length": self.decode(self.make_decoder(), self.prompts)}
+
+    def make_decoder(self, tree: str = "") -> Decoder:
+        """A decoder with the heads. Collective.
+
+        Args:
+            tree: "" = one that does not follow the clock: lengths can be compared, and all processes run the same
+                passes.
+        """
+        steady = "chain" if self.heads.drafts_chains_only else "dynamic"
+        return Decoder(self.target, whole_heads(self.heads), tree=tree or steady)
 
     def decode(self, decoder: Decoder, prompts: list[Prompt]) -> float:
         """The acceptance length of some of the prompts."""
@@ -104,7 +113,7 @@ def settle_evaluations(args: Any, *, has_rows: bool, has_prompts: bool) -> None:
     if args.load_best_model_at_end is None:
         args.load_best_model_at_end = has_metric and _evaluates_each_checkpoint(args)
     for name in ("load_best_model_at_end", "early_stopping_patience"):
-        if args.eval_strategy == IntervalStrategy.NO and (value := getattr(args, name, None)):
+        if args.eval_strategy == IntervalStrategy.NO and (value := getattr(args, name)):
             raise ValueError(
                 f"got {name} {str(value).lower()} without evaluations: give eval_strategy (steps or epoch), and "
                 "validation_fraction or eval_dataset"
@@ -118,7 +127,7 @@ def _evaluates_each_checkpoint(args: Any) -> bool:
     return evaluates != IntervalStrategy.NO and saves in (evaluates, SaveStrategy.BEST)
 
 
-def check_best_metric(args: TrainingArguments, *, num_depths: int, has_prompts: bool, is_joint: bool) -> None:
+def check_best_metric(args: HeadsTrainingArguments, *, num_depths: int, has_prompts: bool, is_joint: bool) -> None:
     """Checks that an evaluation has the metric `metric_for_best_model`.
 
     The acceptance length is the default. Where no prompt measures it and nothing reads it, the option is unset.
@@ -137,7 +146,7 @@ def check_best_metric(args: TrainingArguments, *, num_depths: int, has_prompts: 
     if given != "acceptance_length":
         raise ValueError(f"got metric_for_best_model {given}, which nothing measures: give one of {', '.join(allowed)}")
     is_read = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST
-    if is_read or getattr(args, "early_stopping_patience", None):
+    if is_read or args.early_stopping_patience:
         raise ValueError(
             f"metric_for_best_model is {given}, but there is no prompt to measure it on: give num_eval_prompts above "
             "0 with eval_prompts or held-out conversations (features_endpoint excludes both: the target is elsewhere), "

@@ -161,10 +161,6 @@ class JointTrainer(HeadsTrainer):
 
     # Losses.
 
-    @property
-    def num_counts(self) -> int:
-        return super().num_counts + 1
-
     def count_predicted(self, batch: dict[str, Any]) -> Tensor:
         """The tokens that the target predicts follow those of the heads' steps."""
         return torch.cat([super().count_predicted(batch), torch.full((1,), len(find_predicted(batch)))])

@@ -22,10 +22,9 @@ from transformers import TrainerState
 from draftsmith.inference import Decoder
 from draftsmith.inference.request.chat_template import render_probe
 from draftsmith.inference.request.model_settings import find_model_settings
-from draftsmith.training.distributed.whole_heads import whole_heads
 from draftsmith.training.features.sharded_target import count_held
 from draftsmith.training.options.one_line_errors import as_launched
-from draftsmith.training.reporting.examples import Example, decode_examples, send_examples, steady_tree
+from draftsmith.training.reporting.examples import Example, decode_examples, send_examples
 from draftsmith.training.reporting.model_card import render_card
 from draftsmith.training.reporting.report import count_rows, render_report
 from draftsmith.training.run.checkpoints import read_run_file
@@ -64,15 +63,12 @@ class PreparedRun:
         seconds = self._train()
         metrics = self._measure()
         trainer.save_model(str(self.output_dir), _internal_call=True)  # uploaded when all files are there
-        record = {**make_record(trainer, metrics, seconds), "data": dict(self.counts)}
-        record["chat_format"] = render_probe(self.tokenizer)
-        if isinstance(trainer.measure_acceptance, AcceptanceMeter):
-            record |= measure_drafting(trainer.measure_acceptance)
+        record = self._make_record(metrics, seconds)
         if trainer.args.process_index == 0:
             # transformers' pickle of the options, which training_config.yaml holds as text
             (self.output_dir / "training_args.bin").unlink(missing_ok=True)
             write_text(self.output_dir / "training_record.json", json.dumps(record, indent=2) + "\n")
-        write_pages(trainer, self.tokenizer, self.settings, record, wants_report=self.wants_report)
+        self._write_pages(record)
         if trainer.args.push_to_hub:
             trainer.push_to_hub()
         return metrics
@@ -84,7 +80,7 @@ class PreparedRun:
         if self.checkpoint is None:
             trainer.train()
             return time.perf_counter() - trainer.start
-        seconds_before: float = (read_run_file(self.checkpoint) or {}).get("seconds", 0.0)
+        seconds_before: float = read_run_file(self.checkpoint)["seconds"]
         trainer.start -= seconds_before
         trainer.args.eval_on_start = False  # the first step was made before the interruption
         state = TrainerState.load_from_json(str(self.checkpoint / "trainer_state.json"))
@@ -115,6 +111,101 @@ class PreparedRun:
         metrics: dict[str, float] = trainer.evaluate()
         return metrics
 
+    def _make_record(self, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
+        """`training_record.json`: command, cost of the training, processes, versions, metrics; and what the target's
+        generation config adds to the greedy decoding that measures the acceptance length. Collective."""
+        trainer, model, meter = self.trainer, self.trainer.target.model, self.trainer.measure_acceptance
+        state, processes = trainer.state, trainer.accelerator.state
+        own = {} if meter is None else find_model_settings(model.generation_config, {"do_sample": False})
+        distributed = {"distributed_type": processes.distributed_type.value, "num_processes": processes.num_processes}
+        if processes.distributed_type == DistributedType.DEEPSPEED:
+            distributed["zero_stage"] = processes.deepspeed_plugin.zero_stage
+        peak = round(torch.cuda.max_memory_allocated() / 1e9, 2) if torch.cuda.is_available() else None
+        return {
+            "command": written_command(sys.argv[1:]),
+            "training": {
+                "seconds": round(seconds, 1),
+                "threads": torch.get_num_threads(),
+                "steps": state.global_step,
+                "tokens": state.num_input_tokens_seen,
+                "epochs": round(state.epoch or 0, 2),
+                "peak_gpu_gb": peak,
+            },
+            "distributed": {**distributed, "target_parameters_per_process": count_held(model)},
+            "generation_config": own,
+            "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
+            "platform": platform.platform(),
+            "metrics": metrics,
+            "data": dict(self.counts),
+            "chat_format": render_probe(self.tokenizer),
+            **({} if meter is None else measure_drafting(meter)),
+        }
+
+    def _write_pages(self, record: Mapping[str, Any]) -> None:
+        """Writes the report and the model card on the main process. Collective: every process decodes the examples.
+
+        The heads are saved by now, so an error in here is only logged.
+        """
+        trainer, settings, meter = self.trainer, self.settings, self.trainer.measure_acceptance
+        try:
+            page = self._render_report(record) if self.wants_report else None
+            if trainer.args.process_index != 0:
+                return
+            if page is not None:
+                write_text(self.output_dir / "report.html", page)
+            card = self.output_dir / "README.md"
+            if card.exists() and "library_name: draftsmith" not in card.read_text(encoding="utf-8"):
+                logger.warning("%s was written by someone else: no model card is written", card)
+                return
+            write_text(
+                card,
+                render_card(
+                    kind=str(trainer.heads.config.head_type),
+                    target=settings["target"],
+                    location=(trainer.args.push_to_hub and trainer.args.hub_model_id) or str(self.output_dir),
+                    datasets=settings["dataset"],
+                    metrics=record["metrics"],
+                    num_prompts=0 if meter is None else len(meter.prompts),
+                    record=record["training"],
+                    has_report=page is not None,
+                    has_adapter=trainer.heads.config.target_adapter is not None,
+                ),
+            )
+        except Exception:
+            logger.exception(
+                "%s: the heads are saved, but their report or model card could not be written", self.output_dir
+            )
+
+    def _render_report(self, record: Mapping[str, Any]) -> str:
+        trainer, settings, meter = self.trainer, self.settings, self.trainer.measure_acceptance
+        examples: list[Example] = []
+        stats = None
+        if meter is not None:
+            examples, stats = decode_examples(
+                meter.make_decoder(), meter.prompts[:NUM_EXAMPLES], self.tokenizer, max_new_tokens=meter.max_new_tokens
+            )
+            if trainer.args.process_index == 0:
+                send_examples(examples, trainer.args.report_to)
+        rows: Any = trainer.train_dataset
+        shown = ("acceptance_length", "loss", "top1_depth1")
+        metrics = {name: record["metrics"].get(f"eval_{name}") for name in shown}
+        best = trainer.state.best_model_checkpoint
+        return render_report(
+            f"{trainer.heads.config.head_type} heads for {settings['target']}",
+            summary={
+                **{name.replace("_", " "): f"{value:.4g}" for name, value in metrics.items() if value is not None},
+                **record["training"],
+                **({"best checkpoint": Path(best).name} if best else {}),
+                "versions": ", ".join(f"{name} {number}" for name, number in record["versions"].items()),
+                "command": record["command"],
+            },
+            history=trainer.state.log_history,
+            options=settings,
+            data={**count_rows(rows), **record["data"]} if isinstance(rows, datasets.Dataset) else {},
+            examples=examples,
+            stats=stats,
+        )
+
 
 def written_command(arguments: Sequence[str]) -> str:
     """The command of a run as its record has it, with tokens of hubs and trackers cut off.
@@ -123,111 +214,6 @@ def written_command(arguments: Sequence[str]) -> str:
     'draftsmith train --target T --hub_token ...'
     """
     return _SECRET.sub(r"\1...", shlex.join(["draftsmith", "train", *arguments]))
-
-
-def make_record(trainer: HeadsTrainer, metrics: dict[str, float], seconds: float) -> dict[str, Any]:
-    """`training_record.json`: command, cost of the training, processes, versions, metrics; and what the target's
-    generation config adds to the greedy decoding that measures the acceptance length."""
-    model, is_measured = trainer.target.model, isinstance(trainer.measure_acceptance, AcceptanceMeter)
-    state, processes = trainer.state, trainer.accelerator.state
-    distributed = {"distributed_type": processes.distributed_type.value, "num_processes": processes.num_processes}
-    if processes.distributed_type == DistributedType.DEEPSPEED:
-        distributed["zero_stage"] = processes.deepspeed_plugin.zero_stage
-    return {
-        "command": written_command(sys.argv[1:]),
-        "training": {
-            "seconds": round(seconds, 1),
-            "threads": torch.get_num_threads(),
-            "steps": state.global_step,
-            "tokens": state.num_input_tokens_seen,
-            "epochs": round(state.epoch or 0, 2),
-            "peak_gpu_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if torch.cuda.is_available() else None,
-        },
-        "distributed": {
-            **distributed,
-            "target_parameters_per_process": count_held(model),
-        },
-        "generation_config": find_model_settings(model.generation_config, {"do_sample": False}) if is_measured else {},
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
-        "platform": platform.platform(),
-        "metrics": metrics,
-    }
-
-
-def write_pages(
-    trainer: HeadsTrainer,
-    tokenizer: Any,
-    settings: Mapping[str, Any],
-    record: Mapping[str, Any],
-    *,
-    wants_report: bool,
-) -> None:
-    """Writes the report and the model card on the main process. Collective: every process decodes the examples.
-
-    The heads are saved by now, so an error in here is only logged.
-    """
-    output_dir = Path(str(trainer.args.output_dir))
-    try:
-        page = _render_report(trainer, tokenizer, settings, record) if wants_report else None
-        if trainer.args.process_index != 0:
-            return
-        if page is not None:
-            write_text(output_dir / "report.html", page)
-        card = output_dir / "README.md"
-        if card.exists() and "library_name: draftsmith" not in card.read_text(encoding="utf-8"):
-            logger.warning("%s was written by someone else: no model card is written", card)
-            return
-        meter = trainer.measure_acceptance
-        write_text(
-            card,
-            render_card(
-                kind=str(trainer.heads.config.head_type),
-                target=settings["target"],
-                location=(trainer.args.push_to_hub and trainer.args.hub_model_id) or str(output_dir),
-                datasets=settings["dataset"],
-                metrics=record["metrics"],
-                num_prompts=len(meter.prompts) if isinstance(meter, AcceptanceMeter) else 0,
-                record=record["training"],
-                has_report=page is not None,
-                has_adapter=trainer.heads.config.target_adapter is not None,
-            ),
-        )
-    except Exception:
-        logger.exception("%s: the heads are saved, but their report or model card could not be written", output_dir)
-
-
-def _render_report(
-    trainer: HeadsTrainer, tokenizer: Any, settings: Mapping[str, Any], record: Mapping[str, Any]
-) -> str:
-    meter = trainer.measure_acceptance
-    examples: list[Example] = []
-    stats = None
-    if isinstance(meter, AcceptanceMeter):
-        prompts = meter.prompts[:NUM_EXAMPLES]
-        examples, stats = decode_examples(
-            meter.target, meter.heads, prompts, tokenizer, max_new_tokens=meter.max_new_tokens
-        )
-        if trainer.args.process_index == 0:
-            send_examples(examples, trainer.args.report_to)
-    rows: Any = trainer.train_dataset
-    shown = ("acceptance_length", "loss", "top1_depth1")
-    metrics = {name: record["metrics"].get(f"eval_{name}") for name in shown}
-    best = trainer.state.best_model_checkpoint
-    return render_report(
-        f"{trainer.heads.config.head_type} heads for {settings['target']}",
-        summary={
-            **{name.replace("_", " "): f"{value:.4g}" for name, value in metrics.items() if value is not None},
-            **record["training"],
-            **({"best checkpoint": Path(best).name} if best else {}),
-            "versions": ", ".join(f"{name} {number}" for name, number in record["versions"].items()),
-            "command": record["command"],
-        },
-        history=trainer.state.log_history,
-        options=settings,
-        data={**count_rows(rows), **record["data"]} if isinstance(rows, datasets.Dataset) else {},
-        examples=examples,
-        stats=stats,
-    )
 
 
 def describe_outcome(output_dir: Path, target: str, *, has_target: bool = True) -> str:
@@ -272,13 +258,12 @@ def describe_interrupted(output_dir: Path, step: int) -> str:
 def measure_drafting(meter: AcceptanceMeter) -> dict[str, float]:
     """How many times as fast as plain decoding the heads decode a few held-out prompts, one at a time, and the
     acceptance length of chains on all of them. Collective."""
-    heads, seconds = whole_heads(meter.heads), []
-    for drafter in (heads, None):
-        decoder = Decoder(meter.target, drafter, tree=None if drafter is None else steady_tree(heads))
+    seconds = []
+    for decoder in (meter.make_decoder(), Decoder(meter.target)):
         meter.decode(decoder, meter.prompts[:1])  # warms up
         start = time.perf_counter()
         meter.decode(decoder, meter.prompts[:NUM_EXAMPLES])
         seconds.append(time.perf_counter() - start)
-    decoder = Decoder(meter.target, heads, tree=f"chain:{min(CHAIN, heads.max_depth or CHAIN)}")
-    length = meter.decode(decoder, meter.prompts)
+    chain = meter.make_decoder(f"chain:{min(CHAIN, meter.heads.max_depth or CHAIN)}")
+    length = meter.decode(chain, meter.prompts)
     return {"speed_over_plain": round(seconds[1] / seconds[0], 3), "chain_acceptance_length": round(length, 3)}

@@ -23,7 +23,6 @@ from draftsmith.inference.kernels.packed_weights import has_bfloat16
 from draftsmith.inference.targets.files import read_tokenizer
 from draftsmith.inference.targets.model_config import LengthLimit, find_length_limit
 from draftsmith.training.data.collation import ConversationCollator, count_tokens
-from draftsmith.training.data.options import seed_of_data
 from draftsmith.training.data.packing import pack_rows
 from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.data.streaming import VOCABULARY_ROWS, ConversationStream
@@ -44,13 +43,7 @@ from draftsmith.training.features.sources import (
     TextsCollator,
 )
 from draftsmith.training.features.store import FeatureStore
-from draftsmith.training.features.store_checks import (
-    check_complete,
-    check_same_target,
-    explain_date,
-    identify_target,
-    iterate_ids,
-)
+from draftsmith.training.features.store_checks import check_complete, check_same_target, explain_date, identify_target
 from draftsmith.training.features.target_loading import (
     FirstLayers,
     check_placement,
@@ -253,7 +246,7 @@ def _load_rows(options: RunOptions, models: _Models, checkpoint: Path | None) ->
         train_set, eval_set = load_datasets(
             options.data,
             models.tokenizer,
-            seed=seed_of_data(args),
+            seed=args.seed_of_data,
             rank=args.process_index,
             num_processes=args.world_size,
             counts=counts,
@@ -320,9 +313,7 @@ def _ask_server(options: RunOptions, target: FirstLayers, heads: DraftHeads, row
         first = train_set.first_rows(1)[0]
     else:
         first = train_set[0]
-        max_length = max(
-            len(ids) for part in (train_set, rows.eval_set) if part is not None for ids in iterate_ids(part)
-        )
+        max_length = max(max(row_lengths(part)) for part in (train_set, rows.eval_set) if part is not None)
     states = EndpointStates(
         target,
         options.features,
@@ -340,7 +331,7 @@ def _arrange_rows(options: RunOptions, rows: _Rows) -> None:
     """Packs conversations into rows."""
     args, data = options.training, options.data
     if data.packing:
-        pack = partial(pack_rows, max_length=data.max_length, seed=seed_of_data(args))
+        pack = partial(pack_rows, max_length=data.max_length, seed=args.seed_of_data)
         with one_process_first():
             if not isinstance(rows.train_set, ConversationStream):  # a stream packs its rows itself
                 rows.train_set = pack(rows.train_set)
@@ -353,7 +344,7 @@ def _make_trainer(
     rows: _Rows,
     source: FeatureSource,
     collate: Collate,
-    meter: Callable[[], dict[str, float]] | None,
+    meter: AcceptanceMeter | None,
     description: dict[str, Any],
 ) -> HeadsTrainer:
     args, heads, joint = options.training, models.heads, options.joint

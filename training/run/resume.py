@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState
 
 from draftsmith.training.data.set_statistics import row_lengths
 from draftsmith.training.options.command_line import default_of
@@ -20,8 +20,8 @@ from draftsmith.training.run.checkpoints import RUN_FILE, read_run_file
 
 logger = logging.getLogger(__name__)
 
-# Trainer cannot resume without these files; in the order in which it writes them.
-_NEEDED = ("config.json", "model.safetensors", "trainer_state.json")
+# A run cannot be resumed without these files; in the order in which they are written.
+_NEEDED = ("config.json", "model.safetensors", "trainer_state.json", RUN_FILE)
 # Options that change neither the weights nor the order of the data: measuring, saving, logging, uploading, loading
 # speed, placement of the target, storage of features.
 _FREE = re.compile(
@@ -125,9 +125,6 @@ def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> No
         ValueError: naming the difference and both values.
     """
     stored = read_run_file(folder)
-    if stored is None:
-        logger.warning("%s has no %s: make sure that data and options are the same", folder, RUN_FILE)
-        return
     one, other = ({**run, **run["options"]} for run in (stored, now))
     different = {}
     for key in sorted((one.keys() | other.keys()) - {"options", "seconds"}):
@@ -146,11 +143,11 @@ def check_same_run(folder: Path, now: dict[str, Any], *, may_differ: bool) -> No
     logger.warning("%s was trained with %s: this is no exact resume", folder, words)
 
 
-def is_finished(state: TrainerState, args: TrainingArguments) -> bool:
+def is_finished(state: TrainerState, args: Any) -> bool:
     """Whether the run's last step was made before this checkpoint."""
     callbacks: Any = state.stateful_callbacks or {}
     stopped = callbacks.get("EarlyStoppingCallback", {}).get("attributes", {})
-    patience = getattr(args, "early_stopping_patience", None)
+    patience = args.early_stopping_patience
     if patience is not None and stopped.get("early_stopping_patience_counter", 0) >= patience:
         return True
     if args.max_steps > 0:

@@ -1,11 +1,9 @@
-"""A run that cannot continue stops at once, with place, reason and cure: losses that are not finite, lost states.
+"""A run that cannot continue stops at once, with place, reason and cure.
 
 Legend: B batch, T sequence length, K depths.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from draftsmith.heads.modules.host_tensors import send
 from draftsmith.training.features.encoding import TargetStates
-from draftsmith.training.features.sources import MissingStatesError
 from draftsmith.training.losses.draft_loss import LossOutput
 from draftsmith.training.run.resume import find_newest
 
@@ -23,7 +20,18 @@ _CURE = "a lower learning_rate, more warmup_steps, a smaller max_grad_norm, or b
 
 
 class TrainingStoppedError(RuntimeError):
-    """A run cannot continue. The message names the cure and is for users, without a traceback."""
+    """A run cannot continue. The message is for users, without a traceback: the step, the reason with its cure, and the
+    last complete checkpoint."""
+
+    def __init__(self, trainer: Any, reason: str) -> None:
+        newest = find_newest(Path(trainer.args.output_dir))
+        kept = "There is no complete checkpoint."
+        if newest is not None:
+            kept = (
+                f"The last complete checkpoint is {newest}; --resume_from_checkpoint true continues from it (with "
+                "other options: --resume_with_changes true)."
+            )
+        super().__init__(f"stopped at step {trainer.state.global_step + 1}: {reason}. {kept}")
 
 
 @dataclass
@@ -66,31 +74,4 @@ class FiniteWatch:
             where, cure = f"the loss at depth {', '.join(depths)} is", _CURE
         else:
             where, cure = f"the gradient (its norm is {norm}) is", _CURE
-        raise TrainingStoppedError(
-            f"stopped at step {trainer.state.global_step + 1}: {where} NaN or infinite ({trainer.loss_type}). Try "
-            f"{cure}. {_last_checkpoint(trainer)}"
-        )
-
-
-def _last_checkpoint(trainer: Any) -> str:
-    newest = find_newest(Path(trainer.args.output_dir))
-    if newest is None:
-        return "There is no complete checkpoint."
-    return (
-        f"The last complete checkpoint is {newest}; --resume_from_checkpoint true continues from it (with other "
-        "options: --resume_with_changes true)."
-    )
-
-
-@contextmanager
-def explain_lost_states(trainer: Any) -> Iterator[None]:
-    """Ends a run whose batch has no states: a text that is not stored, a server that is gone or gives other states.
-
-    Raises:
-        TrainingStoppedError: with the step, and the last complete checkpoint.
-    """
-    try:
-        yield
-    except MissingStatesError as error:
-        step = trainer.state.global_step + 1
-        raise TrainingStoppedError(f"stopped at step {step}: {error}. {_last_checkpoint(trainer)}") from error
+        raise TrainingStoppedError(trainer, f"{where} NaN or infinite ({trainer.loss_type}). Try {cure}")

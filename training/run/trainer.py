@@ -25,14 +25,21 @@ from draftsmith.training.distributed.launch import autocast, autocast_in_deepspe
 from draftsmith.training.distributed.whole_heads import gather_state, is_split
 from draftsmith.training.features.encoding import TargetStates
 from draftsmith.training.features.sharded_target import is_sharded
-from draftsmith.training.features.sources import FeatureSource, OnlineFeatures, ReadFeatures, look_ahead
+from draftsmith.training.features.sources import (
+    FeatureSource,
+    MissingStatesError,
+    OnlineFeatures,
+    ReadFeatures,
+    look_ahead,
+)
 from draftsmith.training.losses.depth_weights import fixed_weights
 from draftsmith.training.losses.draft_loss import LossOutput, check_loss, draft_loss
 from draftsmith.training.losses.teacher import compute_teacher
 from draftsmith.training.run.checkpoints import ExactEpochs, remove_old, write_run_file, write_whole
+from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.optimizer import MuonWithAdamW
 from draftsmith.training.run.progress import ProgressLines, SaveOnInterrupt
-from draftsmith.training.run.stopping import FiniteWatch, explain_lost_states
+from draftsmith.training.run.stopping import FiniteWatch, TrainingStoppedError
 
 # Groups of a packed batch's documents where processes share weights: about as many as elsewhere.
 GROUPS_WHEN_SHARDED = 4
@@ -44,8 +51,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     Args:
         target: the frozen target that the heads are bound to.
         features: reads the target's states; None = the target runs on every batch.
-        measure_acceptance: called at every evaluation; returns metrics (such as `acceptance_length`) measured by
-            decoding prompts with the heads as they are.
+        measure_acceptance: called at every evaluation; None = the acceptance length is not measured.
         run_description: from `draftsmith.training.run.resume.describe_run`; stored with every checkpoint.
         **kwargs: arguments of `transformers.Trainer`; `args` are `HeadsTrainingArguments`.
     """
@@ -57,7 +63,7 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         *,
         target: Target,
         features: ReadFeatures | None = None,
-        measure_acceptance: Callable[[], dict[str, float]] | None = None,
+        measure_acceptance: AcceptanceMeter | None = None,
         run_description: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -175,14 +181,8 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         for batch in batches:
             keys = read_on_host(batch["token_keys"])
             batch["token_seeds"] = OnHost(derive_seeds(keys, self.args.seed, self.state.global_step))
-        none = torch.zeros(self.num_counts, dtype=torch.long)  # a stream may end before a step
-        counts = sum((self.count_predicted(batch) for batch in batches), none)
+        counts = torch.stack([self.count_predicted(batch) for batch in batches]).sum(0)
         return batches, cast(Tensor, self.accelerator.reduce(send(counts, device), reduction="sum"))
-
-    @property
-    def num_counts(self) -> int:
-        """The length of `count_predicted`."""
-        return self.heads.num_unrolled_steps
 
     def count_predicted(self, batch: dict[str, Any]) -> Tensor:
         """[K] int64 on the host: how many tokens of a training batch each step of the draft predicts."""
@@ -224,8 +224,10 @@ class HeadsTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         source: FeatureSource = self.features or OnlineFeatures(
             self.target, heads.feature_layers, num_groups=self.num_groups
         )
-        with explain_lost_states(self):
+        try:
             states = source(inputs)
+        except MissingStatesError as error:  # a text that is not stored, a server that is gone or gives other states
+            raise TrainingStoppedError(self, str(error)) from error
         return self.draft_from(states, inputs, heads, model, counts)
 
     def draft_from(

@@ -10,12 +10,10 @@ from transformers import PreTrainedTokenizerFast
 from tests.training.conversation_cases import MARKED_TEMPLATE, THINKING_TEMPLATE, TWO_TURNS, learned_text, tokenize
 
 
-def test_an_end_of_turn_behind_the_markers_is_learned(tokenizer: Any) -> None:
+def test_a_line_break_between_the_markers_takes_nothing_from_the_next_turn(tokenizer: Any) -> None:
+    """It is one token with the text after them."""
     within = "<|im_end|>{% endgeneration %}"
     assert within in MARKED_TEMPLATE
-    tokenizer.chat_template = MARKED_TEMPLATE.replace(within, "{% endgeneration %}<|im_end|>")
-    assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>", "Hi<|im_end|>"]
-    # A line break between the markers (one token with the text after them): nothing is taken from the next turn.
     tokenizer.chat_template = MARKED_TEMPLATE.replace(within, "<|im_end|>\n{% endgeneration %}")
     assert learned_text(TWO_TURNS, tokenizer) == ["Yo<|im_end|>\n\n", "Hi<|im_end|>\n\n"]
 

@@ -153,7 +153,7 @@ class TestRuns:
         ("options", "message"),
         [
             ({"max_steps": -1}, "got streaming without max_steps"),
-            ({"train_sampling_strategy": "group_by_length"}, "got streaming and train_sampling_strategy"),
+            ({"train_sampling_strategy": "group_by_length"}, "got streaming True with train_sampling_strategy group"),
         ],
     )
     def test_what_a_stream_cannot_do_is_refused(self, train: Runner, options: dict[str, Any], message: str) -> None:

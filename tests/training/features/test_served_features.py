@@ -99,10 +99,10 @@ def test_a_server_that_gets_another_model(train: Runner, server: StatesServer) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"features": "x"}, "got features x and features_endpoint http"),
+        ({"features": "x"}, "got features x with features_endpoint http"),
         ({"features_endpoint": None}, "got endpoint_model, concurrency without features_endpoint"),
-        ({"shard_target": "fsdp2"}, "got features_endpoint with shard_target, which splits the target"),
-        ({"eval_prompts": "x.jsonl"}, "got features_endpoint with eval_prompts, which lets the target decode"),
+        ({"shard_target": "fsdp2"}, r"got features_endpoint http\S+ with shard_target fsdp2: .* splits the target"),
+        ({"eval_prompts": "x.jsonl"}, r"got features_endpoint \S+ with eval_prompts x\.jsonl: .* the target decode"),
         ({"target_device_map": "auto"}, "got target_device_map auto with a server"),
         (
             {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 4},

@@ -95,7 +95,7 @@ def test_steps_that_fit(train: Runner, monkeypatch: pytest.MonkeyPatch, caplog: 
     ("options", "message"),
     [
         ({"time_budget": "2 hours"}, "got time_budget '2 hours'.*90m or 2h"),
-        ({"time_budget": "2h", "streaming": True}, "got time_budget 2h with streaming"),
+        ({"time_budget": "2h", "streaming": True}, "got time_budget 2h with streaming True: "),
     ],
 )
 def test_budgets_that_cannot_be_kept(train: Runner, options: dict[str, Any], message: str) -> None:

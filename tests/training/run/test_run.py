@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from draftsmith.heads import DraftHeads
 from draftsmith.inference import Target
@@ -80,10 +79,6 @@ class TestARun:
         assert prepared.settings["learning_rate"] == rate
         assert prepared.trainer.depth_weights == weights
 
-    def test_its_config_is_there_when_it_is_interrupted(self, train: Runner) -> None:
-        train.break_off(1)
-        assert yaml.safe_load((train.output_dir / "training_config.yaml").read_text())["max_steps"] == 8
-
     @pytest.mark.parametrize(
         ("options", "evaluations"),
         [({"eval_strategy": "no"}, 1), ({"eval_strategy": "no", "validation_fraction": 0.0}, 0)],
@@ -124,7 +119,7 @@ class TestARun:
         assert "the loss compares the 50 tokens that decoders draft" in caplog.text
         heads = DraftHeads.from_pretrained(train.output_dir)
         assert heads.draft_token_ids is None, "saved heads are whole"
-        with pytest.raises(ValueError, match=r"got loss_vocabulary draft.*\(lora_r\)"):
+        with pytest.raises(ValueError, match="got loss_vocabulary draft with lora_r 2: "):
             train(head_type="medusa", head_overrides=None, loss_vocabulary="draft", lora_r=2)
 
     def test_continues_from_trained_heads(self, train: Runner, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftsmith.training.run import preparation
+from draftsmith.training.run.evaluation import AcceptanceMeter
 from draftsmith.training.run.resume import find_checkpoint, find_damage
 from draftsmith.training.run.trainer import HeadsTrainer
 from tests.params import slow_but
@@ -158,7 +158,7 @@ class TestBestCheckpoint:
         self, train: Runner, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         lengths = iter([1.5, 2.5, 2.0, 1.0])
-        monkeypatch.setattr(preparation, "AcceptanceMeter", lambda *_: lambda: {"acceptance_length": next(lengths)})
+        monkeypatch.setattr(AcceptanceMeter, "__call__", lambda _: {"acceptance_length": next(lengths)})
         metrics = train(**self.WORSE, max_steps=4, save_total_limit=2, load_best_model_at_end=True)
         assert metrics["eval_acceptance_length"] == 2.5
         kept = {folder.name for folder in train.output_dir.glob("checkpoint-*")}
@@ -180,7 +180,8 @@ def output_dir(tmp_path: Path) -> Path:
         folder.mkdir()
         for name in ("config.json", "model.safetensors", "optimizer.pt"):
             (folder / name).touch()
-        (folder / "trainer_state.json").write_text("{}")
+        for name in ("trainer_state.json", "run.json"):
+            (folder / name).write_text("{}")
     return tmp_path
 
 
@@ -191,6 +192,7 @@ def remove(name: str) -> Callable[[Path], None]:
 DAMAGES = {
     "no trainer state": (remove("trainer_state.json"), "trainer_state.json is missing"),
     "no weights": (remove("model.safetensors"), "model.safetensors is missing"),
+    "no run file": (remove("run.json"), "run.json is missing"),
     "no optimizer": (remove("optimizer.pt"), "optimizer.pt is missing"),
 }
 
