@@ -31,7 +31,6 @@ from draftsmith.scripts.measuring.measure import (
     warm_up,
 )
 from draftsmith.scripts.measuring.report import make_rows, texts_of_references
-from draftsmith.scripts.measuring.roofline import count_weight_bytes
 from draftsmith.scripts.measuring.table import Row
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
 from draftsmith.scripts.shared.model_loading import load_assistant, load_drafter_model, load_heads, load_target
@@ -140,7 +139,7 @@ def is_faster_compiled(target: Target) -> bool:
     """Whether a step is mostly dispatch, which compiling saves: true for small weights on a CPU. Not in batch-invariant
     mode, which some CPUs cannot compile."""
     is_free = target.device.type == "cpu" and not target.is_batch_invariant
-    return is_free and count_weight_bytes(target.model) < SMALL_BYTES
+    return is_free and target.model.get_memory_footprint() < SMALL_BYTES
 
 
 def check_matrix(args: Any, *, counts: Sequence[str], lists: Sequence[str]) -> None:
