@@ -26,14 +26,7 @@ from tqdm.auto import tqdm
 from draftsmith.inference import Decoder
 from draftsmith.inference.request.model_settings import describe_model_settings
 from draftsmith.inference.targets.files import read_generation_config, read_tokenizer
-from draftsmith.scripts.shared.model_loading import (
-    check_device,
-    check_folder,
-    choose_device,
-    load_heads,
-    load_target,
-    resolve_dtype,
-)
+from draftsmith.scripts.shared.model_loading import check_device, check_folder, load_heads, load_target, resolve_dtype
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 from draftsmith.training.synthesis.arguments import SynthesisArguments
@@ -113,7 +106,7 @@ def make_source(args: SynthesisArguments) -> ReplySource:
         stop_ids = template.find_stop_ids(template.tokenizer.eos_token_id, needs_user=args.mode == "self")
         model = args.endpoint_model or args.target
         return EndpointReplies(args.endpoint, model, template, stop_ids, settings, concurrency=args.concurrency)
-    target, tokenizer = load_target(args.target, dtype=args.dtype, device=choose_device(args.device), keeps_dtype=True)
+    target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device, keeps_dtype=True)
     template = TurnTemplate(tokenizer)
     stop_ids = template.find_stop_ids(target.model.generation_config.eos_token_id, needs_user=args.mode == "self")
     if args.heads is None:

@@ -20,7 +20,6 @@ from draftsmith.scripts.chat.arguments import GenerateArguments
 from draftsmith.scripts.chat.comparison import Reply, compare_with_plain
 from draftsmith.scripts.chat.printer import ReplyPrinter, describe, speed_of, without_escapes
 from draftsmith.scripts.shared.model_loading import (
-    choose_device,
     encode_messages,
     find_merged_adapter,
     load_drafter,
@@ -67,8 +66,7 @@ class ChatSession:
     def __init__(self, args: GenerateArguments, console: Console, *, is_chat: bool) -> None:
         self.args, self.console, self.is_chat = args, console, is_chat
         self.notes = Console(stderr=True, no_color=console.no_color, highlight=False)
-        device = choose_device(args.device) if args.distributed else args.device
-        self.target, self.tokenizer = load_target(args.target, dtype=args.dtype, device=device)
+        self.target, self.tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
         self._is_packed = bool(args.pack_weights) if args.compile else packs_weights(self.target, args.pack_weights)
         self._packed: Target | None = None  # kept from decoder to decoder
         self.drafter = self._load_drafter(args)

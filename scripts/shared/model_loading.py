@@ -138,22 +138,17 @@ def check_new_folder(name: str) -> Path:
 
 
 def check_device(name: str | None) -> str:
-    """The named device; without a name, cuda if there is one, else cpu."""
+    """The named device; without a name, cuda if there is one, else cpu. Of several processes, each takes the GPU of its
+    own number on its machine."""
     if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        return f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"got --device {name}: give cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"got --device {name}: torch finds {torch.cuda.device_count()} CUDA devices; give another one")
-    return name
-
-
-def choose_device(name: str | None) -> str | None:
-    """The device of one of several processes: without a name, the GPU of its number on this machine."""
-    if name is None and torch.cuda.is_available():
-        return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
     return name
 
 
