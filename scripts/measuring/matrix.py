@@ -13,8 +13,10 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from draftsmith.inference import Drafter, Target
+from draftsmith.inference.request.model_settings import find_model_settings
+from draftsmith.inference.targets.model_config import find_attention
 from draftsmith.scripts.measuring.contenders import make_contenders
-from draftsmith.scripts.measuring.environment import describe_environment
+from draftsmith.scripts.measuring.environment import describe_machine, describe_program
 from draftsmith.scripts.measuring.measure import (
     COMPILED,
     PLAIN,
@@ -229,6 +231,26 @@ def measure_combination(
     )
     rows = make_rows(contenders, prompts, settings, target, single_texts)
     return Measured(environment, rows, contenders, prompts, single_texts)
+
+
+def describe_environment(target: Target, settings: Settings, /, **details: Any) -> dict[str, Any]:
+    """Everything a reader needs to judge or to reproduce the numbers, with the settings and details.
+
+    `generation_config` is what the target's generation config adds to the settings.
+    """
+    options = dict(vars(settings))
+    del options["tokenizer"]
+    return {
+        **describe_machine(target.device),
+        "device": str(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": find_attention(target.backbone.causal_lm),
+        "batch": options.pop("batch_size"),
+        **describe_program(),
+        **options,
+        "generation_config": find_model_settings(target.model.generation_config, settings.generate_kwargs()),
+        **details,
+    }
 
 
 def measure_with_progress(
