@@ -6,8 +6,6 @@
 On GPUs each rank takes the GPU of its own number.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -2,7 +2,6 @@
 
 import secrets
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -232,7 +231,7 @@ def _noting_interrupts(is_chat: bool) -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         seen.append(number)
 
-    if not (is_chat and sys.stdin.isatty()):
+    if not is_chat:
         yield lambda: False
         return
     before = signal.signal(signal.SIGINT, note)

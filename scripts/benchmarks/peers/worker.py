@@ -1,7 +1,5 @@
 """A peer's code in a process and an environment of its own, which decodes one prompt at a time, and its texts."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics
