@@ -47,11 +47,10 @@ class TreeArguments:
         require_positive(self, ("num_nodes", "num_ranks", "num_samples", "max_length"))
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     with one_line_errors("draftsmith tree"):
         (args,) = ProgramParser([TreeArguments], doc=__doc__).read(argv)
         build(args)
-    return 0
 
 
 def build(args: TreeArguments) -> None:
@@ -151,4 +150,4 @@ def best_static_tree(accuracy: Sequence[Sequence[float]], num_nodes: int) -> lis
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

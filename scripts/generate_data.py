@@ -48,11 +48,10 @@ GROUPS = {
 }
 
 
-def main() -> int:
+def main() -> None:
     with one_line_errors("draftsmith data", kept="finished conversations are kept"):
         (args,) = ProgramParser([SynthesisArguments], doc=__doc__, groups=GROUPS).read()
         generate_data(args)
-    return 0
 
 
 def generate_data(args: SynthesisArguments) -> None:
@@ -148,4 +147,4 @@ def report(stats: dict[str, Any], title: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -46,7 +46,7 @@ class InspectArguments:
             raise ValueError(f"got num_rows {self.num_rows}: give 0 (none) or more")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     with one_line_errors("draftsmith inspect"):
         args, data_args = parse_arguments(argv, (InspectArguments, DataArguments), doc=__doc__, groups=GROUPS)
@@ -65,7 +65,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         result = {"target": args.target, "sets": sets, "total": total}
         write_text(Path(args.json), json.dumps(result, indent=2, ensure_ascii=False) + "\n")
-    return 0
 
 
 def describe_row(row: dict[str, list[int]], tokenizer: Any) -> Iterator[tuple[str, str]]:
@@ -126,4 +125,4 @@ def format_statistics(counts: dict[str, Any], data_args: DataArguments) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

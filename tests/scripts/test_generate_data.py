@@ -65,7 +65,7 @@ def run_program(target: Path, output: Path, *options: Any) -> None:
     words = ["--target", target, *SETTINGS, "--output", output, *options]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["generate_data.py", *map(str, words)])
-        assert generate_data.main() == 0
+        generate_data.main()
 
 
 @pytest.fixture
