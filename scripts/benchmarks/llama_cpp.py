@@ -79,7 +79,7 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 
 def write_heads(folder: Path, heads: DraftHeads, target: Target, tokenizer_gguf: Path) -> Path:
-    """Exports EAGLE-3 heads as `draftsmith export --format gguf` does.
+    """Exports heads as `draftsmith export --format gguf` does.
 
     Raises:
         ValueError: llama.cpp has no place for something in these heads.
