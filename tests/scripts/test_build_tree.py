@@ -1,7 +1,6 @@
 """From conversations and heads to a tree file that a decoder takes; options that cannot work say so at once."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from draftsmith.scripts import build_tree
 from draftsmith.scripts.build_tree import best_static_tree
 from tests.conftest import CHAT_TARGET
 from tests.tiny_targets import tiny_target
+from tests.training.conversation_cases import sharegpt, write
 from tests.training.runner import words_of
 
 MAX_POSITIONS = 32
@@ -28,12 +28,11 @@ def options(tmp_path: Path) -> dict[str, Any]:
     model.save_pretrained(tmp_path / "target")
     AutoTokenizer.from_pretrained(CHAT_TARGET).save_pretrained(tmp_path / "target")
     create_heads("medusa", model, num_heads=2).save_pretrained(tmp_path / "heads")
-    turns = [{"from": "human", "value": "Count, please."}, {"from": "gpt", "value": "one two three four " * 20}]
-    (tmp_path / "data.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
+    data = write(tmp_path / "data.jsonl", [sharegpt("Count, please.", "one two three four " * 20)])
     return {
         "target": tmp_path / "target",
         "heads": tmp_path / "heads",
-        "dataset": tmp_path / "data.jsonl",
+        "dataset": data,
         "output": tmp_path / "trees" / "tree.yaml",
         "num_nodes": 5,
         "num_ranks": 3,
