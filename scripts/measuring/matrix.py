@@ -35,7 +35,7 @@ from draftsmith.scripts.measuring.measure import (
 from draftsmith.scripts.measuring.report import make_rows, texts_of_references
 from draftsmith.scripts.measuring.table import Row
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
-from draftsmith.scripts.shared.model_loading import load_assistant, load_drafter_model, load_heads, load_target
+from draftsmith.scripts.shared.model_loading import load_assistant, load_drafter, load_target
 from draftsmith.training.data.conversations import Place
 from draftsmith.training.data.options import require_positive
 
@@ -103,12 +103,10 @@ def load_subject(
     without_mode = target if is_invariant else None
     if is_invariant:
         target = target.batch_invariant()
-    loaded = {short: load_heads(path, target) for short, path in name_heads(heads).items()}
-    drafters: dict[str, Drafter] = dict(loaded)
+    load = partial(load_drafter, target, tokenizer)
+    drafters = {short: load(heads=path, vocabulary=vocabulary) for short, path in name_heads(heads).items()}
     if drafter_model is not None:
-        drafters[SMALL_MODEL] = load_drafter_model(drafter_model, target, tokenizer)
-    for one in loaded.values() if vocabulary is not None else ():
-        vocabulary.limit(one, tokenizer)
+        drafters[SMALL_MODEL] = load(drafter_model=drafter_model)
     return Subject(
         target=target,
         without_mode=without_mode,

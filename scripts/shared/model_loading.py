@@ -186,18 +186,6 @@ def find_merged_adapter(target: Target) -> str | None:
     return _ADAPTERS.get(target.model)
 
 
-def load_drafter_model(name: str, target: Target, tokenizer: Any) -> SmallModelDrafter:
-    """A small causal LM from a folder or hub id that drafts for the target, in its dtype and on its device.
-
-    Raises:
-        ValueError: when its tokenizer is not the target's.
-    """
-    drafter = SmallModelDrafter(
-        load_assistant(name, target), tokenizer=read_tokenizer(name), target_tokenizer=tokenizer
-    )
-    return drafter.for_target(target)
-
-
 def load_drafter(
     target: Target,
     tokenizer: Any,
@@ -214,6 +202,9 @@ def load_drafter(
         heads, drafter_model: folders or hub ids.
         vocabulary: of the heads.
         staged: n-grams draft for the small model.
+
+    Raises:
+        ValueError: the heads do not fit the target, or the small model has another tokenizer.
     """
     if heads is not None:
         loaded = load_heads(heads, target)
@@ -221,7 +212,8 @@ def load_drafter(
             vocabulary.limit(loaded, tokenizer)
         return loaded
     if drafter_model is not None:
-        small = load_drafter_model(drafter_model, target, tokenizer)
+        model, own = load_assistant(drafter_model, target), read_tokenizer(drafter_model)
+        small = SmallModelDrafter(model, tokenizer=own, target_tokenizer=tokenizer).for_target(target)
         return StagedDrafter(small) if staged else small
     return NgramDrafter() if ngrams else None
 
