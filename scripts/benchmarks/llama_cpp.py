@@ -111,7 +111,6 @@ class LlamaCppDecoding:
         files = {"model": str(model), "heads": None if heads is None else str(heads)}
         program = [sys.executable, llama_process.__file__, json.dumps({**files, **options})]
         self.process = Popen(program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
-        assert self.process.stdout is not None
         lines = []
         weakref.finalize(self, _end, self.process)
         for line in self.process.stdout:
