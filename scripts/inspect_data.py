@@ -99,7 +99,10 @@ def make_printer() -> Any:
 
 
 def mark(pieces: list[tuple[str, str]]) -> str:
-    """[("Yo", "trained"), ("<end>", "trained special"), ("\\n", "")] -> "[[Yo<end>]]\\n"."""
+    """
+    >>> mark([("a", ""), ("Yo", "trained"), ("<e>", "trained special")])
+    'a[[Yo<e>]]'
+    """
     text, is_open = "", False
     for piece, kind in pieces:
         if kind.startswith("trained") != is_open:

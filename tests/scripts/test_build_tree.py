@@ -87,10 +87,6 @@ def gain(path: tuple[int, ...], accuracy: list[list[float]]) -> float:
     return product
 
 
-def test_worked_example() -> None:
-    assert best_static_tree([[0.6, 0.2], [0.5, 0.1]], 3) == [[0], [1], [0, 0]]
-
-
 @pytest.mark.parametrize("num_nodes", [1, 5, 17])
 def test_expected_tokens_are_the_most_possible(num_nodes: int) -> None:
     """The best set of nodes is that of the largest gains, whatever the order of the ranks' accuracies."""

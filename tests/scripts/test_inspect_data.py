@@ -137,7 +137,6 @@ def test_pieces_of_a_row_are_its_text() -> None:
         ("<|im_end|>", "trained special"),
     ]
     assert Counter(kind for _, kind in pieces)["special"] == 3
-    assert inspect_data.mark([("a", ""), ("Yo", "trained"), ("<e>", "trained special")]) == "a[[Yo<e>]]"
 
 
 def test_a_training_config_and_a_stream_are_inspected(
