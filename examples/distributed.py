@@ -24,7 +24,6 @@ def main() -> None:
         serve_target(target)
         return
     drafter = load_drafter(target, tokenizer, heads=heads)
-    assert drafter is not None
     input_ids = encode_messages(tokenizer, [{"role": "user", "content": prompt}]).to(target.device)
     with DistributedDecoder(target, drafter) as decoder:
         output = decoder.generate(input_ids, max_new_tokens=64, do_sample=False)

@@ -88,9 +88,7 @@ def generate_data(args: SynthesisArguments) -> None:
 
 def make_plan(args: SynthesisArguments) -> list[Conversation]:
     if args.mode == "self":
-        assert args.num_conversations is not None
         return plan_self_synthesis(args.num_conversations, seed=args.seed, num_turns=args.max_turns or 1)
-    assert args.prompts is not None
     prompts = read_prompts(
         args.prompts, split=args.prompts_split, max_turns=args.max_turns, record_format=args.record_format()
     )

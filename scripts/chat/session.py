@@ -95,7 +95,6 @@ class ChatSession:
 
     def _new_decoder(self, args: GenerateArguments, drafter: Drafter | None) -> Decoder | DistributedDecoder:
         if args.distributed:
-            assert drafter is not None
             decoder = DistributedDecoder(self.target, drafter, link=self._link)
             self._link = decoder.link
             return decoder

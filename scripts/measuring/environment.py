@@ -47,7 +47,7 @@ def _read_cpu() -> tuple[str, list[str]]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         return platform.processor() or platform.machine(), []
-    values = dict(reversed([(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]))  # type: ignore[misc]
+    values = dict(reversed([(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]))
     flags = set(values.get("flags", values.get("Features", "")).split())
     name = values.get("model name") or platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores", [flag for flag in CPU_FLAGS if flag in flags]

@@ -228,11 +228,11 @@ def warm_up(contender: Contender, batches: Sequence[Batch], settings: Settings) 
     start = time.perf_counter()
     if contender.is_compiled:  # graphs depend on the length of the cache: compile all of them
         for batch in (shortest, longest):
-            contender.decode(batch, settings)  # type: ignore[misc]
+            contender.decode(batch, settings)
     else:
-        contender.decode(longest, settings, max_new_tokens=few)  # type: ignore[misc]
+        contender.decode(longest, settings, max_new_tokens=few)
     contender.warm_up_seconds = time.perf_counter() - start
-    run = contender.decode(longest, settings, max_new_tokens=few)  # type: ignore[misc]
+    run = contender.decode(longest, settings, max_new_tokens=few)
     return run.num_tokens / run.seconds
 
 
@@ -280,7 +280,7 @@ def decode_warm(contender: Contender, batch: Batch, settings: Settings) -> Run:
     """A run that compiles nothing. A run that compiles counts as warm-up and is repeated."""
     while True:
         graphs, start = count_graphs(), time.perf_counter()
-        run = contender.decode(batch, settings)  # type: ignore[misc]
+        run = contender.decode(batch, settings)
         if count_graphs() == graphs:
             return run
         contender.warm_up_seconds += time.perf_counter() - start

@@ -82,7 +82,7 @@ def packs_weights(target: Target, choice: bool | None) -> bool:
 
 def _find_free_memory() -> int:
     """Bytes that this process may still take."""
-    import psutil  # type: ignore[import-untyped, unused-ignore]
+    import psutil
 
     free: int = psutil.virtual_memory().available
     try:  # a container's own limit (control groups, version 2)
