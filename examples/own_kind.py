@@ -8,8 +8,6 @@ For `draftsmith train --head_type bigram`, let your package name the class in it
     bigram = "your_package.bigram:BigramHeads"
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

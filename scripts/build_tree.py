@@ -47,11 +47,10 @@ class TreeArguments:
         require_positive(self, ("num_nodes", "num_ranks", "num_samples", "max_length"))
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     with one_line_errors("draftsmith tree"):
         (args,) = ProgramParser([TreeArguments], doc=__doc__).read(argv)
         build(args)
-    return 0
 
 
 def build(args: TreeArguments) -> None:
@@ -128,9 +127,10 @@ def best_static_tree(accuracy: Sequence[Sequence[float]], num_nodes: int) -> lis
     A node's gain is the product of the accuracies along its path. A child never gains more than its parent, so the best
     nodes are a tree.
 
-    Worked example: two depths of accuracies [0.6, 0.2] and [0.5, 0.1], three nodes:
+    Three nodes of two depths: [0] gains 0.6, [0, 0] gains 0.3, [1] gains 0.2.
 
-        [0] gains 0.6, [0, 0] gains 0.3, [1] gains 0.2
+    >>> best_static_tree([[0.6, 0.2], [0.5, 0.1]], 3)
+    [[0], [1], [0, 0]]
 
     Args:
         accuracy: [K depths][R ranks] how often the candidate of rank r (0 = best) at depth d + 1 is the target's token,
@@ -151,4 +151,4 @@ def best_static_tree(accuracy: Sequence[Sequence[float]], num_nodes: int) -> lis
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

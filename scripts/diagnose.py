@@ -89,7 +89,7 @@ class DiagnoseArguments:
         require_positive(self, ("num_prompts", "max_new_tokens"))
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     with one_line_errors("draftsmith diagnose"):
         (args,) = ProgramParser([DiagnoseArguments], doc=__doc__, groups=GROUPS).read(argv)
         case, tokenizer = examine(args)
@@ -98,7 +98,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.html is not None:
         write_text(Path(args.html), render_html(page))
         print(f"wrote {args.html}")
-    return 0
 
 
 def examine(args: DiagnoseArguments) -> tuple[Case, Any]:
@@ -187,4 +186,4 @@ def _find_prompts(args: Any, data: TrainingData | None, tokenizer: Any) -> tuple
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

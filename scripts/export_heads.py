@@ -66,11 +66,10 @@ class ExportArguments:
             raise ValueError("--push_to_hub needs --repo_id: the model card names the repository")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     with one_line_errors("draftsmith export"):
         (args,) = ProgramParser([ExportArguments], doc=__doc__).read(argv)
         run(args)
-    return 0
 
 
 def run(args: ExportArguments) -> None:
@@ -159,4 +158,4 @@ def _comparable(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

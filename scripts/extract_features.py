@@ -36,7 +36,7 @@ GROUPS = {
 }
 
 
-def main() -> int:
+def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     for name in ("httpx", "httpx2"):  # one line for each request
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -44,8 +44,7 @@ def main() -> int:
     with one_line_errors("draftsmith features", kept="finished shards are kept"):
         options = parse_arguments(sys.argv[1:], OPTION_CLASSES, not_from_file=NOT_FROM_FILE, doc=__doc__, groups=GROUPS)
         extract_features(*options, rank=rank, num_processes=num_processes, say=print)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

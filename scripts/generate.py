@@ -29,7 +29,7 @@ from draftsmith.inference import serve_target
 from draftsmith.scripts.chat.arguments import GenerateArguments
 from draftsmith.scripts.chat.commands import chat
 from draftsmith.scripts.chat.session import ChatSession
-from draftsmith.scripts.shared.model_loading import choose_device, load_target
+from draftsmith.scripts.shared.model_loading import load_target
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 
@@ -69,7 +69,7 @@ def main() -> None:
     with one_line_errors("draftsmith chat"):
         (args,) = ProgramParser([GenerateArguments], doc=__doc__, groups=GROUPS).read()
         if args.distributed and read_rank() > 0:
-            serve_target(load_target(args.target, dtype=args.dtype, device=choose_device(args.device))[0])
+            serve_target(load_target(args.target, dtype=args.dtype, device=args.device)[0])
             return
         run(args)
 

@@ -26,14 +26,7 @@ from tqdm.auto import tqdm
 from draftsmith.inference import Decoder
 from draftsmith.inference.request.model_settings import describe_model_settings
 from draftsmith.inference.targets.files import read_generation_config, read_tokenizer
-from draftsmith.scripts.shared.model_loading import (
-    check_device,
-    check_folder,
-    choose_device,
-    load_heads,
-    load_target,
-    resolve_dtype,
-)
+from draftsmith.scripts.shared.model_loading import check_device, check_folder, load_heads, load_target, resolve_dtype
 from draftsmith.training.options.one_line_errors import one_line_errors
 from draftsmith.training.options.program_parser import ProgramParser
 from draftsmith.training.synthesis.arguments import SynthesisArguments
@@ -55,11 +48,10 @@ GROUPS = {
 }
 
 
-def main() -> int:
+def main() -> None:
     with one_line_errors("draftsmith data", kept="finished conversations are kept"):
         (args,) = ProgramParser([SynthesisArguments], doc=__doc__, groups=GROUPS).read()
         generate_data(args)
-    return 0
 
 
 def generate_data(args: SynthesisArguments) -> None:
@@ -96,9 +88,7 @@ def generate_data(args: SynthesisArguments) -> None:
 
 def make_plan(args: SynthesisArguments) -> list[Conversation]:
     if args.mode == "self":
-        assert args.num_conversations is not None
         return plan_self_synthesis(args.num_conversations, seed=args.seed, num_turns=args.max_turns or 1)
-    assert args.prompts is not None
     prompts = read_prompts(
         args.prompts, split=args.prompts_split, max_turns=args.max_turns, record_format=args.record_format()
     )
@@ -113,7 +103,7 @@ def make_source(args: SynthesisArguments) -> ReplySource:
         stop_ids = template.find_stop_ids(template.tokenizer.eos_token_id, needs_user=args.mode == "self")
         model = args.endpoint_model or args.target
         return EndpointReplies(args.endpoint, model, template, stop_ids, settings, concurrency=args.concurrency)
-    target, tokenizer = load_target(args.target, dtype=args.dtype, device=choose_device(args.device), keeps_dtype=True)
+    target, tokenizer = load_target(args.target, dtype=args.dtype, device=args.device, keeps_dtype=True)
     template = TurnTemplate(tokenizer)
     stop_ids = template.find_stop_ids(target.model.generation_config.eos_token_id, needs_user=args.mode == "self")
     if args.heads is None:
@@ -155,4 +145,4 @@ def report(stats: dict[str, Any], title: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

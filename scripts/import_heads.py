@@ -59,11 +59,10 @@ class ImportArguments:
         return parsed
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     with one_line_errors("draftsmith import"):
         (args,) = ProgramParser([ImportArguments], doc=__doc__).read(argv)
         run(args)
-    return 0
 
 
 def run(args: ImportArguments) -> None:
@@ -100,4 +99,4 @@ def run(args: ImportArguments) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

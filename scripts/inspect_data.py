@@ -46,7 +46,7 @@ class InspectArguments:
             raise ValueError(f"got num_rows {self.num_rows}: give 0 (none) or more")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     with one_line_errors("draftsmith inspect"):
         args, data_args = parse_arguments(argv, (InspectArguments, DataArguments), doc=__doc__, groups=GROUPS)
@@ -65,7 +65,6 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         result = {"target": args.target, "sets": sets, "total": total}
         write_text(Path(args.json), json.dumps(result, indent=2, ensure_ascii=False) + "\n")
-    return 0
 
 
 def describe_row(row: dict[str, list[int]], tokenizer: Any) -> Iterator[tuple[str, str]]:
@@ -100,7 +99,10 @@ def make_printer() -> Any:
 
 
 def mark(pieces: list[tuple[str, str]]) -> str:
-    """[("Yo", "trained"), ("<end>", "trained special"), ("\\n", "")] -> "[[Yo<end>]]\\n"."""
+    """
+    >>> mark([("a", ""), ("Yo", "trained"), ("<e>", "trained special")])
+    'a[[Yo<e>]]'
+    """
     text, is_open = "", False
     for piece, kind in pieces:
         if kind.startswith("trained") != is_open:
@@ -126,4 +128,4 @@ def format_statistics(counts: dict[str, Any], data_args: DataArguments) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,7 +19,6 @@ if not __package__:  # launched as a file
 
 import torch
 
-from draftsmith.heads import DraftHeads
 from draftsmith.inference.drafters.base import Drafter
 from draftsmith.inference.request.model_settings import describe_model_settings, find_model_settings
 from draftsmith.inference.serving.app import create_app
@@ -138,16 +137,12 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
         if name in drafters:
             raise ValueError(f"got two drafters called {name}: rename the folder of one of them")
         _note(f"loading {kind if place is True else place}")
-        drafter = load_drafter(target, tokenizer, **source)
-        assert drafter is not None
-        drafters[name] = drafter
+        drafters[name] = load_drafter(target, tokenizer, **source)
     learner: OnlineLearner | None = None
     if args.learn:
-        heads = next(iter(drafters.values()))
-        assert isinstance(heads, DraftHeads)
         learner = OnlineLearner(
             target,
-            heads,
+            next(iter(drafters.values())),  # the first heads
             share=args.learn_share,
             num_bytes=args.learn_memory << 20,
             folder=args.learn_dir,

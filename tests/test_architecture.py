@@ -35,12 +35,6 @@ MODULES = sorted(path for package in PACKAGES for path in (REPOSITORY / package)
 PROGRAMS = [*MODULES, *sorted((REPOSITORY / "examples").glob("*.py"))]
 
 
-@cache
-def installed_libraries() -> frozenset[str]:
-    """Top-level names that installed distributions bring along."""
-    return frozenset(packages_distributions())
-
-
 def name(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
 
@@ -226,7 +220,7 @@ def test_every_module_can_be_imported_on_windows() -> None:
 def test_module_names_shadow_nothing() -> None:
     """`python DIR/program.py` puts DIR first on sys.path: a module or package there named like a library would replace
     it."""
-    libraries = installed_libraries() - {*PACKAGES}
+    libraries = packages_distributions().keys() - {*PACKAGES}
     for path in PROGRAMS:
         module = path.parent.name if path.stem == "__init__" else path.stem
         assert module not in sys.stdlib_module_names, f"{name(path)}: a module of the standard library has that name"

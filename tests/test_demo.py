@@ -1,7 +1,6 @@
 """`make demo` with tiny budgets, and its parts."""
 
 import io
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from rich.console import Console
 
 from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.training.conversation_cases import sharegpt, write
 
 sys.path.insert(0, str(REPOSITORY / "examples"))
 
@@ -31,9 +31,8 @@ def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def args(tmp_path: Path) -> demo.DemoArguments:
-    conversations = tmp_path / "conversations.jsonl"
-    turns = [[{"from": "human", "value": text}, {"from": "gpt", "value": f"You ask: {text}"}] for text in QUESTIONS * 4]
-    conversations.write_text("".join(json.dumps({"conversations": turn}) + "\n" for turn in turns))
+    turns = [sharegpt(text, f"You ask: {text}") for text in QUESTIONS * 4]
+    conversations = write(tmp_path / "conversations.jsonl", turns)
     return demo.DemoArguments(
         train_options=[
             f"dataset={conversations}",

@@ -129,10 +129,12 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
             assert rest[:2] == ["-c", "constraints.txt"]
         case ["git", "clone", *_] | ["cd", "draftsmith"]:
             pass
+        case ["torchrun", "--nproc_per_node", _, "examples/distributed.py"]:  # tests/inference/distributed runs it
+            pass
         case ["draftsmith", "train", *rest]:
             check_paths([word for word in rest if word.startswith("configs/")])
             parse_arguments([*rest, "--use_cpu", "true", "--bf16", "false"])
-        case ["draftsmith", program, *rest]:
+        case ["draftsmith", program, *rest] | ["torchrun", "--nproc_per_node", _, "-m", "draftsmith", program, *rest]:
             check_options(PROGRAMS[program][0].removeprefix("draftsmith.").replace(".", "/") + ".py", rest)
             check_paths(rest)
         case ["accelerate", "launch", *rest]:
@@ -140,11 +142,6 @@ def test_command(document: str, words: list[str], monkeypatch: pytest.MonkeyPatc
             check_paths(rest[:start])
             assert launch_command_parser().parse_args(rest).module
             test_command(document, rest[start:], monkeypatch)
-        case ["torchrun", "--nproc_per_node", _, "-m", "draftsmith", program, *rest]:
-            check_options(PROGRAMS[program][0].removeprefix("draftsmith.").replace(".", "/") + ".py", rest)
-            check_paths(rest)
-        case ["torchrun", "--nproc_per_node", _, "examples/distributed.py"]:  # tests/inference/distributed runs it
-            pass
         case ["python", program, *rest] | ["torchrun", "--nproc_per_node", _, program, *rest]:
             check_options(program, rest)
             check_paths(rest)

@@ -11,11 +11,10 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from draftsmith.heads import DraftHeads
-from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Decoder, GenerationStats, Target
 from draftsmith.inference.noise import gumbel_noise
 from draftsmith.inference.request.chat_template import encode_prompt
-from draftsmith.scripts.benchmarks.llama_cpp import write_llama
+from draftsmith.scripts.benchmarks.llama_cpp import write_heads, write_llama
 from draftsmith.scripts.shared.model_loading import load_target
 from tests.conftest import REPOSITORY
 from tests.llama_cpp_server import start_server
@@ -137,9 +136,7 @@ def test_a_chat_in_llama_cpp(loaded: tuple[Target, Any], heads: DraftHeads, tmp_
     place = tmp_path / "target.gguf"
     write_llama(place, target, tokenizer)
     try:
-        known = find_format("gguf", heads.config.head_type).with_target_file(str(place))
-        known.write(heads.config, heads.state_dict(), target).save(tmp_path)
-        server = start_server(place, tmp_path / "eagle3.gguf", depth=2)
+        server = start_server(place, write_heads(tmp_path, heads, target, place), depth=2)
         messages = [{"role": "user", "content": QUESTIONS[2]}]
         request = {"messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0}
         answer = server.handle_chat_completions(request)

@@ -1,6 +1,7 @@
 """Random targets that see or hear, small enough for a test, and prompts for them: no processor, no network."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -49,118 +50,108 @@ _QWEN_IDS = {
 }
 
 
-def _llava() -> dict[str, Any]:
-    return {
+_QWEN3_VL_TEXT = {**_TEXT, "head_dim": 8, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
+_IDEFICS3 = {
+    "text_config": {"model_type": "llama", **_TEXT},
+    "vision_config": _VISION,
+    "image_token_id": IMAGE,
+    "scale_factor": 2,
+    "pad_token_id": 0,
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llava": {
         "text_config": {"model_type": "llama", **_TEXT},
         "vision_config": {"model_type": "clip_vision_model", **_VISION},
         "image_token_index": IMAGE,
         "image_seq_length": 16,
         "vision_feature_layer": -1,
-    }
-
-
-def _qwen2_5_vl() -> dict[str, Any]:
-    vision = {**_QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2}
-    return {"text_config": {**_TEXT, "rope_parameters": _ROPE}, "vision_config": vision, **_QWEN_IDS}
-
-
-def _qwen3_vl() -> dict[str, Any]:
-    vision = {**_QWEN_VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
-    text = {**_TEXT, "head_dim": 8, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
-    return {"text_config": text, "vision_config": vision, **_QWEN_IDS}
-
-
-def _qwen3_5() -> dict[str, Any]:
-    text = {
-        **_qwen3_vl()["text_config"],
-        **DELTA_NET,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-    }
-    vision = {**_QWEN_VISION, "num_position_embeddings": 16}
-    return {"text_config": text, "vision_config": vision, **_QWEN_IDS}
-
-
-def _gemma3() -> dict[str, Any]:
-    text = {
-        **_TEXT,
-        "head_dim": 8,
-        "query_pre_attn_scalar": 8,
-        "sliding_window": 12,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    }
-    return {
-        "text_config": text,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**_TEXT, "rope_parameters": _ROPE},
+        "vision_config": {**_QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2},
+        **_QWEN_IDS,
+    },
+    "qwen3_vl": {
+        "text_config": _QWEN3_VL_TEXT,
+        "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+        **_QWEN_IDS,
+    },
+    "qwen3_5": {
+        "text_config": {**_QWEN3_VL_TEXT, **DELTA_NET, "layer_types": ["linear_attention", "full_attention"] * 2},
+        "vision_config": {**_QWEN_VISION, "num_position_embeddings": 16},
+        **_QWEN_IDS,
+    },
+    "gemma3": {
+        "text_config": {
+            **_TEXT,
+            "head_dim": 8,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 12,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
         "vision_config": {"model_type": "siglip_vision_model", **_VISION},
         "image_token_index": IMAGE,
         "mm_tokens_per_image": 4,
         "tie_word_embeddings": False,
-    }
-
-
-def _idefics3() -> dict[str, Any]:
-    return {
-        "text_config": {"model_type": "llama", **_TEXT},
-        "vision_config": dict(_VISION),
-        "image_token_id": IMAGE,
-        "scale_factor": 2,
-        "pad_token_id": 0,
-    }
-
-
-def _mllama() -> dict[str, Any]:
-    text = {**_TEXT, "cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    vision = {
-        "hidden_size": 16,
-        "attention_heads": 2,
-        "num_hidden_layers": 2,
-        "num_global_layers": 1,
-        "intermediate_size": 32,
-        "vision_output_dim": 48,
-        "image_size": 16,
-        "patch_size": 4,
-        "max_num_tiles": 2,
-        "supported_aspect_ratios": [[1, 1], [1, 2]],
-        "intermediate_layers_indices": [0, 1],
-    }
-    return {"text_config": text, "vision_config": vision, "image_token_index": IMAGE}
-
-
-def _llama4() -> dict[str, Any]:
-    text = {**_TEXT, "head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2, "attention_chunk_size": 16}
-    vision = {**_VISION, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
-    return {"text_config": text, "vision_config": vision, "image_token_index": IMAGE}
-
-
-def _qwen2_audio() -> dict[str, Any]:
-    audio = {
-        "num_mel_bins": 8,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "encoder_ffn_dim": 32,
-        "d_model": 16,
-        "max_source_positions": 16,
-        "initializer_range": 0.5,
-    }
-    return {"text_config": {"model_type": "qwen2", **_TEXT}, "audio_config": audio, "audio_token_index": IMAGE}
-
-
-_CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
-    "llava": _llava,
-    "qwen2_5_vl": _qwen2_5_vl,
-    "qwen3_vl": _qwen3_vl,
-    "qwen3_5": _qwen3_5,
-    "gemma3": _gemma3,
-    "idefics3": _idefics3,
-    "smolvlm": _idefics3,
-    "mllama": _mllama,
-    "llama4": _llama4,
-    "qwen2_audio": _qwen2_audio,
+    },
+    "idefics3": _IDEFICS3,
+    "smolvlm": _IDEFICS3,
+    "mllama": {
+        "text_config": {
+            **_TEXT,
+            "cross_attention_layers": [1],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "vision_config": {
+            "hidden_size": 16,
+            "attention_heads": 2,
+            "num_hidden_layers": 2,
+            "num_global_layers": 1,
+            "intermediate_size": 32,
+            "vision_output_dim": 48,
+            "image_size": 16,
+            "patch_size": 4,
+            "max_num_tiles": 2,
+            "supported_aspect_ratios": [[1, 1], [1, 2]],
+            "intermediate_layers_indices": [0, 1],
+        },
+        "image_token_index": IMAGE,
+    },
+    "llama4": {
+        "text_config": {
+            **_TEXT,
+            "head_dim": 8,
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 2,
+            "attention_chunk_size": 16,
+        },
+        "vision_config": {
+            **_VISION,
+            "vision_output_dim": 32,
+            "projector_input_dim": 32,
+            "projector_output_dim": 32,
+        },
+        "image_token_index": IMAGE,
+    },
+    "qwen2_audio": {
+        "text_config": {"model_type": "qwen2", **_TEXT},
+        "audio_config": {
+            "num_mel_bins": 8,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 32,
+            "d_model": 16,
+            "max_source_positions": 16,
+            "initializer_range": 0.5,
+        },
+        "audio_token_index": IMAGE,
+    },
 }
 
 
 def tiny_multimodal(family: str, *, seed: int = 0) -> PreTrainedModel:
     """A random model of one family, in float32."""
-    config = CONFIG_MAPPING[family](**_CONFIGS[family]())
+    config = CONFIG_MAPPING[family](**deepcopy(_CONFIGS[family]))  # which configs change
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if family == "qwen2_audio":

@@ -95,7 +95,7 @@ def collate(rows: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": torch.stack(rows).long()}
 
 
-class TargetTrainer(Trainer):  # type: ignore[misc, unused-ignore]
+class TargetTrainer(Trainer):
     """Language modelling. With tied layers also a loss on the first group's prediction, which pipelined decoding
     (SPEED, arXiv 2310.12072) goes on with. With texts of its own also a loss on their repetitions (unlikelihood
     training, arXiv 1908.04319, section 5.2)."""
@@ -124,7 +124,7 @@ class TargetTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self.optimizer = MuonWithAdamW(named, **rates, weight_decay=self.args.weight_decay)
         return self.optimizer
 
-    def compute_loss(self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any) -> Any:  # type: ignore[override]
+    def compute_loss(self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, **_: Any) -> Any:
         input_ids = inputs["input_ids"]
         early_layers = [self.early_layer] if self.early_layer is not None and model.training else []
         states = request_states(early_layers)

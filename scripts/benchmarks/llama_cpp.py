@@ -79,7 +79,7 @@ def describe_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 
 def write_heads(folder: Path, heads: DraftHeads, target: Target, tokenizer_gguf: Path) -> Path:
-    """Exports EAGLE-3 heads as `draftsmith export --format gguf` does.
+    """Exports heads as `draftsmith export --format gguf` does.
 
     Raises:
         ValueError: llama.cpp has no place for something in these heads.
@@ -111,7 +111,6 @@ class LlamaCppDecoding:
         files = {"model": str(model), "heads": None if heads is None else str(heads)}
         program = [sys.executable, llama_process.__file__, json.dumps({**files, **options})]
         self.process = Popen(program, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True)
-        assert self.process.stdout is not None
         lines = []
         weakref.finalize(self, _end, self.process)
         for line in self.process.stdout:

@@ -103,7 +103,7 @@ class Cells:
     """
 
     def __init__(self, path: Path, conditions: dict[str, Any]) -> None:
-        self.path, self.found = path, {}
+        self.path = path
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
         whole = [line for line in lines if line.endswith("\n")]  # a kill may leave half a line
         records = [json.loads(line) for line in whole] or [conditions]
@@ -112,14 +112,11 @@ class Cells:
             raise ValueError(f"{path} was measured under other conditions ({told}): move it away, or change --output")
         self.conditions = records[0]
         write_text(path, "".join(json.dumps(one) + "\n" for one in records))
-        self.found = {json.dumps(one["key"]): one for one in records[1:]}
+        self.found = {tuple(one["key"]): one for one in records[1:]}
 
-    def __contains__(self, key: Sequence[Any]) -> bool:
-        return json.dumps(list(key)) in self.found
-
-    def add(self, key: Sequence[Any], **values: Any) -> None:
-        line = {"key": list(key), **values}
-        self.found[json.dumps(list(key))] = line
+    def add(self, key: tuple[int, float, str, str], **values: Any) -> None:
+        """key: threads, temperature, file and prompt."""
+        self.found[key] = line = {"key": key, **values}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
         print(f"[{time.strftime('%H:%M:%S')}] {' '.join(map(str, key))}", flush=True)
@@ -221,7 +218,7 @@ def measure(args: ResultsArguments, subject: Subject, cells: Cells) -> None:
         ((torch.get_num_threads(), temperature, name, prompt.id), prompt)
         for (name, prompt), temperature in product(take_turns(subject, args.limit), args.temperature)
     ]
-    cases = [case for case in cases if case[0] not in cells]
+    cases = [case for case in cases if case[0] not in cells.found]
     if not cases:
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,6 @@
 
 import secrets
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +19,6 @@ from draftsmith.scripts.chat.arguments import GenerateArguments
 from draftsmith.scripts.chat.comparison import Reply, compare_with_plain
 from draftsmith.scripts.chat.printer import ReplyPrinter, describe, speed_of, without_escapes
 from draftsmith.scripts.shared.model_loading import (
-    choose_device,
     encode_messages,
     find_merged_adapter,
     load_drafter,
@@ -67,8 +65,7 @@ class ChatSession:
     def __init__(self, args: GenerateArguments, console: Console, *, is_chat: bool) -> None:
         self.args, self.console, self.is_chat = args, console, is_chat
         self.notes = Console(stderr=True, no_color=console.no_color, highlight=False)
-        device = choose_device(args.device) if args.distributed else args.device
-        self.target, self.tokenizer = load_target(args.target, dtype=args.dtype, device=device)
+        self.target, self.tokenizer = load_target(args.target, dtype=args.dtype, device=args.device)
         self._is_packed = bool(args.pack_weights) if args.compile else packs_weights(self.target, args.pack_weights)
         self._packed: Target | None = None  # kept from decoder to decoder
         self.drafter = self._load_drafter(args)
@@ -98,7 +95,6 @@ class ChatSession:
 
     def _new_decoder(self, args: GenerateArguments, drafter: Drafter | None) -> Decoder | DistributedDecoder:
         if args.distributed:
-            assert drafter is not None
             decoder = DistributedDecoder(self.target, drafter, link=self._link)
             self._link = decoder.link
             return decoder
@@ -234,7 +230,7 @@ def _noting_interrupts(is_chat: bool) -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         seen.append(number)
 
-    if not (is_chat and sys.stdin.isatty()):
+    if not is_chat:
         yield lambda: False
         return
     before = signal.signal(signal.SIGINT, note)

@@ -1,1 +1,1 @@
-"""The parts of the measuring programs: contenders, clocks, rooflines, tables and plots."""
+"""The parts of the measuring programs: contenders, rooflines, tables, files of results."""

@@ -1,48 +1,19 @@
 """The environment of a benchmark: machine, versions, commit and command."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
 
-from draftsmith.inference import Target
-from draftsmith.inference.targets.model_config import find_attention
-
-if TYPE_CHECKING:  # which needs more libraries
-    from draftsmith.scripts.measuring.measure import Settings
-
 ROOT = Path(__file__).resolve().parents[2]
 # Instruction sets that decide what a wide forward pass costs on a CPU.
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "sve", "bf16")
-
-
-def describe_environment(target: Target, settings: Settings, /, **details: Any) -> dict[str, Any]:
-    """Everything a reader needs to judge or to reproduce the numbers, with the settings and details.
-
-    `generation_config` is what the target's generation config adds to the settings.
-    """
-    options = asdict(replace(settings, tokenizer=None))
-    del options["tokenizer"]
-    return {
-        **describe_machine(target.device),
-        "device": str(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "attention": find_attention(target.backbone.causal_lm),
-        "batch": options.pop("batch_size"),
-        **describe_program(),
-        **options,
-        "generation_config": settings.find_model_settings(target),
-        **details,
-    }
 
 
 def describe_program() -> dict[str, Any]:
@@ -76,7 +47,7 @@ def _read_cpu() -> tuple[str, list[str]]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         return platform.processor() or platform.machine(), []
-    values = dict(reversed([(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]))  # type: ignore[misc]
+    values = dict(reversed([(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]))
     flags = set(values.get("flags", values.get("Features", "")).split())
     name = values.get("model name") or platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores", [flag for flag in CPU_FLAGS if flag in flags]

@@ -13,8 +13,10 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from draftsmith.inference import Drafter, Target
+from draftsmith.inference.request.model_settings import find_model_settings
+from draftsmith.inference.targets.model_config import find_attention
 from draftsmith.scripts.measuring.contenders import make_contenders
-from draftsmith.scripts.measuring.environment import describe_environment
+from draftsmith.scripts.measuring.environment import describe_machine, describe_program
 from draftsmith.scripts.measuring.measure import (
     COMPILED,
     PLAIN,
@@ -31,10 +33,9 @@ from draftsmith.scripts.measuring.measure import (
     warm_up,
 )
 from draftsmith.scripts.measuring.report import make_rows, texts_of_references
-from draftsmith.scripts.measuring.roofline import count_weight_bytes
 from draftsmith.scripts.measuring.table import Row
 from draftsmith.scripts.shared.draft_vocabulary import DraftVocabulary
-from draftsmith.scripts.shared.model_loading import load_assistant, load_drafter_model, load_heads, load_target
+from draftsmith.scripts.shared.model_loading import load_assistant, load_drafter, load_target
 from draftsmith.training.data.conversations import Place
 from draftsmith.training.data.options import require_positive
 
@@ -102,12 +103,10 @@ def load_subject(
     without_mode = target if is_invariant else None
     if is_invariant:
         target = target.batch_invariant()
-    loaded = {short: load_heads(path, target) for short, path in name_heads(heads).items()}
-    drafters: dict[str, Drafter] = dict(loaded)
+    load = partial(load_drafter, target, tokenizer)
+    drafters = {short: load(heads=path, vocabulary=vocabulary) for short, path in name_heads(heads).items()}
     if drafter_model is not None:
-        drafters[SMALL_MODEL] = load_drafter_model(drafter_model, target, tokenizer)
-    for one in loaded.values() if vocabulary is not None else ():
-        vocabulary.limit(one, tokenizer)
+        drafters[SMALL_MODEL] = load(drafter_model=drafter_model)
     return Subject(
         target=target,
         without_mode=without_mode,
@@ -140,7 +139,7 @@ def is_faster_compiled(target: Target) -> bool:
     """Whether a step is mostly dispatch, which compiling saves: true for small weights on a CPU. Not in batch-invariant
     mode, which some CPUs cannot compile."""
     is_free = target.device.type == "cpu" and not target.is_batch_invariant
-    return is_free and count_weight_bytes(target.model) < SMALL_BYTES
+    return is_free and target.model.get_memory_footprint() < SMALL_BYTES
 
 
 def check_matrix(args: Any, *, counts: Sequence[str], lists: Sequence[str]) -> None:
@@ -230,6 +229,26 @@ def measure_combination(
     )
     rows = make_rows(contenders, prompts, settings, target, single_texts)
     return Measured(environment, rows, contenders, prompts, single_texts)
+
+
+def describe_environment(target: Target, settings: Settings, /, **details: Any) -> dict[str, Any]:
+    """Everything a reader needs to judge or to reproduce the numbers, with the settings and details.
+
+    `generation_config` is what the target's generation config adds to the settings.
+    """
+    options = dict(vars(settings))
+    del options["tokenizer"]
+    return {
+        **describe_machine(target.device),
+        "device": str(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": find_attention(target.backbone.causal_lm),
+        "batch": options.pop("batch_size"),
+        **describe_program(),
+        **options,
+        "generation_config": find_model_settings(target.model.generation_config, settings.generate_kwargs()),
+        **details,
+    }
 
 
 def measure_with_progress(

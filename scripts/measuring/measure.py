@@ -20,7 +20,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.inference import Decoder, GenerationStats, Target
 from draftsmith.inference.request.chat_template import ConversationError, encode_prompt
-from draftsmith.inference.request.model_settings import find_model_settings
 from draftsmith.inference.runners.compiled import count_graphs
 from draftsmith.training.synthesis.prompts import Conversation, encode_prompts, read_prompts, report_rejected
 
@@ -51,10 +50,6 @@ class Settings:
     @property
     def is_sampled(self) -> bool:
         return self.temperature > 0
-
-    def find_model_settings(self, target: Target) -> dict[str, Any]:
-        """What changes the texts of this target though it is not among the settings: see `model_settings`."""
-        return find_model_settings(target.model.generation_config, self.generate_kwargs())
 
     def generate_kwargs(self, max_new_tokens: int | None = None) -> dict[str, Any]:
         """Keyword arguments of transformers' `generate`."""
@@ -88,20 +83,18 @@ class Batch:
     """Prompts decoded together.
 
     Attributes:
-        index: its place among the batches.
         input_ids: [B, L] int64, left-padded; attention_mask: [B, L] int64, 0 on padding.
     """
 
     prompts: tuple[Prompt, ...]
-    index: int
     input_ids: Tensor
     attention_mask: Tensor
 
     @classmethod
-    def of(cls, *prompts: Prompt, index: int = 0) -> Batch:
+    def of(cls, *prompts: Prompt) -> Batch:
         rows = [prompt.input_ids[0] for prompt in prompts]
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
-        return cls(prompts, index, pad(rows), pad([torch.ones_like(row) for row in rows]))
+        return cls(prompts, pad(rows), pad([torch.ones_like(row) for row in rows]))
 
 
 def make_batches(prompts: Sequence[Prompt], batch_size: int) -> list[Batch]:
@@ -113,7 +106,7 @@ def make_batches(prompts: Sequence[Prompt], batch_size: int) -> list[Batch]:
     """
     places = itertools.cycle(prompts)
     count = -(-len(prompts) // batch_size)
-    return [Batch.of(*itertools.islice(places, batch_size), index=index) for index in range(count)]
+    return [Batch.of(*itertools.islice(places, batch_size)) for _ in range(count)]
 
 
 @dataclass
@@ -235,11 +228,11 @@ def warm_up(contender: Contender, batches: Sequence[Batch], settings: Settings) 
     start = time.perf_counter()
     if contender.is_compiled:  # graphs depend on the length of the cache: compile all of them
         for batch in (shortest, longest):
-            contender.decode(batch, settings)  # type: ignore[misc]
+            contender.decode(batch, settings)
     else:
-        contender.decode(longest, settings, max_new_tokens=few)  # type: ignore[misc]
+        contender.decode(longest, settings, max_new_tokens=few)
     contender.warm_up_seconds = time.perf_counter() - start
-    run = contender.decode(longest, settings, max_new_tokens=few)  # type: ignore[misc]
+    run = contender.decode(longest, settings, max_new_tokens=few)
     return run.num_tokens / run.seconds
 
 
@@ -273,8 +266,8 @@ def measure(
     for contender in runnable:
         contender.runs = [[] for _ in range(settings.repeats)]
     for repeat in range(settings.repeats):
-        for batch in batches:
-            first = (repeat * len(batches) + batch.index) % len(runnable)
+        for place, batch in enumerate(batches, repeat * len(batches)):
+            first = place % len(runnable)
             for contender in runnable[first:] + runnable[:first]:
                 contender.runs[repeat].append(decode_warm(contender, batch, settings))
                 on_run()
@@ -287,7 +280,7 @@ def decode_warm(contender: Contender, batch: Batch, settings: Settings) -> Run:
     """A run that compiles nothing. A run that compiles counts as warm-up and is repeated."""
     while True:
         graphs, start = count_graphs(), time.perf_counter()
-        run = contender.decode(batch, settings)  # type: ignore[misc]
+        run = contender.decode(batch, settings)
         if count_graphs() == graphs:
             return run
         contender.warm_up_seconds += time.perf_counter() - start

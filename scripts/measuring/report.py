@@ -55,7 +55,7 @@ def texts_of_references(
         if settings.batch_size == 1:
             found[name] = [run.texts[0] for run in reference.runs[0]]
         else:
-            found[name] = [reference.decode(Batch.of(prompt), settings).texts[0] for prompt in prompts]  # type: ignore[misc]
+            found[name] = [reference.decode(Batch.of(prompt), settings).texts[0] for prompt in prompts]
     return found
 
 

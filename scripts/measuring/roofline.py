@@ -93,23 +93,6 @@ def best_seconds(call: Callable[[], Any], device: torch.device) -> float:
     return best
 
 
-def count_weight_bytes(model: nn.Module) -> int:
-    """Bytes of weights that one forward pass reads: every parameter once. An embedding table counts only if it is also
-    the LM head; otherwise a pass reads a few rows of the table."""
-    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    multiplied = {
-        id(parameter)
-        for module in model.modules()
-        if not isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
-    return sum(
-        parameter.numel() * parameter.element_size()
-        for parameter in model.parameters()  # shared parameters once
-        if id(parameter) not in looked_up - multiplied
-    )
-
-
 class ProductCounter(TorchDispatchMode):
     """Inside its context, adds up the operations of matrix products, of backward passes too. Products inside fused and
     compiled attention are left out."""

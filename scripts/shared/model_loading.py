@@ -82,7 +82,7 @@ def packs_weights(target: Target, choice: bool | None) -> bool:
 
 def _find_free_memory() -> int:
     """Bytes that this process may still take."""
-    import psutil  # type: ignore[import-untyped, unused-ignore]
+    import psutil
 
     free: int = psutil.virtual_memory().available
     try:  # a container's own limit (control groups, version 2)
@@ -138,22 +138,17 @@ def check_new_folder(name: str) -> Path:
 
 
 def check_device(name: str | None) -> str:
-    """The named device; without a name, cuda if there is one, else cpu."""
+    """The named device; without a name, cuda if there is one, else cpu. Of several processes, each takes the GPU of its
+    own number on its machine."""
     if name is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        return f"cuda:{rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"got --device {name}: give cpu, cuda or cuda:N") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"got --device {name}: torch finds {torch.cuda.device_count()} CUDA devices; give another one")
-    return name
-
-
-def choose_device(name: str | None) -> str | None:
-    """The device of one of several processes: without a name, the GPU of its number on this machine."""
-    if name is None and torch.cuda.is_available():
-        return f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % torch.cuda.device_count()}"
     return name
 
 
@@ -191,18 +186,6 @@ def find_merged_adapter(target: Target) -> str | None:
     return _ADAPTERS.get(target.model)
 
 
-def load_drafter_model(name: str, target: Target, tokenizer: Any) -> SmallModelDrafter:
-    """A small causal LM from a folder or hub id that drafts for the target, in its dtype and on its device.
-
-    Raises:
-        ValueError: when its tokenizer is not the target's.
-    """
-    drafter = SmallModelDrafter(
-        load_assistant(name, target), tokenizer=read_tokenizer(name), target_tokenizer=tokenizer
-    )
-    return drafter.for_target(target)
-
-
 def load_drafter(
     target: Target,
     tokenizer: Any,
@@ -219,6 +202,9 @@ def load_drafter(
         heads, drafter_model: folders or hub ids.
         vocabulary: of the heads.
         staged: n-grams draft for the small model.
+
+    Raises:
+        ValueError: the heads do not fit the target, or the small model has another tokenizer.
     """
     if heads is not None:
         loaded = load_heads(heads, target)
@@ -226,7 +212,8 @@ def load_drafter(
             vocabulary.limit(loaded, tokenizer)
         return loaded
     if drafter_model is not None:
-        small = load_drafter_model(drafter_model, target, tokenizer)
+        model, own = load_assistant(drafter_model, target), read_tokenizer(drafter_model)
+        small = SmallModelDrafter(model, tokenizer=own, target_tokenizer=tokenizer).for_target(target)
         return StagedDrafter(small) if staged else small
     return NgramDrafter() if ngrams else None
 

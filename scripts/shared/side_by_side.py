@@ -40,14 +40,10 @@ class Recording:
 
 def record(decoder: Decoder, input_ids: Tensor, **options: Any) -> Recording:
     """Decodes once. input_ids: [1, L] int64."""
-    recording = Recording()
     start = time.perf_counter()
     stream = decoder.stream(input_ids, torch.ones_like(input_ids), **options)
-    for tokens in stream:
-        recording.steps.append(Step(time.perf_counter() - start, list(tokens), tokens.num_drafted))
-    recording.seconds = time.perf_counter() - start
-    recording.acceptance_length = stream.output.stats.acceptance_length
-    return recording
+    steps = [Step(time.perf_counter() - start, list(tokens), tokens.num_drafted) for tokens in stream]
+    return Recording(steps, time.perf_counter() - start, stream.output.stats.acceptance_length)
 
 
 def record_side_by_side(

@@ -13,28 +13,22 @@ import openai
 import pytest
 from safetensors.torch import load_file
 
-from draftsmith.training.features.extraction import NOT_FROM_FILE, OPTION_CLASSES, extract_features
 from draftsmith.training.features.store import FeatureStore
-from draftsmith.training.options.command_line import parse_arguments
 from tests.conftest import CHAT_TARGET, REPOSITORY
-from tests.engines.environments.servers import VLLM_PYTHON, running_vllm
-from tests.training.runner import Runner, words_of
+from tests.engines.environments.servers import running_vllm
+from tests.training import runner
 
 LAYERS = "feature_layers=[2,8,13]"
 CONVERSATIONS = REPOSITORY / "examples/conversations.jsonl.gz"
 LARGEST_ERROR = 1e-4
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no Python with vLLM: run `make test-engines`"),
-    pytest.mark.timeout(1800),
-]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 
 def extract(folder: Path, **options: Any) -> int:
     given = {"target": CHAT_TARGET, "target_dtype": "float32", "dataset": CONVERSATIONS, "max_samples": 80}
     given |= {"head_type": "eagle3", "head_overrides": LAYERS, "shard_mb": 5, "output_dir": folder, **options}
-    return extract_features(*parse_arguments(words_of(**given), OPTION_CLASSES, not_from_file=NOT_FROM_FILE))
+    return runner.extract(**given)
 
 
 def find_command(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -51,12 +45,13 @@ def find_command(shared_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
 
 
 def test_vllm_gives_our_states(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    vllm_python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "draftsmith.training.features")
     words = find_command(tmp_path / "shared", monkeypatch)
     total = extract(tmp_path / "local")
-    with running_vllm(words, tmp_path / "log", modules=Path(__file__).with_name("environments")) as address:
+    modules = Path(__file__).with_name("environments")
+    with running_vllm(vllm_python, words, tmp_path / "log", modules=modules) as address:
         options = {"endpoint": f"{address}/v1", "shared_folder": tmp_path / "shared"}
         assert extract(tmp_path / "remote", **options) == total
         (tmp_path / "remote/shard-00001.safetensors").unlink()
@@ -81,7 +76,7 @@ def check_training(folder: Path) -> None:
     """Heads that learn a few steps from the server's states have the held-out loss of those that learn from ours."""
     losses = []
     for name in ("local", "remote"):
-        train = Runner(CHAT_TARGET, CONVERSATIONS, folder / f"heads-{name}")
+        train = runner.Runner(CHAT_TARGET, CONVERSATIONS, folder / f"heads-{name}")
         options: dict[str, Any] = {"target_dtype": "float32", "max_samples": 80, "max_length": 2048}
         options |= {"head_overrides": [LAYERS, "ttt_steps=2"], "features": folder / name, "num_eval_prompts": 0}
         losses.append(train(**options)["eval_loss"])

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from draftsmith.heads import DraftHeads, create_heads
-from draftsmith.heads.formats.registry import find_format
 from draftsmith.inference import Target
-from draftsmith.scripts.benchmarks.llama_cpp import write_llama
+from draftsmith.scripts.benchmarks.llama_cpp import write_heads, write_llama
 from tests.engines.chains import decode_chains, read_turns, write_texts
 from tests.engines.learning import learn_by_heart, load_trained
 from tests.llama_cpp_server import start_server
@@ -66,10 +65,8 @@ def compare_with_the_server(
     """The numbers of drafted and accepted tokens of all texts, which are ours."""
     target, target_file = heads.target, folder / "target.gguf"
     write_llama(target_file, target, tokenizer)
-    known = find_format("gguf", heads.config.head_type).with_target_file(str(target_file))
-    exported = known.write(heads.config, heads.state_dict(), target)
-    exported.save(folder)
-    server = start_server(target_file, folder / exported.file, depth=DEPTH, method=method)
+    heads_file = write_heads(folder, heads, target, target_file)
+    server = start_server(target_file, heads_file, depth=DEPTH, method=method)
     served = [complete(server.listening_address, prompt) for prompt in prompts]
 
     ours = decode_chains(target, heads, prompts, depth=DEPTH, max_new_tokens=MAX_NEW_TOKENS)

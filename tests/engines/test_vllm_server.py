@@ -13,26 +13,22 @@ import pytest
 from draftsmith.inference import Target, generate
 from tests.conftest import CHAT_TARGET
 from tests.engines.chains import read_turns
-from tests.engines.environments.servers import VLLM_PYTHON, running_vllm
+from tests.engines.environments.servers import running_vllm
 from tests.engines.learning import load_trained
 
 NUM_CLIENTS, MAX_TOKENS = 8, 48
 
-pytestmark = [
-    pytest.mark.engines,
-    pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no Python with vLLM: run `make test-engines`"),
-    pytest.mark.timeout(1800),
-]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1800)]
 
 
 def test_eight_clients_stream_the_targets_texts(
-    target: Target, chat_tokenizer: Any, exported: Callable[..., Path], tmp_path: Path
+    vllm_python: str, target: Target, chat_tokenizer: Any, exported: Callable[..., Path], tmp_path: Path
 ) -> None:
     heads, turns = load_trained("eagle3", target), read_turns(NUM_CLIENTS)
     speculation = {"method": "eagle3", "model": str(exported(heads)), "num_speculative_tokens": 4}
     words = [str(CHAT_TARGET), "--served-model-name", "target", "--speculative-config", json.dumps(speculation)]
     words += ["--dtype", "float32", "--max-model-len", "512"]
-    with running_vllm(words, tmp_path / "log") as address:
+    with running_vllm(vllm_python, words, tmp_path / "log") as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
 
         def stream(messages: list[dict[str, str]]) -> str:

@@ -22,6 +22,7 @@ from tests.tiny_targets import pad_prompts, random_prompt, tiny_target
 
 TRAINED = REPOSITORY / "examples" / "heads"
 TRAINED_KINDS = [kind for kind in KINDS if (TRAINED / kind).is_dir()]
+MODES: dict[str, dict[str, bool]] = {"eager": {}, "captured": {"graphs": True}, "compiled": {"compile": True}}
 TREE, ACCEPTED, NUM_NEW = DynamicTree(4, 3, 8), 3, 17
 
 
@@ -37,10 +38,22 @@ def decode_scripted(kind: str, device: torch.device, batch_size: int, **options:
     return output.sequences - firsts, output.stats.acceptance_length
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize(
+    ("mode", "batch_size"),
+    [
+        *(("eager", 1), ("eager", 4), ("captured", 1), ("captured", 4)),
+        pytest.param("compiled", 1, marks=pytest.mark.slow),  # to rehearse it on a CPU; `make gpu` runs it
+    ],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_accepted_drafts_of_every_kind(kind: str, batch_size: int, device: torch.device) -> None:
-    text, length = decode_scripted(kind, device, batch_size)
+def test_accepted_drafts_of_every_kind(
+    kind: str, mode: str, batch_size: int, device: torch.device, request: pytest.FixtureRequest
+) -> None:
+    if device.type == "cpu" and mode == "captured":
+        pytest.skip("CUDA graphs need a GPU")
+    if device.type == "cpu" and mode == "compiled":
+        request.getfixturevalue("traced_alone")
+    text, length = decode_scripted(kind, device, batch_size, **MODES[mode])
     assert text.device.type == device.type
     assert text.tolist() == [list(range(2 + NUM_NEW))] * batch_size
     assert length == 1 + ACCEPTED
@@ -111,24 +124,6 @@ def test_a_step_waits_once(
     finally:
         watch.set_mode("default")
     assert watch.num_reads == 1 + stats.num_host_syncs == 1 + stats.num_verify_passes
-
-
-@pytest.mark.slow  # to rehearse it on a CPU; `make gpu` runs it
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_steps(kind: str, device: torch.device, request: pytest.FixtureRequest) -> None:
-    if device.type == "cpu":
-        request.getfixturevalue("traced_alone")
-    text, length = decode_scripted(kind, device, 1, compile=True)
-    assert (text.tolist(), length) == ([list(range(2 + NUM_NEW))], 1 + ACCEPTED)
-
-
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_captured_steps(kind: str, batch_size: int, device: torch.device) -> None:
-    if device.type == "cpu":
-        pytest.skip("CUDA graphs need a GPU")
-    text, length = decode_scripted(kind, device, batch_size, graphs=True)
-    assert (text.tolist(), length) == ([list(range(2 + NUM_NEW))] * batch_size, 1 + ACCEPTED)
 
 
 @pytest.mark.parametrize("graphs", [False, True])

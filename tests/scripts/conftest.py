@@ -1,12 +1,12 @@
 """What programs that measure are given: a small target, and prompts."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.tiny_targets import tiny_target
+from tests.training.conversation_cases import write
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +21,5 @@ def small_chat(chat_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"id": str(n), "turns": [f"Count to {n}"]}) + "\n" for n in range(3)))
-    return path
+    rows = [{"id": str(n), "turns": [f"Count to {n}"]} for n in range(3)]
+    return Path(write(tmp_path / "prompts.jsonl", rows))

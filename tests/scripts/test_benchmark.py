@@ -1,6 +1,5 @@
 """The benchmark's numbers against numbers worked out by hand, and a small run from prompts to files."""
 
-import gzip
 import io
 import json
 from dataclasses import replace
@@ -38,6 +37,7 @@ from draftsmith.scripts.measuring.table import describe_texts
 from draftsmith.scripts.shared.model_loading import encode_messages, load_assistant
 from tests.heads.tiny_heads import tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
+from tests.training.conversation_cases import write
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +210,7 @@ def test_prompts_of_both_formats_and_too_long_ones(target: Target, chat_tokenize
         {"id": "second", "conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]},
         {"id": "third", "turns": ["left out by num_prompts"]},
     ]
-    path = tmp_path / "prompts.jsonl.gz"
-    with gzip.open(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    path = Path(write(tmp_path / "prompts.jsonl.gz", rows))
     prompts, num_too_long = load_prompts(path, chat_tokenizer, target, num_prompts=2, max_new_tokens=200)
     assert [(one.id, one.index) for one in prompts] == [("first", 0), ("second", 1)]
     assert num_too_long == 1
@@ -226,8 +224,7 @@ def test_later_turns_follow_the_targets_own_replies(target: Target, chat_tokeniz
         {"question_id": 81, "category": "writing", "turns": ["Hi there", "And then?"]},
         {"question_id": 82, "category": "math", "turns": ["Two and two"]},
     ]
-    path = tmp_path / "question.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = Path(write(tmp_path / "question.jsonl", rows))
     settings = Settings(max_new_tokens=8)
     prompts, _ = load_prompts(path, chat_tokenizer, target, num_prompts=None, max_new_tokens=8)
     assert [one.num_turns for one in prompts] == [2, 1]
@@ -245,8 +242,7 @@ def test_later_turns_follow_the_targets_own_replies(target: Target, chat_tokeniz
 def test_conversations_end_before_a_turn_that_cannot_be_read(
     target: Target, chat_tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "long.jsonl"
-    path.write_text(json.dumps({"turns": ["Hi there", "word " * 1200, "And then?"]}))
+    path = Path(write(tmp_path / "long.jsonl", [{"turns": ["Hi there", "word " * 1200, "And then?"]}]))
     prompts, _ = load_prompts(path, chat_tokenizer, target, num_prompts=None, max_new_tokens=8)
     assert follow_turns(prompts, chat_tokenizer, target, Settings(max_new_tokens=8)) == prompts
     assert "1 conversations end" in caplog.text

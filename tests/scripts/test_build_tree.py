@@ -1,7 +1,6 @@
 """From conversations and heads to a tree file that a decoder takes; options that cannot work say so at once."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from draftsmith.scripts import build_tree
 from draftsmith.scripts.build_tree import best_static_tree
 from tests.conftest import CHAT_TARGET
 from tests.tiny_targets import tiny_target
+from tests.training.conversation_cases import sharegpt, write
 from tests.training.runner import words_of
 
 MAX_POSITIONS = 32
@@ -28,12 +28,11 @@ def options(tmp_path: Path) -> dict[str, Any]:
     model.save_pretrained(tmp_path / "target")
     AutoTokenizer.from_pretrained(CHAT_TARGET).save_pretrained(tmp_path / "target")
     create_heads("medusa", model, num_heads=2).save_pretrained(tmp_path / "heads")
-    turns = [{"from": "human", "value": "Count, please."}, {"from": "gpt", "value": "one two three four " * 20}]
-    (tmp_path / "data.jsonl").write_text(json.dumps({"conversations": turns}) + "\n")
+    data = write(tmp_path / "data.jsonl", [sharegpt("Count, please.", "one two three four " * 20)])
     return {
         "target": tmp_path / "target",
         "heads": tmp_path / "heads",
-        "dataset": tmp_path / "data.jsonl",
+        "dataset": data,
         "output": tmp_path / "trees" / "tree.yaml",
         "num_nodes": 5,
         "num_ranks": 3,
@@ -56,7 +55,7 @@ def test_from_conversations_to_a_tree_that_decodes(
         return measured[-1]
 
     monkeypatch.setattr(build_tree, "measure_rank_accuracy", spy)
-    assert build_tree.main(words_of(**options)) == 0
+    build_tree.main(words_of(**options))
     assert widths == [MAX_POSITIONS], "rows are cut where the target's positions end"
     (accuracy,) = measured
     assert accuracy.shape == (2, 3)
@@ -86,10 +85,6 @@ def gain(path: tuple[int, ...], accuracy: list[list[float]]) -> float:
     for depth, rank in enumerate(path):
         product *= accuracy[depth][rank]
     return product
-
-
-def test_worked_example() -> None:
-    assert best_static_tree([[0.6, 0.2], [0.5, 0.1]], 3) == [[0], [1], [0, 0]]
 
 
 @pytest.mark.parametrize("num_nodes", [1, 5, 17])

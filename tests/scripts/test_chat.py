@@ -20,6 +20,7 @@ from draftsmith.scripts.chat.comparison import Reply, compare_with_plain
 from draftsmith.scripts.chat.printer import ReplyPrinter
 from draftsmith.scripts.chat.session import ChatSession
 from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.processes import TORCHRUN, run_python
 
 EAGLE3, MTP = (str(REPOSITORY / "examples" / "heads" / kind) for kind in ("eagle3", "mtp"))
 Chat = Callable[..., tuple[list[str], list[str]]]
@@ -117,6 +118,15 @@ def test_texts_that_differ() -> None:
     assert "token 5 is the first that differs" in compare_with_plain(shorter, plain, session.tokenizer).text
     stopped = Reply(reply.input_ids, ids[:4], reply.options, reply.stats, False)
     assert compare_with_plain(stopped, plain, session.tokenizer).text.startswith("identical so far: the same 4 tokens")
+
+
+@pytest.mark.slow
+def test_two_processes_chat(small_chat: str) -> None:
+    """Each line gets the reply of plain decoding."""
+    words = ("chat", "--target", small_chat, "--ngrams", "--max_new_tokens", "12", "--compare", "--distributed")
+    program = (*TORCHRUN, "2", "-m", "draftsmith.scripts.cli", *words, "--device", "cpu")
+    output = run_python(*program, typed="Hi\nTell me more\n")
+    assert len(re.findall(r"identical: the same \d+ tokens", output)) == 2, output
 
 
 def test_ctrl_c_ends_the_reply_and_keeps_the_cache(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:

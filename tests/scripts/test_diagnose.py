@@ -23,6 +23,7 @@ from draftsmith.scripts.diagnosis.speed import Speed
 from draftsmith.scripts.diagnosis.training_data import read_data
 from draftsmith.scripts.shared.model_loading import encode_messages, load_heads
 from tests.conftest import CHAT_TARGET, REPOSITORY
+from tests.training.conversation_cases import write
 
 HEADS = REPOSITORY / "examples" / "heads"
 QUESTIONS = (
@@ -44,15 +45,10 @@ def replies(chat_target: Any, chat_tokenizer: Any, tmp_path_factory: pytest.Temp
         output = decoder.generate(prompt, do_sample=True, temperature=1.0, top_k=0, seed=number, max_new_tokens=48)
         reply = chat_tokenizer.decode(output.sequences[0, prompt.shape[1] :], skip_special_tokens=True)
         lines.append({"messages": [*messages, {"role": "assistant", "content": reply}]})
-    return write(tmp_path_factory.mktemp("replies") / "replies.jsonl", lines)
+    return Path(write(tmp_path_factory.mktemp("replies") / "replies.jsonl", lines))
 
 
-def write(path: Path, lines: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    return path
-
-
-def change(path: Path, edit: Callable[[list[dict[str, Any]]], None]) -> Path:
+def change(path: Path, edit: Callable[[list[dict[str, Any]]], None]) -> str:
     """The conversations of a file with the same change in each."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     for line in lines:
@@ -172,7 +168,7 @@ def test_untrained_depths(plant: Plant, replies: Path) -> None:
 
 def test_a_vocabulary_of_other_data(plant: Plant, replies: Path) -> None:
     other = change(replies, lambda messages: messages[1].update(content="0123 4567 " * 30))
-    found = examine(plant("mtp"), replies, draft_vocab_size=512, draft_vocab_data=[str(other)])
+    found = examine(plant("mtp"), replies, draft_vocab_size=512, draft_vocab_data=[other])
     assert faults_of(found)[0] == "The draft vocabulary lacks tokens that the target writes"
 
 
@@ -201,8 +197,8 @@ def test_faults_that_change_no_draft(
 ) -> None:
     case = replace(healthy, record=healthy.record | record)
     if edit is not None:
-        changed = [str(change(replies, edit))]
-        case = replace(case, data=read_data(changed, Target.of(chat_target), chat_tokenizer, max_length=2048))
+        data = read_data([change(replies, edit)], Target.of(chat_target), chat_tokenizer, max_length=2048)
+        case = replace(case, data=data)
     assert faults_of(case) == [fault]
 
 
@@ -220,7 +216,7 @@ def test_a_slow_machine_and_the_page(
     monkeypatch.setattr(program, "measure_speed", lambda *args, **options: Speed(0.9, [(2, 1.5)], "chain:4", 0.7))
     page, heads = tmp_path / "page.html", plant("mtp", {"training": {"tokens": TOKENS // 2}})
     options = ["--heads", str(heads), "--dataset", str(replies), "--html", str(page), "--num_prompts", "2"]
-    assert program.main(["--target", str(CHAT_TARGET), "--max_new_tokens", "24", *options]) == 0
+    program.main(["--target", str(CHAT_TARGET), "--max_new_tokens", "24", *options])
     shown = capsys.readouterr().out
     for text in (shown, page.read_text(encoding="utf-8")):
         assert "1. The heads have seen few tokens" in text

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
-from transformers import AutoTokenizer
 
 from draftsmith.heads import DraftHeads
 from draftsmith.heads.formats.format import Exported
@@ -25,17 +24,16 @@ from draftsmith.scripts import export_heads, import_heads
 from draftsmith.scripts.conversion import conventions
 from draftsmith.scripts.conversion.conventions import Convention, advise, measure_cross_entropy
 from draftsmith.scripts.conversion.serving_card import fill_commands, fill_python
-from draftsmith.scripts.shared.model_loading import load_heads
+from draftsmith.scripts.shared.model_loading import load_heads, load_target
 from tests.conftest import CHAT_TARGET, REPOSITORY
 from tests.heads.tiny_heads import tiny_heads
-from tests.tiny_targets import tiny_target
 from tests.training.runner import words_of
 
 HEADS = REPOSITORY / "examples" / "heads"
 
 
 def call(program: Any, **options: Any) -> None:
-    assert program.main(words_of(**options)) == 0
+    program.main(words_of(**options))
 
 
 def come_back(folder: Path, heads: Path, output: Path) -> bool:
@@ -45,10 +43,10 @@ def come_back(folder: Path, heads: Path, output: Path) -> bool:
     return one.keys() == other.keys() and all(torch.equal(x, other[name].to(x.dtype)) for name, x in one.items())
 
 
-def refusal_line(program: Any, options: dict[str, Any], tiny: Path) -> str:
-    """The one line with which a program ends. The target TINY is the folder `tiny`."""
+def refusal_line(program: Any, options: dict[str, Any], small_chat: str) -> str:
+    """The one line with which a program ends. The target TINY is the folder `small_chat`."""
     with pytest.raises(SystemExit) as ended:
-        call(program, **{key: tiny if value == "TINY" else value for key, value in options.items()})
+        call(program, **{key: small_chat if value == "TINY" else value for key, value in options.items()})
     line = str(ended.value.code)
     name = program.__name__.rpartition(".")[2].partition("_")[0]
     assert line.startswith(f"draftsmith {name}: ")
@@ -61,15 +59,6 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published") / "heads"
     with redirect_stdout(io.StringIO()):
         call(export_heads, heads=HEADS / "eagle3", target=CHAT_TARGET, format="vllm", output=folder)
-    return folder
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Path:
-    """The folder of a random target with the embedded one's tokenizer."""
-    folder = tmp_path / "tiny"
-    tiny_target("llama", vocab_size=4096, num_hidden_layers=8).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(CHAT_TARGET).save_pretrained(folder)
     return folder
 
 
@@ -146,10 +135,10 @@ def test_heads_of_another_target_are_doubted() -> None:
     ids=str,
 )
 def test_wrong_imports_are_one_line_and_write_nothing(
-    changes: dict[str, Any], message: str, published: Path, tiny: Path, tmp_path: Path
+    changes: dict[str, Any], message: str, published: Path, small_chat: str, tmp_path: Path
 ) -> None:
     options = {"checkpoint": published, "target": CHAT_TARGET, "output": tmp_path / "out", **changes}
-    assert message in refusal_line(import_heads, options, tiny)
+    assert message in refusal_line(import_heads, options, small_chat)
     assert not (tmp_path / "out").exists()
 
 
@@ -189,22 +178,21 @@ def test_an_import_does_not_replace_the_checkpoint(published: Path) -> None:
     ids=str,
 )
 def test_wrong_exports_are_one_line_and_write_nothing(
-    changes: dict[str, Any], message: str, tiny: Path, tmp_path: Path
+    changes: dict[str, Any], message: str, small_chat: str, tmp_path: Path
 ) -> None:
     options = {"heads": "eagle3", "target": CHAT_TARGET, "format": "vllm", "output": tmp_path / "out", **changes}
     options["heads"] = HEADS / options["heads"]
-    assert message in refusal_line(export_heads, options, tiny)
+    assert message in refusal_line(export_heads, options, small_chat)
     assert not (tmp_path / "out").exists()
 
 
-def test_heads_without_a_vocabulary_are_not_exported(tiny: Path, tmp_path: Path) -> None:
-    target = Target(tiny_target("llama", vocab_size=4096, num_hidden_layers=8))
-    heads = tiny_heads("eagle3", target, draft_vocab_size=40)
+def test_heads_without_a_vocabulary_are_not_exported(small_chat: str, tmp_path: Path) -> None:
+    heads = tiny_heads("eagle3", load_target(small_chat)[0], draft_vocab_size=40)
     heads.d2t.fill_(-1)
     heads.t2d.fill_(False)
     heads.save_pretrained(tmp_path / "heads")
     with pytest.raises(SystemExit, match="draft vocabulary"):
-        call(export_heads, heads=tmp_path / "heads", target=tiny, format="vllm", output=tmp_path / "out")
+        call(export_heads, heads=tmp_path / "heads", target=small_chat, format="vllm", output=tmp_path / "out")
 
 
 def test_settings_that_do_not_come_back_are_named(tmp_path: Path, monkeypatch: Any) -> None:

@@ -1,15 +1,9 @@
 """What is compared: heads, the authors' settings, and the same tree here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
-from draftsmith.inference import Drafter, DynamicTree
-from draftsmith.inference.drafters.base import DraftLogits
-from draftsmith.inference.drafters.sampling import DraftSampling
+from draftsmith.inference import DynamicTree
 from draftsmith.inference.trees.policy import TreePolicy
 from draftsmith.inference.trees.token_tree import TokenTree
 
@@ -26,15 +20,9 @@ class AuthorsTree(DynamicTree):
     def __init__(self, depth: int, top_k: int, num_nodes: int) -> None:
         super().__init__(depth, top_k, num_nodes, root_factor=1)
 
-    def grow(
-        self,
-        drafter: Drafter,
-        state: Any,
-        root_ids: Tensor,
-        draft: DraftLogits,
-        sampling: DraftSampling,
-    ) -> TokenTree:
-        return super().grow(drafter, state, root_ids, draft, replace(sampling, greedy_temperature=1.0))
+    def grow(self, *args: Any) -> TokenTree:
+        *given, sampling = args
+        return super().grow(*given, replace(sampling, greedy_temperature=1.0))
 
 
 @dataclass(frozen=True)

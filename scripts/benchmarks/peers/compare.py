@@ -7,8 +7,6 @@ Both sides decode the same prompts with the same heads and trees. The authors' f
 work: torch 2.13 with transformers 4.53.3 for EAGLE, and with transformers 4.36.2 and numpy 1 for Medusa.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

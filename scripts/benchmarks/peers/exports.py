@@ -1,7 +1,5 @@
 """Writes a target and heads as the authors' code reads them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

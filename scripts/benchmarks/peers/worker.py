@@ -1,7 +1,5 @@
 """A peer's code in a process and an environment of its own, which decodes one prompt at a time, and its texts."""
 
-from __future__ import annotations
-
 import json
 import os
 import statistics
@@ -52,10 +50,8 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.close()  # the worker ends after its last prompt
         self._process.wait()
-        assert self._process.stdout is not None
         self._process.stdout.close()
 
     def decode(self, prompt: list[int], seed: int) -> Text:
@@ -64,14 +60,12 @@ class Worker:
         Raises:
             ValueError: the worker has ended; with the end of what it wrote to stderr.
         """
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompt": prompt, "seed": seed}) + "\n")
         self._process.stdin.flush()
         return Text(**self._read())
 
     def _read(self) -> dict[str, Any]:
         """The next JSON line; libraries may print lines of their own."""
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
                 found: dict[str, Any] = json.loads(line)

@@ -1,6 +1,5 @@
 """Runs an engine's server on the CPU."""
 
-import os
 import socket
 import subprocess
 import time
@@ -14,7 +13,6 @@ import pytest
 
 from tests.engines.environments.running import clean_environment
 
-VLLM_PYTHON = os.environ.get("VLLM_PYTHON", "")
 VLLM_VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -24,15 +22,16 @@ VLLM_VARIABLES = {
 
 
 @contextmanager
-def running_vllm(words: Sequence[str], log: Path, *, modules: Path | None = None) -> Iterator[str]:
+def running_vllm(python: str, words: Sequence[str], log: Path, *, modules: Path | None = None) -> Iterator[str]:
     """The address of `vllm serve WORDS` on this machine; it is stopped afterwards.
 
     Args:
+        python: that has vLLM.
         modules: a folder of modules that the server imports.
     """
     target, *options = words
     # The build for CPUs has no `vllm` command.
-    command = [VLLM_PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", target, *options, "--enforce-eager"]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", target, *options, "--enforce-eager"]
     variables = VLLM_VARIABLES if modules is None else {**VLLM_VARIABLES, "PYTHONPATH": str(modules)}
     with running_server(command, log, variables) as address:
         yield address

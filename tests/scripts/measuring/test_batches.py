@@ -15,7 +15,7 @@ def test_batches_are_full_and_left_padded() -> None:
     first, last = make_batches(prompts, 2)
     assert first.input_ids.tolist() == [[0, 1], [1, 2]]
     assert first.attention_mask.tolist() == [[0, 1], [1, 1]]
-    assert ([prompt.id for prompt in last.prompts], last.index) == (["p2", "p0"], 1)
+    assert [prompt.id for prompt in last.prompts] == ["p2", "p0"]
     (every,) = make_batches(prompts, 7)
     assert [prompt.index for prompt in every.prompts] == [0, 1, 2, 0, 1, 2, 0]
 

@@ -26,7 +26,7 @@ def test_published_heads_are_imported_trained_further_and_exported(train: Runner
 
     imported, served = tmp_path / "imported", tmp_path / "served"
     words = ["--checkpoint", str(tmp_path), "--target", place, "--output", str(imported), "--device", "cpu"]
-    assert import_heads.main(words) == 0
+    import_heads.main(words)
     prompt = random_prompt(9, vocab_size=60)
     heads: list[Any] = [theirs, DraftHeads.from_pretrained(imported, target=target)]
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "tree": "dynamic"}
@@ -43,7 +43,7 @@ def test_published_heads_are_imported_trained_further_and_exported(train: Runner
     assert_same(train.weights(), dict(trained.state_dict()))
 
     words = ["--heads", str(train.output_dir), "--target", place, "--format", "vllm", "--output", str(served)]
-    assert export_heads.main(words) == 0
+    export_heads.main(words)
     back = DraftHeads.from_pretrained(served, target=target)
     for name, tensor in trained.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor), name
