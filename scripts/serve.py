@@ -113,6 +113,10 @@ class ServeArguments:
         if not 0 < self.learn_share <= 1:
             raise ValueError(f"got --learn_share {self.learn_share}: give more than 0 and at most 1")
         refuse_without(self, "learn", [key.name for key in fields(self) if key.name.startswith("learn_")])
+        if self.api_key is None:
+            self.api_key = os.environ.get(API_KEY_VARIABLE)
+        if self.api_key == "":
+            raise ValueError(f"got an empty --api_key or ${API_KEY_VARIABLE}: give a key, or leave it out for none")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"got --port {self.port}: give 0 to 65535")
         if self.drain_seconds < 0:
@@ -133,7 +137,7 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
         sources.append({"ngrams": True})
     for source in sources:
         kind, place = next(iter(source.items()))
-        name = kind if place is True else Path(place).name
+        name = kind if place is True else _name_of(place)
         if name in drafters:
             raise ValueError(f"got two drafters called {name}: rename the folder of one of them")
         _note(f"loading {kind if place is True else place}")
@@ -159,7 +163,18 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     length = min(args.max_length, target.max_length or args.max_length)
     limits = Limits(args.max_batch_size, length, args.max_queue, args.max_lanes)
     _note("allocating the caches")
-    return Scheduler(target, drafters, tree=args.tree, limits=limits, learner=learner), tokenizer
+    try:
+        return Scheduler(target, drafters, tree=args.tree, limits=limits, learner=learner), tokenizer
+    except (RuntimeError, MemoryError) as error:  # torch's words for too little memory differ between devices
+        raise ValueError(
+            f"the caches cannot be allocated ({str(error).splitlines()[0]}): lower --max_batch_size "
+            f"({args.max_batch_size}), --max_length ({length}) or --max_lanes ({args.max_lanes})"
+        ) from error
+
+
+def _name_of(place: str) -> str:
+    """What clients call a folder or a hub id."""
+    return Path(place).resolve().name if Path(place).is_dir() else Path(place).name
 
 
 def _note(what: str) -> None:
@@ -172,12 +187,12 @@ def run(args: ServeArguments) -> None:
     # Threads that wait for one another stand still while the connections have one of their cores.
     torch.set_num_threads(args.threads or max(1, torch.get_num_threads() - 1))
     scheduler, tokenizer = build_scheduler(args)
-    model = args.model_name or Path(args.target).name
+    model = args.model_name or _name_of(args.target)
     app = create_app(
         scheduler,
         tokenizer,
         model=model,
-        api_key=args.api_key or os.environ.get(API_KEY_VARIABLE),
+        api_key=args.api_key,
         metrics=args.per_request_spec_decode_metrics,
     )
     server = DrainingServer(app, drain_seconds=args.drain_seconds)

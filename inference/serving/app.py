@@ -80,7 +80,7 @@ def create_app(
     async def check_key(request: Request) -> None:
         # The scope's path is what is routed; `request.url` also reads the Host header.
         if server.api_key is not None and request.scope["path"] not in OPEN_PATHS:
-            given = request.headers.get("authorization", "").encode()
+            given = request.headers.get("authorization", "").encode("latin-1")  # as it is read
             if not hmac.compare_digest(given, f"Bearer {server.api_key}".encode()):
                 raise RequestError("the API key is missing or wrong", status=401, code="invalid_api_key")
 
@@ -126,9 +126,8 @@ def _add_routes(app: FastAPI, server: Server) -> None:
     async def metrics() -> Response:
         return Response(server.scheduler.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/models")
-    async def models() -> Response:
-        entry = {
+    def describe_model() -> dict[str, Any]:
+        return {
             "id": server.model,
             "object": "model",
             "created": int(time.time()),
@@ -137,7 +136,15 @@ def _add_routes(app: FastAPI, server: Server) -> None:
             "max_model_len": server.maker.max_length,
             "draft_heads": list(server.maker.drafters),
         }
-        return JSONResponse({"object": "list", "data": [entry]})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [describe_model()]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        _check_model(server, name)
+        return JSONResponse(describe_model())
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -189,14 +196,19 @@ async def _read_body(request: Request, kind: type[Body]) -> Body:
         raise RequestError("; ".join(shown[:SHOWN_ERRORS]) + more, param=places[0].partition(".")[0] or None) from error
 
 
-async def _reply(server: Server, request: Request, body: ChatRequest | CompletionRequest) -> Response:
-    if body.model is not None and body.model != server.model:
+def _check_model(server: Server, name: str) -> None:
+    if name != server.model:
         raise RequestError(
-            f"the model {body.model!r} does not exist; this server has {server.model!r}",
+            f"the model {name!r} does not exist; this server has {server.model!r}",
             status=404,
             param="model",
             code="model_not_found",
         )
+
+
+async def _reply(server: Server, request: Request, body: ChatRequest | CompletionRequest) -> Response:
+    if body.model is not None:
+        _check_model(server, body.model)
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is for streams: set stream, or leave it out", param="stream_options")
     events: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
@@ -208,10 +220,14 @@ async def _reply(server: Server, request: Request, body: ChatRequest | Completio
 
     def make_replies() -> list[Reply]:
         replies: list[Reply] = []
-        maker = server.maker
+        maker, limits = server.maker, server.scheduler.limits
+        most = limits.max_rows + limits.max_waiting
         for prompt in [maker.encode_chat(body)] if isinstance(body, ChatRequest) else maker.encode_prompts(body):
-            if len(replies) + body.n > (most := server.scheduler.limits.max_waiting):
-                raise RequestError(f"the request asks for more than {most} replies: send several", param="n")
+            if len(replies) + body.n > most:
+                raise RequestError(
+                    f"the request asks for more than {most} replies: send several",
+                    param="n" if body.n > 1 else "prompt",
+                )
             replies += maker.make_replies(prompt, body)
         for index, reply in enumerate(replies):
             reply.on_piece = partial(send, index)
@@ -237,7 +253,7 @@ async def _stream(
             for chunk in writer.chunks(index, piece):
                 yield f"data: {json.dumps(chunk)}\n\n"
             if piece.error is not None:
-                yield f"data: {json.dumps(RequestError(piece.error, status=500).body)}\n\n"
+                yield f"data: {json.dumps(piece.error.body)}\n\n"
                 return
         if writer.body.stream_options is not None and writer.body.stream_options.include_usage:
             yield f"data: {json.dumps(writer.usage_chunk())}\n\n"
@@ -252,7 +268,7 @@ async def _collect(
 ) -> Response:
     pieces: list[list[Piece]] = [[] for _ in replies]
 
-    async def collect() -> str | None:
+    async def collect() -> RequestError | None:
         while not all(own and own[-1].is_last for own in pieces):
             index, piece = await events.get()
             pieces[index].append(piece)
@@ -267,7 +283,7 @@ async def _collect(
         if not collecting.done():
             return Response(status_code=GONE)
         if (error := collecting.result()) is not None:
-            return JSONResponse(RequestError(error, status=500).body, 500)
+            return JSONResponse(error.body, error.status)
         return JSONResponse(writer.response(pieces))
     finally:
         collecting.cancel()

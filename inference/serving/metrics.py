@@ -63,7 +63,8 @@ class Metrics:
     def count_reply(self, reply: Reply) -> None:
         """Counts a reply that has ended."""
         self.ended.labels(reply.end_reason).inc()
-        self.prompt_tokens.inc(len(reply.prompt))
+        if reply.started is not None:
+            self.prompt_tokens.inc(len(reply.prompt))
         self.new_tokens.inc(len(reply.row.new))
         self.drafts.inc(len(reply.drafts))
         self.draft_tokens.inc(reply.stats.num_drafted)

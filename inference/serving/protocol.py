@@ -6,7 +6,7 @@ that ask for nothing, such as `"echo": false`.
 
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
@@ -106,6 +106,13 @@ class ChatRequest(CompletionOptions):
     tool_choice: Literal["auto", "none"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @field_validator("top_logprobs")
+    @classmethod
+    def _need_logprobs(cls, number: int | None, others: ValidationInfo) -> int | None:
+        if number and not others.data.get("logprobs"):
+            raise ValueError(f"it is {number}, and logprobs is not set: set logprobs to true")
+        return number
+
     @property
     def num_top(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -118,7 +125,7 @@ class CompletionRequest(CompletionOptions):
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None
 
     @property
     def num_top(self) -> int | None:

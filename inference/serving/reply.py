@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from draftsmith.inference.request.request import Request
+from draftsmith.inference.serving.errors import RequestError
 from draftsmith.inference.stats import GenerationStats
 from draftsmith.inference.streaming.detokenizer import IncrementalDetokenizer
 
@@ -59,7 +60,7 @@ class Piece:
     text: str = ""
     tokens: tuple[ReplyToken, ...] = ()
     finish_reason: str | None = None
-    error: str | None = None
+    error: RequestError | None = None
 
     @property
     def is_last(self) -> bool:
@@ -193,13 +194,13 @@ class Reply:
             self._end(reason)
         self.on_piece(Piece("".join(texts), tuple(tokens), reason))
 
-    def fail(self, error: str) -> None:
+    def fail(self, error: str, *, status: int = 500) -> None:
         """Ends the reply unfinished."""
         if not self.is_over:
             self.row.states = None
             self.row.end()
             self._end("abort" if self.is_cancelled else "error")
-            self.on_piece(Piece(error=error))
+            self.on_piece(Piece(error=RequestError(error, status=status)))
 
     def _end(self, reason: str) -> None:
         self.end_reason, self.ended = reason, time.perf_counter()

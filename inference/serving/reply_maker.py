@@ -60,7 +60,7 @@ class ReplyMaker:
         """The prompt of a conversation."""
         if not self.tokenizer.chat_template:
             raise RequestError("the target's tokenizer has no chat template: use /v1/completions")
-        if body.tool_choice is not None and not body.tools:
+        if body.tool_choice == "auto" and not body.tools:
             raise RequestError("tool_choice is given without tools: give tools, or leave it out", param="tool_choice")
         messages = [message.model_dump(exclude_unset=True) for message in body.messages]
         tools = None if body.tool_choice == "none" else body.tools

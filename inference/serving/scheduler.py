@@ -32,6 +32,7 @@ LaneName = tuple[str, str | None]
 
 PLAIN = "none"
 INTERNAL_ERROR = "internal error: see the server's log"
+SHUTTING_DOWN = "the server is shutting down"
 PATIENCE_SECONDS = 5.0  # how long replies of other lanes may pass a reply for which there is no lane
 
 
@@ -107,6 +108,12 @@ class Scheduler:
 
     @property
     def is_running(self) -> bool:
+        """Whether it takes replies."""
+        return self._deadline is None and self.has_thread
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether replies may still run."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -120,15 +127,21 @@ class Scheduler:
             RequestError: they do not all fit, or the server is about to end.
         """
         with self._changed:
-            if self._deadline is not None or not self.is_running:
-                raise RequestError("the server is shutting down", status=503)
-            if len(self._waiting) + len(replies) > self.limits.max_waiting:
+            if not self.is_running:
+                raise RequestError(SHUTTING_DOWN, status=503)
+            if len(self._waiting) + len(replies) > self.limits.max_waiting + self._count_free(lane):
                 raise RequestError("the server's queue is full: try again later", status=429)
             for reply in replies:
                 reply.on_end = self.metrics.count_reply
             self._waiting.extend((reply, lane) for reply in replies)
             self._replies.extend(replies)
             self._changed.notify_all()
+
+    def _count_free(self, name: LaneName) -> int:
+        """Rows of a lane that no reply has."""
+        lane, reading = self._lanes.get(name), self._reading
+        num_read = int(reading is not None and reading[1] == name)
+        return self.limits.max_rows - (0 if lane is None else len(lane.replies)) - num_read
 
     def stop(self, seconds: float) -> None:
         """Takes no more replies, and ends those that are not finished after so many seconds. For any thread."""
@@ -149,7 +162,7 @@ class Scheduler:
             with self._changed:
                 self._deadline = self._deadline or 0.0
                 for reply in self._replies:
-                    reply.fail("the server is shutting down")
+                    reply.fail(SHUTTING_DOWN, status=503)
                 self._forget_ended()
 
     def _wait_for_rows(self) -> bool:

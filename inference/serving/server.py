@@ -1,5 +1,6 @@
 """Runs an application with uvicorn, and ends it in bounded time."""
 
+import asyncio
 import socket
 
 import uvicorn
@@ -7,6 +8,7 @@ from fastapi import FastAPI
 
 # After the replies have ended, their last events travel to the clients.
 LAST_EVENTS_SECONDS = 2
+POLL_SECONDS = 0.05
 
 
 class DrainingServer(uvicorn.Server):
@@ -28,7 +30,9 @@ class DrainingServer(uvicorn.Server):
         self._scheduler, self._drain_seconds = app.state.server.scheduler, drain_seconds
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._scheduler.stop(self._drain_seconds)  # before the connections are waited for
+        self._scheduler.stop(self._drain_seconds)
+        while self._scheduler.has_thread and not self.force_exit:  # new requests get 503
+            await asyncio.sleep(POLL_SECONDS)
         await super().shutdown(sockets)
 
 

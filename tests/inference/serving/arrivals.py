@@ -125,4 +125,4 @@ def draw_arrivals(target: Target, count: int) -> list[Arrival]:
 def end(scheduler: Scheduler) -> None:
     scheduler.stop(0.0)
     scheduler.join(SECONDS)
-    assert not scheduler.is_running
+    assert not scheduler.has_thread

@@ -51,7 +51,7 @@ class Running:
         self.server.should_exit = True
         self.thread.join(SECONDS)
         assert not self.thread.is_alive()
-        assert not self.scheduler.is_running
+        assert not self.scheduler.has_thread
 
 
 @contextmanager
@@ -63,8 +63,10 @@ def running(target: Target, tokenizer: Any, *, limits: Limits, **options: Any) -
 
 
 @contextmanager
-def serve_in_thread(scheduler: Scheduler, tokenizer: Any, **options: Any) -> Iterator[Running]:
-    server = DrainingServer(create_app(scheduler, tokenizer, model=MODEL, **options), drain_seconds=0.0)
+def serve_in_thread(
+    scheduler: Scheduler, tokenizer: Any, *, drain_seconds: float = 0.0, **options: Any
+) -> Iterator[Running]:
+    server = DrainingServer(create_app(scheduler, tokenizer, model=MODEL, **options), drain_seconds=drain_seconds)
     bound = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.inference import Target, generate
 from draftsmith.inference.request.text_processors import OccurrencePenalties
+from draftsmith.inference.serving.lane import Lane
 from draftsmith.inference.serving.scheduler import Limits
 from tests.inference.serving.arrivals import SECONDS
 from tests.inference.serving.conftest import MODEL, Running, running
@@ -331,7 +333,7 @@ def test_min_tokens_puts_off_every_end(served: Running, chat_tokenizer: PreTrain
             client.completions.create(**options, extra_body={"min_tokens": 13})
 
 
-def test_json_schemas(served: Running) -> None:
+def test_replies_are_json(served: Running, chat_tokenizer: PreTrainedTokenizerBase) -> None:
     pytest.importorskip("xgrammar", reason="replies by a grammar need xgrammar")
     schema = {
         "type": "object",
@@ -351,3 +353,35 @@ def test_json_schemas(served: Running) -> None:
                 extra_body={"heads": heads},
             )
             assert json.loads(reply.choices[0].message.content).keys() == {"a", "b"}
+        (bracket,) = chat_tokenizer.encode("[", add_special_tokens=False)
+        wish = {"response_format": {"type": "json_object"}, "logit_bias": {str(bracket): 100}}
+        reply = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=4, **wish)
+        assert reply.choices[0].message.content[:2] in ('{"', "{}")  # an object, without spaces
+
+
+def test_a_server_that_is_about_to_end_says_so(
+    served_target: Target, chat_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = Lane.advance
+    monkeypatch.setattr(Lane, "advance", lambda lane: (time.sleep(0.05), advance(lane)))
+    limits = Limits(max_rows=1, max_length=250, max_waiting=4)
+    options = {"model": MODEL, "prompt": PROMPT, "max_tokens": 240}
+    with running(served_target, chat_tokenizer, limits=limits, drain_seconds=1.0) as one, one.client() as client:
+        running_reply = client.completions.create(**options, stream=True)
+        next(iter(running_reply))
+        one.server.should_exit = True
+        while (health := httpx.get(f"{one.address}/health")).status_code == 200:
+            pass
+        assert health.json() == {"status": "stopping"}
+        with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
+            client.completions.create(**options)
+        assert caught.value.status_code == 503
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(running_reply)
+
+
+def test_models_have_addresses(served: Running) -> None:
+    with served.client() as client:
+        assert client.models.retrieve(MODEL).id == MODEL
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.models.retrieve("other/model")

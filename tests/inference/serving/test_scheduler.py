@@ -280,7 +280,7 @@ def test_cancelled_rows_leave_before_the_next_step(oracle: Scheduler) -> None:
     oracle.start()
     oracle.submit([one.make_row(look) for one in arrivals], ("draft", None))
     assert done.wait(SECONDS)
-    assert arrivals[1].pieces[-1].error == "cancelled"
+    assert str(arrivals[1].pieces[-1].error) == "cancelled"
     assert len(arrivals[1].pieces) == 3
     assert not arrivals[3].tokens
     assert arrivals[0].tokens == arrivals[0].alone()
@@ -331,16 +331,20 @@ def test_a_failing_step_ends_its_rows_only(oracle: Scheduler, monkeypatch: pytes
     serve(oracle, [broken, fine], num_first=2)
     monkeypatch.undo()
     serve(oracle, [later], num_first=1)
-    assert broken.pieces[-1].error == "internal error: see the server's log"
+    error = broken.pieces[-1].error
+    assert error is not None
+    assert (str(error), error.status) == ("internal error: see the server's log", 500)
     assert "no memory" in caplog.text
     assert [fine.tokens, later.tokens] == [fine.alone(), later.alone()]
 
 
 def test_the_queue_is_bounded(oracle: Scheduler) -> None:
+    """Free rows count."""
     oracle.start()
-    rows = [greedy(oracle.target, [3], 2).make_row() for _ in range(21)]
+    rows = [greedy(oracle.target, [3], 2).make_row() for _ in range(LIMITS.max_rows + LIMITS.max_waiting + 1)]
     with pytest.raises(RequestError, match="queue is full") as caught:
         oracle.submit(rows, ("draft", None))
+    oracle.submit(rows[1:], ("draft", None))
     assert caught.value.status == 429
     assert "Retry-After" in caught.value.headers
 
@@ -364,7 +368,9 @@ def test_stopping_lets_rows_end_for_a_while(oracle: Scheduler) -> None:
     scheduler.submit([long.make_row(lambda: ended.set())], ("draft", None))
     assert ended.wait(SECONDS)
     end(scheduler)
-    assert long.pieces[-1].error == "the server is shutting down"
+    error = long.pieces[-1].error
+    assert error is not None
+    assert (str(error), error.status) == ("the server is shutting down", 503)
 
 
 def test_what_cannot_be_served_is_refused() -> None:
