@@ -183,14 +183,15 @@ def attend_exactly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
     Returns:
         [B, N, H, d of the values], contiguous.
     """
-    is_large = not torch.compiler.is_compiling() and key.numel() > MOST_COPIED
-    num_parts = key.shape[1] if is_large else 1
-    parts = (plane.tensor_split(num_parts, dim=1) for plane in (query, key, value))
-    attended = [
-        attend_masked(q.double(), k.double(), v.double(), mask, scale=scale) for q, k, v in zip(*parts, strict=True)
-    ]
-    joined = attended[0] if num_parts == 1 else torch.cat(attended, dim=1)
-    return joined.transpose(1, 2).to(value.dtype, copy=True, memory_format=torch.contiguous_format)
+    if torch.compiler.is_compiling() or key.numel() <= MOST_COPIED:
+        attended = attend_masked(query.double(), key.double(), value.double(), mask, scale=scale)
+    else:
+        parts = (plane.tensor_split(key.shape[1], dim=1) for plane in (query, key, value))
+        each = zip(*parts, strict=True)
+        attended = torch.cat(
+            [attend_masked(q.double(), k.double(), v.double(), mask, scale=scale) for q, k, v in each], dim=1
+        )
+    return attended.transpose(1, 2).to(value.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 AttentionInterface.register(GROUPED, attend_grouped)
