@@ -11,6 +11,7 @@ Several prompt files, temperatures and batch sizes make a matrix, with one repor
 
 import itertools
 import json
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,11 +120,11 @@ class BenchmarkArguments:
     def __post_init__(self) -> None:
         counts = ("max_new_tokens", "repeats", "num_prompts", "max_turns", "threads")
         check_matrix(self, counts=counts, lists=("prompts", "temperature", "acceptance", "batch_size"))
-        if self.minutes < 0:
+        if not 0 <= self.minutes < math.inf:
             raise ValueError(f"got --minutes {self.minutes:g}: give a positive number, or 0 for all prompts")
         if min(self.batch_size) < 1:
             raise ValueError(f"got --batch_size {' '.join(map(str, self.batch_size))}: give sizes of at least 1")
-        if self.repetition_penalty is not None and self.repetition_penalty <= 0:
+        if self.repetition_penalty is not None and not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"got --repetition_penalty {self.repetition_penalty}: give a positive number; 1 = none")
         if (self.format is None) != (self.results is None):
             raise ValueError("--format and --results go together: give both, or neither")

@@ -7,6 +7,7 @@ The first heads draft unless a request names others; "none" decodes plainly. Ctr
 no more requests, and running replies have some seconds to end.
 """
 
+import math
 import os
 import sys
 from contextlib import suppress
@@ -119,7 +120,7 @@ class ServeArguments:
             raise ValueError(f"got an empty --api_key or ${API_KEY_VARIABLE}: give a key, or leave it out for none")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"got --port {self.port}: give 0 to 65535")
-        if self.drain_seconds < 0:
+        if not 0 <= self.drain_seconds < math.inf:
             raise ValueError(f"got --drain_seconds {self.drain_seconds}: give 0 or more")
         if self.tree is not None and not (self.heads or self.drafter_model or self.ngrams):
             raise ValueError(f"got --tree {self.tree} without a drafter: nothing is drafted in plain decoding")

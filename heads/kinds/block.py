@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from draftsmith.heads.base import DraftHeads
 from draftsmith.heads.config import WindowedConfig
@@ -199,16 +200,24 @@ class BlockHeads(DraftHeads):
         size = self.config.block_size
         return math.exp(-1 / (7 if size == 16 else size / 2))
 
+    @torch.no_grad()
+    def bind(self, target: Target | PreTrainedModel) -> Self:
+        """Reads the mask's embedding again: the target may be in another dtype than in training, and engines read the
+        mask from the target that they run."""
+        super().bind(target)
+        if (token := self.config.mask_token_id) is not None:
+            row = self.target.embed_tokens(torch.tensor([token], device=self.target.device))[0]
+            self.mask_embedding.copy_(row)
+        return self
+
     def init_from_target(self, target: Target) -> None:
         """The LM head expects states of the final norm's scale, so the norm starts from the target's. MASK and the
         Markov bias start from the target's embeddings; from random numbers the bias learns far less in a few million
         tokens."""
         if (gain := target.final_norm_gain()) is not None:
             self.norm.weight.copy_(gain)
-        if (token := self.config.mask_token_id) is None:
+        if self.config.mask_token_id is None:
             self.mask_embedding.copy_(mean_embedding(target))
-        else:
-            self.mask_embedding.copy_(target.embed_tokens(torch.tensor([token], device=target.device))[0])
         if self.markov is not None:
             known = principal_embeddings(target, self.config.markov_rank)
             self.markov.embedding.weight[:, : known.shape[1]] = known

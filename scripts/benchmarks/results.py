@@ -91,7 +91,7 @@ class ResultsArguments:
         check_matrix(self, counts=("max_new_tokens", "limit"), lists=("prompts", "temperature", "threads"))
         if min(self.threads) < 1:
             raise ValueError(f"got --threads {' '.join(map(str, self.threads))}: give positive numbers")
-        if self.minutes is not None and self.minutes <= 0:
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise ValueError(f"got --minutes {self.minutes}: give a positive number")
 
 
@@ -109,7 +109,7 @@ class Cells:
         records = [json.loads(line) for line in whole] or [conditions]
         if changed := [key for key, value in conditions.items() if records[0].get(key) != value]:
             told = "; ".join(f"{key} {records[0].get(key)!r} there, {conditions[key]!r} now" for key in changed)
-            raise ValueError(f"{path} was measured under other conditions ({told}): move it away, or change --output")
+            raise ValueError(f"{path} was measured under other conditions ({told}): move it away, or change --cells")
         self.conditions = records[0]
         write_text(path, "".join(json.dumps(one) + "\n" for one in records))
         self.found = {tuple(one["key"]): one for one in records[1:]}

@@ -1,5 +1,6 @@
 """The options of `draftsmith chat`."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +70,7 @@ class GenerateArguments:
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError(f"got --prompt {self.prompt!r}: give a text, or leave it out for a chat")
         require_positive(self, ("max_new_tokens",))
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"got --temperature {self.temperature}: give 0 for greedy decoding, or a positive number")
         if self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(

@@ -1,5 +1,6 @@
 """A matrix of measurements of one target: every file of prompts at every temperature and batch size."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -151,7 +152,7 @@ def check_matrix(args: Any, *, counts: Sequence[str], lists: Sequence[str]) -> N
         if not values or len(set(values)) < len(values):
             raise ValueError(f"got --{name} {' '.join(map(str, values))}: give one or more, each once")
     for temperature in args.temperature:
-        if temperature < 0:
+        if not 0 <= temperature < math.inf:
             raise ValueError(f"got --temperature {temperature}: give 0 for greedy decoding, or a positive number")
     for path in args.prompts:
         if not Path(path).is_file():

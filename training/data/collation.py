@@ -95,7 +95,7 @@ def count_tokens(rows: datasets.Dataset, vocab_size: int) -> Tensor:
     """Counts how often each token is to be predicted: [V] int64, over the positions of the loss mask.
 
     Raises:
-        ValueError: an id outside the vocabulary: the rows were tokenized for another target.
+        ValueError: an id outside the vocabulary: the tokenizer is not the target's.
     """
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for batch in rows.with_format("arrow").iter(1000):
@@ -106,7 +106,8 @@ def count_tokens(rows: datasets.Dataset, vocab_size: int) -> Tensor:
         ids = input_ids[loss_mask == 1]
         if ids.numel() and int(ids.max()) >= vocab_size:
             raise ValueError(
-                f"token id {int(ids.max())} with a vocabulary of {vocab_size}: tokenize for this target again"
+                f"the tokenizer gives token id {int(ids.max())}, and the target's vocabulary has {vocab_size} tokens: "
+                "give a target with its own tokenizer"
             )
         counts += torch.bincount(ids, minlength=vocab_size)
     return counts

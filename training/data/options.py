@@ -1,5 +1,6 @@
 """The options of the data."""
 
+import math
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -32,7 +33,7 @@ def refuse_without(options: Any, switch: str, names: Collection[str]) -> None:
 def require_positive(options: Any, names: Collection[str]) -> None:
     """Raises ValueError for options that are neither above 0 nor None."""
     for name in names:
-        if (value := getattr(options, name)) is not None and value <= 0:
+        if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
             raise ValueError(f"got {name} {value}: it must be above 0")
 
 

@@ -52,7 +52,19 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 
 def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        yield from enumerate(map(_parse, file), 1)
+        yield from _parse_lines(file)
+
+
+def _parse_lines(lines: Iterable[bytes] | Iterable[str]) -> Iterator[tuple[int, Any]]:
+    """The lines by number, without blank ones at the end."""
+    blank: list[int] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            blank.append(number)
+            continue
+        yield from ((each, ValueError("the line is empty")) for each in blank)
+        blank.clear()
+        yield number, _parse(line)
 
 
 def _parse(line: bytes | str) -> Any:
@@ -68,7 +80,6 @@ def _parse(line: bytes | str) -> Any:
 def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         text = file.read().decode("utf-8-sig")
-    records: Iterable[Any]
     try:
         records = _find_records(json.loads(text))
     except json.JSONDecodeError as error:
@@ -77,7 +88,8 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
         if text.lstrip().startswith("[") or not has_records:
             yield error.lineno, ValueError(f"{error.msg}, column {error.colno}; {_FORMS}")
             return
-        records = map(_parse, lines)
+        yield from _parse_lines(lines)
+        return
     yield from enumerate(records, 1)
 
 

@@ -6,6 +6,7 @@ depend on the batch size, the number of processes or interruptions.
 """
 
 import hashlib
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ class TurnSettings:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give at least 1")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature is {self.temperature}: give 0 for greedy, or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: give more than 0 and at most 1")

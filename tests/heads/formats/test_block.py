@@ -1,5 +1,6 @@
 """DFlash and DSpark in their published formats, against DFlash's forward pass written out here."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from draftsmith.heads import DraftHeads
-from draftsmith.heads.formats.block import BlockSpeculators, DFlash, VLLMBlock
+from draftsmith.heads import DraftHeads, create_heads
+from draftsmith.heads.formats.block import BlockSpeculators, DFlash, SGLangBlock, VLLMBlock
+from draftsmith.heads.formats.format import Format
+from draftsmith.heads.formats.llama_cpp.gguf_dflash import GgufDFlash
 from draftsmith.heads.formats.published import Published, open_published
 from draftsmith.heads.formats.transformers_dflash import TransformersDFlash
 from draftsmith.inference import Target
@@ -27,6 +30,7 @@ from tests.heads.tiny_heads import encode_for, tiny_heads
 from tests.tiny_targets import random_prompt, tiny_target
 
 FLASH = {"block_size": 4}
+FORMATS = [VLLMBlock(), DFlash(), SGLangBlock(), BlockSpeculators(), TransformersDFlash(), GgufDFlash()]
 SPARK = {"block_size": 4, "predicts_at_anchor": True, "markov_rank": 6, "has_confidence": True}
 
 
@@ -40,6 +44,18 @@ def test_a_mask_of_its_own_takes_a_seldom_tokens_place(target: Target) -> None:
     assert torch.equal(table[1:], target.embed_tokens.weight[1:])
     message = refusal_of(DFlash(), change(published, {"embed_tokens.weight": table + 1}), target)
     assert "embed_tokens.weight differs from the target's own" in message
+
+
+@pytest.mark.parametrize("known", FORMATS)
+def test_heads_trained_beside_a_narrower_target_have_the_masks_token(known: Format) -> None:
+    """`target_dtype` is often bfloat16 where the target's files have float32."""
+    model = tiny_target("llama", num_hidden_layers=8)
+    table = model.get_input_embeddings().weight.detach().clone()
+    heads: Any = create_heads("block", Target(copy.deepcopy(model).to(torch.bfloat16)), **FLASH, mask_token_id=5)
+    assert torch.equal(heads.mask_embedding, table[5].bfloat16().float())
+    heads.bind(target := Target(model))
+    assert torch.equal(heads.mask_embedding, table[5])
+    assert_same_heads(import_heads(known, publish(known, heads), target), heads)
 
 
 def test_vllms_file_of_a_mask(target: Target, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from draftsmith.training.data.chat_tokens import drop_unusable, tokenize_conversations
 from draftsmith.training.data.conversations import BadLineError, Place, iterate_place, load_conversations
+from draftsmith.training.data.records import read_records
 from draftsmith.training.synthesis.prompts import read_prompts
 from tests.conftest import CHAT_TARGET
 from tests.training.conversation_cases import TWO_TURNS, sharegpt, to_messages, write
@@ -109,6 +110,15 @@ def test_bad_lines_are_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCap
         assert warning.startswith(f"skipped {len(BAD_LINES) + 1} malformed lines; the first: {file}, line 1: the line")
     with pytest.raises(BadLineError):
         load_conversations([file])
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_blank_lines_at_the_end_are_no_lines(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"a.{suffix}"
+    file.write_text('{"a": 1}\n\n{"a": 2}\n\n \n')
+    (_, one), (place, error), (_, two) = read_records(file)
+    assert (one, two) == ({"a": 1}, {"a": 2})
+    assert (place, str(error)) == (f"{file}, line 2", "the line is empty")
 
 
 def test_a_torn_file_is_a_bad_line(tmp_path: Path) -> None:

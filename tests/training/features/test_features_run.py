@@ -78,7 +78,7 @@ def test_a_kill_leaves_whole_shards(
 
     def killed(self: Extraction, *, rank: int, num_processes: int, progress: Any) -> int:
         def report(tokens: int) -> None:
-            if len(list(self.folder.glob("shard-*.safetensors"))) == 2:
+            if len(list(self.folder.glob("shard-*.safetensors"))) >= 2:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         return run(self, rank=rank, num_processes=num_processes, progress=report)
@@ -89,9 +89,9 @@ def test_a_kill_leaves_whole_shards(
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     folder = tmp_path / "features"
-    assert len(list(folder.glob("shard-*.safetensors"))) == 2
+    assert len(list(folder.glob("shard-*.safetensors"))) >= 2
     before = FeatureStore(folder)
-    with pytest.raises(ValueError, match=r"not finished: it has 2 of \d+ shards"):
+    with pytest.raises(ValueError, match=r"not finished: it has \d+ of \d+ shards"):
         train(features=folder)
     assert 0 < extract(**options) < total
     assert {path.name: path.read_bytes() for path in folder.iterdir() if path.name in whole} == whole
