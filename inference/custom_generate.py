@@ -36,6 +36,7 @@ class CustomGenerate:
         self.streamer = streamer
         self.options = options
         self.stats = GenerationStats()
+        self._model: Any = None
         self._decoder: Decoder | None = None
 
     def __call__(
@@ -50,8 +51,10 @@ class CustomGenerate:
     ) -> Any:
         """What transformers calls. `seed` is an argument of `model.generate`, as of `Decoder.generate`."""
         decoder = self._decoder
-        if decoder is None or decoder.target.model is not model:
+        if decoder is None or self._model is not model:  # the decoder's own may be a twin with packed weights
+            self._decoder = decoder = None  # frees the old one first
             self._decoder = decoder = Decoder(model, self.drafter, **self.options)
+            self._model = model
         request = request_of_hook(
             decoder.target,
             input_ids,

@@ -25,6 +25,8 @@ LEAST_ROWS = 4  # fewer are padded: products of one to three rows take as long o
 READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Names of attention whose queries and keys have different inputs. Keys and values are computed once for a text.
 _CROSS_ATTENTION = re.compile(r"(cross\w*|encoder_attn)$")
+_ORIGIN = "_module_of_twin"
+_ADAPTER_STATE = ("_active_adapter", "_disable_adapters")  # of PEFT's layers
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -32,7 +34,7 @@ def pack(module: M) -> M:
     """A twin of `module` whose linear layers on the CPU have packed weights. Everything else is shared with `module`,
     which stays as it is.
 
-    The twin keeps the weights, and the active adapters, of this moment.
+    The twin keeps the weights of this moment.
     """
     twin = make_twin(module, lambda part: PackedLinear if _can_pack(part) else type(part))
     for part in twin.modules():
@@ -68,10 +70,29 @@ def make_twin(module: M, find_kind: Callable[[nn.Module], type[nn.Module]]) -> M
             # Dictionaries of hooks may change on one side: transformers hooks the layers whose states it hands out.
             for name, value in vars(part).items():
                 vars(twin)[name] = copy.copy(value) if isinstance(value, dict) else value
+            vars(twin)[_ORIGIN] = vars(part).get(_ORIGIN, part)  # not a part of the twin
             twin._modules = {name: child and twin_of(child) for name, child in part._modules.items()}
         return twins[id(part)]
 
     return twin_of(module)  # type: ignore[return-value]
+
+
+def follow_adapters(module: nn.Module) -> None:
+    """Lets a twin have the active adapters of the module that it was made of.
+
+    Raises:
+        ValueError: that module has other parts now, such as a new adapter.
+    """
+    if _ORIGIN not in vars(module):
+        return
+    for part in module.modules():
+        origin = vars(part).get(_ORIGIN, part)
+        if part._modules.keys() != origin._modules.keys():
+            raise ValueError(
+                "the model has other parts than when its weights were packed or split, such as a new adapter: make a "
+                "new Decoder"
+            )
+        vars(part).update((name, vars(origin)[name]) for name in _ADAPTER_STATE if name in vars(origin))
 
 
 def _can_pack(module: nn.Module) -> bool:

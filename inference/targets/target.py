@@ -23,7 +23,7 @@ from draftsmith.inference.cache.shared_rows import SharedRows
 from draftsmith.inference.cache.source import Source, SourceMemory
 from draftsmith.inference.cache.tree_rows import TreeRowsCache
 from draftsmith.inference.kernels.attention import can_use_kernel, fits_kernel
-from draftsmith.inference.kernels.packed_weights import is_packed, pack
+from draftsmith.inference.kernels.packed_weights import follow_adapters, is_packed, pack
 from draftsmith.inference.targets.backbone import Backbone, PassOutput, TargetOutput
 from draftsmith.inference.targets.encoder_decoder import PlacedDecoder
 from draftsmith.inference.targets.masks import Nodes, TreeMasks
@@ -216,6 +216,7 @@ class Target:
 
     def check_again(self) -> None:
         """Refuses (ValueError) adapters and autocast that construction would refuse and that came later."""
+        follow_adapters(self.model)
         check_adapters(self.model)
         refuse_autocast(self.device, self.dtype)
         if self._recurrent_layers is not None:

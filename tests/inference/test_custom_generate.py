@@ -26,6 +26,14 @@ def test_the_text_is_the_models_own_in_fewer_passes() -> None:
     assert method.stats.num_new_tokens == 2 * before
 
 
+def test_weights_are_packed_once() -> None:
+    method = CustomGenerate(scripted(), pack_weights=True)
+    assert torch.equal(drafted(method=method), truth())
+    decoder = method._decoder
+    assert torch.equal(drafted(method=method), truth())
+    assert method._decoder is decoder
+
+
 def test_processors_and_criteria_are_those_of_the_call() -> None:
     options: dict[str, Any] = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "min_new_tokens": 4}
     assert torch.equal(drafted(**options), truth(**options))

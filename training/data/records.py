@@ -55,7 +55,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, Any]]:
         yield from _parse_lines(file)
 
 
-def _parse_lines(lines: Iterable[bytes] | Iterable[str]) -> Iterator[tuple[int, Any]]:
+def _parse_lines(lines: Iterable[bytes | str]) -> Iterator[tuple[int, Any]]:
     """The lines by number, without blank ones at the end."""
     blank: list[int] = []
     for number, line in enumerate(lines, 1):

@@ -33,8 +33,9 @@ def test_virtual_prompt_tokens_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("pack_weights", [False, True], ids=["own weights", "packed"])
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_peft_texts_follow_the_adapters(family: str) -> None:
+def test_peft_texts_follow_the_adapters(family: str, *, pack_weights: bool) -> None:
     """One decoder, before and after adapters are switched, turned off and merged: always the model's own text."""
     peft = pytest.importorskip("peft", reason="peft is an optional extra")
     settings: dict[str, Any] = {
@@ -46,7 +47,8 @@ def test_peft_texts_follow_the_adapters(family: str) -> None:
     model = peft.get_peft_model(calm_target(family), peft.LoraConfig(target_modules=layers, **settings), "first").eval()
     model.add_adapter("second", peft.LoraConfig(target_modules=layers[:1], r=4, lora_alpha=64, **settings))
     drafter = ScriptedDrafter([torch.zeros(1, dtype=torch.long)], VOCAB_SIZE)
-    decoder = Decoder(Target(model), drafter, tree=DynamicTree(depth=4, top_k=4, num_nodes=24))
+    tree = DynamicTree(depth=4, top_k=4, num_nodes=24)
+    decoder = Decoder(Target(model), drafter, tree=tree, pack_weights=pack_weights)
     prompt = random_prompt(6)
     options: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False}
 
