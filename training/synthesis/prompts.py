@@ -20,12 +20,13 @@ from typing import Any
 
 from draftsmith.inference.request.chat_template import ConversationError, encode_prompt
 from draftsmith.training.data.conversations import Place, iterate_place
-from draftsmith.training.data.layouts import AUTO, IS_WANTED, LEARNS, Messages, RecordFormat, parse_record
+from draftsmith.training.data.layouts import AUTO, IS_WANTED, LAYOUTS, LEARNS, Messages, RecordFormat, parse_record
 from draftsmith.training.synthesis.turn_template import Role
 
 logger = logging.getLogger(__name__)
 
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # SPEED-Bench publishes many turns like that
+_LONE = ("prompt", "question")  # columns of a prompt that may stand without a reply
 # The roles that the assistant answers.
 _ASKING = ("user", "tool")
 
@@ -206,7 +207,10 @@ def _parse_prompt(record: Any, record_format: RecordFormat) -> dict[str, Any]:
         raise ValueError(str(record))
     if isinstance(record, dict):  # replies are written anew, so it does not matter whether one is to be learned
         record = {column: _drop_learning(value) for column, value in record.items() if column not in IS_WANTED}
-        if isinstance(turns := record.get("turns"), list):
+        turns = record.get("turns")
+        if not record_format.columns and not any(record.keys() >= set(one.required) for one in LAYOUTS.values()):
+            turns = turns or [text for text in map(record.get, _LONE) if isinstance(text, str)][:1]
+        if turns and isinstance(turns, list):
             record["messages"] = [{"role": "user", "content": turn} for turn in turns]
             record_format = AUTO
     parsed = parse_record(record, record_format)

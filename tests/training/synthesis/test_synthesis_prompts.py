@@ -49,6 +49,13 @@ def test_prompts_are_read_in_every_form(tmp_path: Path, row: dict[str, Any]) -> 
         read_prompts(tmp_path / "nowhere.jsonl")
 
 
+@pytest.mark.parametrize("column", ["prompt", "question"])
+def test_prompts_without_replies(column: str, tmp_path: Path) -> None:
+    (one,) = read_prompts(write(tmp_path / "a.jsonl", [{column: "Hi", "id": 7}]))
+    assert one.id == "7"
+    assert list(one.script) == [{"role": "user", "content": "Hi"}, "assistant"]
+
+
 def test_system_prompts_and_tool_results_are_kept(tmp_path: Path) -> None:
     row = chat(
         "system:Be brief.", "user:Weather?", "assistant:call", "tool:sunny", "tool:20 C", "assistant:Sunny.", "user:Ok",
