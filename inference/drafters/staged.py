@@ -61,6 +61,8 @@ class StagedDrafter(Drafter, nn.Module):
 
     def __init__(self, small: SmallModelDrafter, ngrams: NgramDrafter | None = None, *, num_guesses: int = 4) -> None:
         super().__init__()
+        if not isinstance(small, SmallModelDrafter):
+            raise TypeError(f"small is a {type(small).__name__}; give SmallModelDrafter(model)")
         if num_guesses < 1:
             raise ValueError(
                 f"num_guesses is {num_guesses}; allowed is 1 or more (a SmallModelDrafter drafts without guesses)"

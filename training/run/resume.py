@@ -48,7 +48,7 @@ def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = Tru
     if wanted is None or str(wanted).lower() in ("false", ""):
         if is_main_process and (folders := sorted(Path(output_dir).glob("checkpoint-*"), key=_step)):
             logger.warning(
-                "%s has checkpoints of an earlier run, up to %s, and this run's own will replace them: to keep them, stop "
+                "%s has checkpoints of an earlier run, up to %s, which this run's own will replace: to keep them, stop "
                 "now, and continue that run with --resume_from_checkpoint true or train in another output_dir",
                 output_dir,
                 folders[-1].name,

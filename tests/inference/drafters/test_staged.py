@@ -83,3 +83,8 @@ def test_it_drafts_what_the_small_model_drafts(monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(output.sequences, expected)
     assert outputs[0].stats.accepted_histogram == outputs[1].stats.accepted_histogram
     assert num_passes[0] > num_passes[1]
+
+
+def test_a_bare_model_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"give SmallModelDrafter\(model\)"):
+        StagedDrafter(tiny_target("llama"))  # type: ignore[arg-type]
