@@ -130,6 +130,11 @@ class BenchmarkArguments:
             raise ValueError("--format and --results go together: give both, or neither")
         if self.format is not None and (self.batch_size != [1] or len(self.temperature) > 1):
             raise ValueError(f"got --format {self.format}: it has results of single prompts at one --temperature")
+        names = [_name_of(path) for path in self.prompts]
+        if self.format is not None and len({*names}) < len(names):
+            raise ValueError(
+                f"got --format {self.format} with two --prompts called {max(names, key=names.count)}: rename one"
+            )
         self.vocabulary = DraftVocabulary.of(self)
         for rule in self.acceptance:
             resolve_rule(rule)
@@ -200,7 +205,7 @@ def run(args: BenchmarkArguments, console: Console) -> None:
                 )
             if files is not None:
                 files.add(
-                    Path(path).stem.removesuffix(".jsonl"),
+                    _name_of(path),
                     measured.contenders,
                     measured.prompts,
                     subject.tokenizer,
@@ -211,6 +216,11 @@ def run(args: BenchmarkArguments, console: Console) -> None:
             del measured  # its buffers
     if written := [name for name in (args.json, args.markdown, args.results) if name is not None]:
         console.print(f"Wrote {', '.join(written)}.", markup=False, highlight=False)
+
+
+def _name_of(path: str) -> str:
+    """What result files call a file of prompts."""
+    return Path(path).stem.removesuffix(".jsonl")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Options that are numbers refuse NaN and infinity before anything is loaded."""
+"""Options that are refused before anything is loaded: NaN and infinity, and two files whose results have one name."""
 
 from pathlib import Path
 
@@ -21,3 +21,14 @@ def test_numbers_that_are_none(value: float, tmp_path: Path) -> None:
         BenchmarkArguments(target="t", prompts=[str(prompts)], minutes=value)
     with pytest.raises(ValueError, match="got --drain_seconds"):
         ServeArguments(target="t", drain_seconds=value)
+
+
+def test_results_of_two_files_with_one_name(tmp_path: Path) -> None:
+    files = [tmp_path / folder / "q.jsonl" for folder in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text('{"turns": ["Hi"]}\n')
+    options = {"target": "t", "prompts": [*map(str, files)]}
+    BenchmarkArguments(**options)
+    with pytest.raises(ValueError, match="two --prompts called q"):
+        BenchmarkArguments(**options, format="speculators", results=str(tmp_path / "out"))
