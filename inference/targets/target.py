@@ -147,7 +147,8 @@ class Target:
 
     def with_packed_weights(self) -> Target:
         """A target of the same model whose linear layers have packed weights, which take their memory once more. Heads
-        and small models that draft for it are packed, too. It keeps the weights and adapters of this moment.
+        and small models that draft for it are packed, too. It keeps the weights of this moment, and follows a switch of
+        adapters.
 
         Raises:
             ValueError: no layer can be packed.
