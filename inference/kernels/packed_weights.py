@@ -26,7 +26,8 @@ READ_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Names of attention whose queries and keys have different inputs. Keys and values are computed once for a text.
 _CROSS_ATTENTION = re.compile(r"(cross\w*|encoder_attn)$")
 _ORIGIN = "_module_of_twin"
-_ADAPTER_STATE = ("_active_adapter", "_disable_adapters")  # of PEFT's layers
+_MERGED = "_merged_in_twin"
+_ADAPTER_STATE = ("_active_adapter", "_disable_adapters", "scaling")  # of PEFT's layers
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -71,7 +72,9 @@ def make_twin(module: M, find_kind: Callable[[nn.Module], type[nn.Module]]) -> M
             for name, value in vars(part).items():
                 vars(twin)[name] = copy.copy(value) if isinstance(value, dict) else value
             vars(twin)[_ORIGIN] = vars(part).get(_ORIGIN, part)  # not a part of the twin
-            twin._modules = {name: child and twin_of(child) for name, child in part._modules.items()}
+            vars(twin)[_MERGED] = tuple(vars(part).get("merged_adapters", ()))
+            children = part._modules.items()
+            twin._modules = {name: None if child is None else twin_of(child) for name, child in children}
         return twins[id(part)]
 
     return twin_of(module)  # type: ignore[return-value]
@@ -81,16 +84,17 @@ def follow_adapters(module: nn.Module) -> None:
     """Lets a twin have the active adapters of the module that it was made of.
 
     Raises:
-        ValueError: that module has other parts now, such as a new adapter.
+        ValueError: that module has other parts now, such as a new adapter, or an adapter was merged.
     """
     if _ORIGIN not in vars(module):
         return
     for part in module.modules():
-        origin = vars(part).get(_ORIGIN, part)
-        if part._modules.keys() != origin._modules.keys():
+        origin = vars(part)[_ORIGIN]
+        own = {name: child if child is None else vars(child)[_ORIGIN] for name, child in part._modules.items()}
+        if own != origin._modules or vars(part)[_MERGED] != tuple(vars(origin).get("merged_adapters", ())):
             raise ValueError(
-                "the model has other parts than when its weights were packed or split, such as a new adapter: make a "
-                "new Decoder"
+                "the model has other parts than when its weights were packed or split, such as a new or a merged "
+                "adapter: make a new Decoder"
             )
         vars(part).update((name, vars(origin)[name]) for name in _ADAPTER_STATE if name in vars(origin))
 

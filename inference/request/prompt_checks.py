@@ -45,10 +45,10 @@ def check_token_ids(rows: Sequence[Sequence[int]], num_embeddings: int, kind: st
     for number, row in enumerate(rows):
         for token in (min(row), max(row)):
             if not 0 <= token < num_embeddings:
+                cure = "mask padding" if kind == "prompt" else "padding needs one of these ids, too"
                 raise ValueError(
                     f"token {row.index(token)} of row {number} is {token}; this target's {kind}s have the ids 0 to "
-                    f"{num_embeddings - 1}: was it written with another tokenizer, or is that padding? Mask padding, "
-                    "and in a source give it one of these ids, too"
+                    f"{num_embeddings - 1}: was it written with another tokenizer, or is that padding? Then {cure}"
                 )
 
 

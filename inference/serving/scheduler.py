@@ -138,10 +138,12 @@ class Scheduler:
             self._changed.notify_all()
 
     def _count_free(self, name: LaneName) -> int:
-        """Rows of a lane that no reply has."""
+        """Rows of a lane that no reply has; 0 of a lane that must wait until another one is idle."""
         lane, reading = self._lanes.get(name), self._reading
+        if lane is None and len(self._lanes) >= self.limits.max_lanes:
+            return self.limits.max_rows if any(not other.replies for other in [*self._lanes.values()]) else 0
         num_read = int(reading is not None and reading[1] == name)
-        return self.limits.max_rows - (0 if lane is None else len(lane.replies)) - num_read
+        return max(0, self.limits.max_rows - (0 if lane is None else len(lane.replies)) - num_read)
 
     def stop(self, seconds: float) -> None:
         """Takes no more replies, and ends those that are not finished after so many seconds. For any thread."""

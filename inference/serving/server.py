@@ -2,9 +2,12 @@
 
 import asyncio
 import socket
+import time
 
 import uvicorn
 from fastapi import FastAPI
+
+from draftsmith.inference.serving.app import LAST_STEP_SECONDS
 
 # After the replies have ended, their last events travel to the clients.
 LAST_EVENTS_SECONDS = 2
@@ -23,7 +26,7 @@ class DrainingServer(uvicorn.Server):
         config = uvicorn.Config(
             app,
             log_level="warning",
-            timeout_graceful_shutdown=int(drain_seconds) + LAST_EVENTS_SECONDS,
+            timeout_graceful_shutdown=LAST_EVENTS_SECONDS,
             server_header=False,
         )
         super().__init__(config)
@@ -31,8 +34,9 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._scheduler.stop(self._drain_seconds)
-        while self._scheduler.has_thread and not self.force_exit:  # new requests get 503
-            await asyncio.sleep(POLL_SECONDS)
+        end = time.perf_counter() + self._drain_seconds + LAST_STEP_SECONDS
+        while self._scheduler.has_thread and not self.force_exit and time.perf_counter() < end:
+            await asyncio.sleep(POLL_SECONDS)  # new requests get 503
         await super().shutdown(sockets)
 
 

@@ -51,6 +51,7 @@ class PlacedDecoder:
     """
 
     def __init__(self, model: Any) -> None:
+        self.model = model
         self._places = _Places()
         decoder = model.get_decoder()
         placed_decoder = replace_modules(decoder, self._place)
@@ -58,6 +59,10 @@ class PlacedDecoder:
         self._cache_name = find_cache_name(model)
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "decoder_position_ids" in accepted
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copying and unpickling construct a new object from the copied model."""
+        return type(self), (self.model,)
 
     def run(
         self, source: SourceMemory, cache: Cache, token_ids: Tensor, positions: Tensor, keys: Tensor, masks: Any

@@ -12,13 +12,19 @@ TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
 # Of each schema: a value that breaks it, and what is found.
 BROKEN: list[tuple[dict[str, Any], Any, str]] = [
     ({"type": "array", "items": NUMBER, "uniqueItems": True}, [1, 1], "uniqueItems"),
-    ({"type": "string", "pattern": "^a+$", "maxLength": 3}, "aaaa", "maxLength beside a pattern or format"),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 3}, "aaaa", "maxLength beside pattern"),
     ({"type": "string", "format": "color"}, "x", "format 'color'"),
     ({"type": "string", "not": {"const": "a"}}, "a", "not"),
     ({"allOf": [{"type": "object", "properties": {"a": TEXT}, "required": ["a"]}, {}]}, 1, "allOf of more than one"),
     ({"$ref": "#/$defs/A", "minimum": 5, "$defs": {"A": NUMBER}}, 1, "minimum beside $ref"),
     ({"minLength": 3}, "a", "minLength without a type"),
     ({"type": "array", "items": {"type": "integer", "maxLength": 1}}, None, "items: maxLength of type integer"),
+    ({"type": "number", "multipleOf": 0.5}, 0.3, "multipleOf of type number"),
+    ({"$ref": "#/other/A", "other": {"A": NUMBER}}, None, "$ref '#/other/A'"),
+    ({"$ref": "#/$defs/A", "type": "string", "$defs": {"A": NUMBER}}, 1, "type beside $ref"),
+    ({"type": "string", "enum": ["a", 1]}, 1, "enum with a value that is not of the type"),
+    ({"type": "object", "required": ["a"], "propertyNames": {"pattern": "^a"}}, {}, "required beside propertyNames"),
+    ({"additionalProperties": False, "anyOf": [{"type": "object"}]}, None, "additionalProperties beside anyOf"),
 ]
 HONOURED: list[tuple[dict[str, Any], Any, Any]] = [
     ({"type": "integer", "multipleOf": 7, "minimum": 10}, 14, 7),
@@ -28,6 +34,7 @@ HONOURED: list[tuple[dict[str, Any], Any, Any]] = [
     ({"anyOf": [TEXT, {"type": ["integer", "null"], "maximum": 3}]}, None, 4),
     ({"type": "string", "format": "date"}, "2026-12-01", "soon"),
     ({"allOf": [NUMBER]}, 1, "a"),
+    ({"type": "string", "const": "a"}, "a", "b"),
 ]
 
 

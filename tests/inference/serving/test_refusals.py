@@ -47,7 +47,10 @@ def assert_refused(reply: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"n": 17}, "n"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
+        *(
+            ({"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}, "response_format")
+            for schema in ({"not": {}}, {"allOf": 5}, {"type": "string", "format": ["a"]})
+        ),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "messages"),
         ({"stop": ["x"] * 17}, "stop"),

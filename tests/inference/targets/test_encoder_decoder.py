@@ -241,6 +241,12 @@ def _fail(*_: Any) -> None:
     raise RuntimeError("within a pass")
 
 
+def test_a_copied_target_decodes() -> None:
+    target, (ids, mask) = Target(tiny_encoder_decoder("bart", 0)), source_batch(2)
+    found, expected = (generate(one, None, ids, mask, **GREEDY).sequences for one in (copy.deepcopy(target), target))
+    assert torch.equal(found, expected)
+
+
 def test_one_target_in_two_threads() -> None:
     """While one thread stands within a pass, others decode with the same target and with the model itself."""
     target, (ids, mask) = target_of("t5", 2), source_batch(2)

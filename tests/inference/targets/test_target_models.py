@@ -45,7 +45,8 @@ def test_peft_texts_follow_the_adapters(family: str, *, pack_weights: bool) -> N
     }
     layers = ["c_attn", "c_proj"] if family == "gpt2" else ["q_proj", "v_proj", "down_proj"]
     model = peft.get_peft_model(calm_target(family), peft.LoraConfig(target_modules=layers, **settings), "first").eval()
-    model.add_adapter("second", peft.LoraConfig(target_modules=layers[:1], r=4, lora_alpha=64, **settings))
+    own = peft.LoraConfig(target_modules=layers[:1], r=4, lora_alpha=64, **settings)
+    model.add_adapter("second", own)
     drafter = ScriptedDrafter([torch.zeros(1, dtype=torch.long)], VOCAB_SIZE)
     tree = DynamicTree(depth=4, top_k=4, num_nodes=24)
     decoder = Decoder(Target(model), drafter, tree=tree, pack_weights=pack_weights)
@@ -70,6 +71,16 @@ def test_peft_texts_follow_the_adapters(family: str, *, pack_weights: bool) -> N
     assert decode() == first
     model.base_model.set_adapter(["first", "second"])
     assert decode() not in {first, second, plain}
+    model.set_adapter("first")
+    with peft.helpers.rescale_adapter_scale(model, 0.1):
+        assert decode() != first
+    for change in (model.merge_adapter, model.unmerge_adapter, lambda: model.add_adapter("third", own)):
+        change()
+        if pack_weights and change != model.unmerge_adapter:
+            with pytest.raises(ValueError, match="make a new Decoder"):
+                decode()
+        else:
+            assert decode() == first
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
