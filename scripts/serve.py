@@ -166,7 +166,9 @@ def build_scheduler(args: ServeArguments) -> tuple[Scheduler, object]:
     _note("allocating the caches")
     try:
         return Scheduler(target, drafters, tree=args.tree, limits=limits, learner=learner), tokenizer
-    except (RuntimeError, MemoryError) as error:  # torch's words for too little memory differ between devices
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):  # "allocate memory", "out of memory"
+            raise
         raise ValueError(
             f"the caches cannot be allocated ({str(error).splitlines()[0]}): lower --max_batch_size "
             f"({args.max_batch_size}), --max_length ({length}) or --max_lanes ({args.max_lanes})"

@@ -287,7 +287,7 @@ def run_tests(setup: Setup) -> Cases:
     """tests/gpu, the quickest first."""
     selections = [["-m", "gpu", "-k", "not compiled"], ["-m", "gpu", "-k", "compiled"]]
     if setup.device.type == "cpu":
-        selections = [["-k", "accepted and cpu and eagle3 and not compiled"]]
+        selections = [["-k", "accepted and cpu and eagle3 and eager"]]
     for words in selections:
         yield words[-1], partial(run_selection, words, setup)
 

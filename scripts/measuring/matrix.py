@@ -43,7 +43,7 @@ from draftsmith.training.data.options import require_positive
 SMALL_MODEL = "small model"
 WARM_UP_SHARE = 2 / 3  # of --minutes: what can wait is not compiled after it
 TOO_LONG = "compiling does not fit into --minutes (0 = no limit; --compile false compiles nothing)"
-SMALL_BYTES = 10**9  # a pass over more weights than this takes a CPU far longer than its dispatch
+SMALL_BYTES = 10**9  # a pass over a larger model takes a CPU far longer than its dispatch
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def _read_json(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         records = _find_records(json.loads(text))
     except json.JSONDecodeError as error:
-        lines = text.split("\n")[: -1 if text.endswith("\n") else None]
+        lines = text.split("\n")
         has_records = any(line.startswith("{") and isinstance(_parse(line), dict) for line in lines)
         if text.lstrip().startswith("[") or not has_records:
             yield error.lineno, ValueError(f"{error.msg}, column {error.colno}; {_FORMS}")

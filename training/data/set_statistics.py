@@ -8,9 +8,9 @@ from itertools import islice
 from typing import Any
 
 import datasets
+import pyarrow.compute
 
 from draftsmith.training.data.chat_tokens import count_problems, tokenize_conversations
-from draftsmith.training.data.collation import iterate_column
 from draftsmith.training.data.conversations import Place, count_good, iterate_place, parse_row, read_place
 from draftsmith.training.data.options import DataArguments
 from draftsmith.training.data.streaming import VOCABULARY_ROWS
@@ -59,12 +59,16 @@ class MeasuredSet:
 
 def row_lengths(rows: datasets.Dataset) -> list[int]:
     """Tokens of each row."""
-    return [len(ids) for ids in iterate_column(rows, "input_ids")]
+    lengths: list[int] = []
+    for batch in rows.with_format("arrow").iter(1000):
+        lengths += batch["input_ids"].combine_chunks().value_lengths().to_pylist()
+    return lengths
 
 
 def count_trained(rows: datasets.Dataset) -> int:
     """Tokens of all rows that have a loss."""
-    return sum(int(mask.sum()) for mask in iterate_column(rows, "loss_mask"))
+    masks = (batch["loss_mask"].combine_chunks().flatten() for batch in rows.with_format("arrow").iter(1000))
+    return sum(pyarrow.compute.sum(mask).as_py() or 0 for mask in masks)
 
 
 def measure_sets(data_args: DataArguments, tokenizer: Any) -> list[MeasuredSet]:

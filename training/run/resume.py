@@ -48,8 +48,8 @@ def find_checkpoint(output_dir: str, wanted: Any, *, is_main_process: bool = Tru
     if wanted is None or str(wanted).lower() in ("false", ""):
         if is_main_process and (folders := sorted(Path(output_dir).glob("checkpoint-*"), key=_step)):
             logger.warning(
-                "%s has checkpoints of an earlier run, up to %s, which this run's own will replace: to keep them, stop "
-                "now, and continue that run with --resume_from_checkpoint true or train in another output_dir",
+                "%s has checkpoints of an earlier run, up to %s, which this run's own will replace. Until then "
+                "--resume_from_checkpoint true continues that run. To keep them, train in another output_dir",
                 output_dir,
                 folders[-1].name,
             )

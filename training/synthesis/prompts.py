@@ -207,12 +207,11 @@ def _parse_prompt(record: Any, record_format: RecordFormat) -> dict[str, Any]:
         raise ValueError(str(record))
     if isinstance(record, dict):  # replies are written anew, so it does not matter whether one is to be learned
         record = {column: _drop_learning(value) for column, value in record.items() if column not in IS_WANTED}
-        turns = record.get("turns")
-        if not record_format.columns and not any(record.keys() >= set(one.required) for one in LAYOUTS.values()):
-            turns = turns or [text for text in map(record.get, _LONE) if isinstance(text, str)][:1]
-        if turns and isinstance(turns, list):
+        if isinstance(turns := record.get("turns"), list):
             record["messages"] = [{"role": "user", "content": turn} for turn in turns]
             record_format = AUTO
+        elif not record_format.columns and _is_lone(record):
+            record["response"] = ""
     parsed = parse_record(record, record_format)
     if "media" in parsed:
         raise ValueError("the prompt has images, and prompts of text only are decoded here")
@@ -221,6 +220,14 @@ def _parse_prompt(record: Any, record_format: RecordFormat) -> dict[str, Any]:
             "a turn is a placeholder: fetch the texts of SPEED-Bench with NeMo-Skills' or ModelOpt's program for it"
         )
     return parsed
+
+
+def _is_lone(record: dict[str, Any]) -> bool:
+    """Whether a record is a prompt without a reply."""
+    given = {column for column, value in record.items() if value is not None}
+    has_layout = any(given >= set(layout.required) for layout in LAYOUTS.values())
+    is_whole = not any(record.get(column) for column in ("context", "input"))  # which the prompt would lose
+    return is_whole and not has_layout and any(isinstance(record.get(column), str) for column in _LONE)
 
 
 def _drop_learning(turns: Any) -> Any:

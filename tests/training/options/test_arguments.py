@@ -9,8 +9,8 @@ import torch
 import yaml
 from transformers import TrainingArguments
 
-from draftsmith.training.options.command_line import parse_arguments, resolve_arguments
-from draftsmith.training.options.run_options import ARGUMENT_CLASSES, RunOptions
+from draftsmith.training.options.command_line import known_keys, parse_arguments, resolve_arguments
+from draftsmith.training.options.run_options import _EXCLUDED, ARGUMENT_CLASSES, RunOptions
 
 REQUIRED = ["--target", "t", "--head_type", "medusa", "--dataset", "d.jsonl", "--bf16", "false", "--use_cpu", "true"]
 REQUIRED += ["--choose", "false"]
@@ -179,3 +179,8 @@ def test_hyphens_and_bare_flags(tmp_path: Path) -> None:
     )
     assert (model.init_heads, model.head_type, data.max_length, data.packing) == ("a-b", None, 7, True)
     assert (training.use_cpu, training.bf16, run.choose) == (True, False, False)
+
+
+def test_contradictions_name_options_that_there_are() -> None:
+    """A misspelt name would never match."""
+    assert {name for one, other, _ in _EXCLUDED for name in (one, other)} <= known_keys().keys()

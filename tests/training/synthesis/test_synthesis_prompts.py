@@ -49,11 +49,24 @@ def test_prompts_are_read_in_every_form(tmp_path: Path, row: dict[str, Any]) -> 
         read_prompts(tmp_path / "nowhere.jsonl")
 
 
-@pytest.mark.parametrize("column", ["prompt", "question"])
-def test_prompts_without_replies(column: str, tmp_path: Path) -> None:
-    (one,) = read_prompts(write(tmp_path / "a.jsonl", [{column: "Hi", "id": 7}]))
-    assert one.id == "7"
-    assert list(one.script) == [{"role": "user", "content": "Hi"}, "assistant"]
+@pytest.mark.parametrize(
+    ("row", "lines"),
+    [
+        ({"prompt": "Hi"}, ["user:Hi", "assistant"]),
+        ({"question": "Hi", "response": None}, ["user:Hi", "assistant"]),
+        ({"question": "Hi", "system_prompt": "Be brief."}, ["system:Be brief.", "user:Hi", "assistant"]),
+        ({"prompt": "Hi", "history": [["a", "b"]]}, ["user:a", "assistant", "user:Hi", "assistant"]),
+    ],
+    ids=str,
+)
+def test_prompts_without_replies(row: dict[str, Any], lines: list[str], tmp_path: Path) -> None:
+    (one,) = read_prompts(write(tmp_path / "a.jsonl", [row]))
+    assert outline(one) == lines
+
+
+def test_a_prompt_is_not_read_without_its_context(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no known layout"):
+        read_prompts(write(tmp_path / "a.jsonl", [{"question": "How old?", "context": "Ann is 7."}]))
 
 
 def test_system_prompts_and_tool_results_are_kept(tmp_path: Path) -> None:
