@@ -202,8 +202,8 @@ class BlockHeads(DraftHeads):
 
     @torch.no_grad()
     def bind(self, target: Target | PreTrainedModel) -> Self:
-        """Reads the mask's embedding again: the target may be in another dtype than in training, and engines read the
-        mask from the target that they run."""
+        """Reads the mask's embedding again, also for views that share the weights: the target may be in another dtype
+        than in training, and engines read the mask from the target that they run."""
         super().bind(target)
         if (token := self.config.mask_token_id) is not None:
             row = self.target.embed_tokens(torch.tensor([token], device=self.target.device))[0]

@@ -69,3 +69,17 @@ def test_a_taken_port_is_told_before_anything_is_loaded() -> None:
 def test_replies_are_no_longer_than_the_target_reads() -> None:
     scheduler, _ = serve.build_scheduler(serve.ServeArguments(target=str(CHAT_TARGET), max_batch_size=1))
     assert scheduler.limits.max_length == scheduler.target.max_length
+
+
+def test_too_little_memory_is_told_from_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(serve, "Scheduler", fail)
+    args = serve.ServeArguments(target=str(CHAT_TARGET), max_batch_size=100_000)
+    error: Exception = RuntimeError("can't allocate memory: you tried to allocate 1048576000000 bytes")
+    with pytest.raises(ValueError, match=r"lower --max_batch_size \(100000\)"):
+        serve.build_scheduler(args)
+    error = NotImplementedError("this layer has no mask")
+    with pytest.raises(NotImplementedError, match="no mask"):
+        serve.build_scheduler(args)
